@@ -1,0 +1,67 @@
+"""What the scheduler and the server need from an engine, whatever computes behind it."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.pages import JobKV
+from hybrid_cache.layout import ModelLayout
+
+Logits = NDArray[np.float32]
+
+
+class SequenceState(Protocol):
+    """The KVCache of one running sequence, inside the engine."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KVCache is there."""
+        ...
+
+    cancelled: bool  # set from another thread; the running computation then raises PrefillAborted
+
+
+class Engine(Protocol):
+    """Computes prefill and decode steps. All methods are called from one thread, one at a time."""
+
+    @property
+    def layout(self) -> ModelLayout: ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and output together, in tokens."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def new_sequence(self, expected_tokens: int) -> Any:
+        """An empty SequenceState; `expected_tokens` is a hint for how long it will grow."""
+        ...
+
+    def load(self, sequence: Any, kv: JobKV, num_tokens: int) -> None:
+        """Copies the KVCache of the first `num_tokens` out of pages into an empty sequence."""
+        ...
+
+    def prefill(self, sequence: Any, tokens: Sequence[int], kv: JobKV | None) -> None:
+        """Appends a chunk. With `kv`, each layer's part is written and announced as soon as it has been computed."""
+        ...
+
+    def decode(self, sequence: Any, token: int) -> Logits:
+        """Appends one token and returns the logits [vocab_size] of the next one."""
+        ...
+
+
+class Tokenizer(Protocol):
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]: ...
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def token_text(self, token: int) -> str: ...

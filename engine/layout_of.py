@@ -1,0 +1,77 @@
+"""Derives the layout of a model's KVCache from the cache that the model itself fills.
+
+One token is run and the cache inspected: true for every architecture transformers knows, with no table of head counts
+and latent ranks to keep in step with it.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from engine.errors import ModelError
+from engine.kv_layers import SequenceCache
+from hybrid_cache.layout import KVCacheGroup, ModelLayout
+from hybrid_cache.spec import FullAttention, KVCacheSpec, LinearState, SlidingWindow
+
+_SAMPLE_BYTES: Final = 1 << 20
+_KIND_ORDER: Final = (FullAttention, SlidingWindow, LinearState)
+
+
+def probe(model: Any) -> SequenceCache:
+    """The cache of `model` after one token."""
+    cache = SequenceCache(model.config, 1, on_kv=lambda *_: None, on_state=lambda *_: None)
+    if not cache.attention_layers():
+        raise ModelError("models without any attention layer are not supported: nothing tells them their position")
+    with torch.inference_mode():
+        model(input_ids=torch.zeros((1, 1), dtype=torch.long), past_key_values=cache, use_cache=True)
+    return cache
+
+
+def layout_of(cache: SequenceCache, model: str, dtype: str, block_size: int) -> ModelLayout:
+    """The layout that fits a probed cache. `model` is an identity: equal strings mean interchangeable KVCache."""
+    specs: dict[KVCacheSpec, list[int]] = {}
+    for number, layer in cache.attention_layers().items():
+        if layer.is_initialized:
+            specs.setdefault(_attention_spec(layer), []).append(number)
+    for number, layer in cache.linear_layers().items():
+        if states := layer.states():
+            specs.setdefault(LinearState(sum(state.nbytes for state in states)), []).append(number)
+    ordered = sorted(specs.items(), key=lambda item: _KIND_ORDER.index(type(item[0])))
+    groups = tuple(KVCacheGroup(spec, tuple(layers)) for spec, layers in ordered)
+    return ModelLayout(model=model, dtype=dtype, block_size=block_size, groups=groups)
+
+
+def model_identity(directory: Path) -> str:
+    """Name and digest of configuration and weights: equal for copies of a model, different for another seed."""
+    config = directory / "config.json"
+    try:
+        kind = msgspec.json.decode(config.read_bytes()).get("model_type", "model")
+    except (OSError, msgspec.DecodeError, AttributeError) as exc:
+        raise ModelError(f"{config} cannot be read: {exc}") from exc
+    digest = hashlib.sha256(config.read_bytes())
+    for weights in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
+        digest.update(f"{weights.name}:{weights.stat().st_size}".encode())
+        digest.update(_sample(weights))
+    return f"{kind}-{digest.hexdigest()[:16]}"
+
+
+def _attention_spec(layer: Any) -> KVCacheSpec:
+    k_bytes, v_bytes = (part[0, :, 0].nbytes for part in (layer.keys, layer.values))
+    window = getattr(layer, "sliding_window", None)
+    if window is None:
+        return FullAttention(bytes_per_token=k_bytes + v_bytes, k_bytes_per_token=k_bytes)
+    return SlidingWindow(window=window, bytes_per_token=k_bytes + v_bytes, k_bytes_per_token=k_bytes)
+
+
+def _sample(path: Path) -> bytes:
+    """Start, middle and end of a weight file: enough to tell models apart, cheap for large ones."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        parts = []
+        for start in (0, max(0, size // 2 - _SAMPLE_BYTES // 2), max(0, size - _SAMPLE_BYTES)):
+            file.seek(start)
+            parts.append(file.read(_SAMPLE_BYTES))
+    return b"".join(parts)

@@ -1,0 +1,242 @@
+"""`python -m engine`: one model, one HTTP port, one connection to the node's agent."""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import uvloop
+from aiohttp import web
+
+from engine.agent_link import AgentLink
+from engine.base import Engine
+from engine.byte_tokenizer import BOS, CHAT_TEMPLATE, EOS, SPECIAL_TOKENS, byte_tokenizer
+from engine.emulated import GROUPS, EmulatedEngine, EmulatedTimes, emulated_layout
+from engine.errors import EngineError, ModelError
+from engine.metrics import EngineMetrics
+from engine.model_thread import ModelThread
+from engine.openai_server import MAX_BODY_BYTES, OpenAIServer
+from engine.scheduler import MAX_RUNNING, Scheduler
+from engine.serving import MAX_REQUESTS, Service
+from engine.tokenizer import TextTokenizer
+from transport.messages import Welcome
+
+log = logging.getLogger(__name__)
+
+DEFAULT_BLOCK_SIZE: Final = 64
+DEFAULT_CHUNK_TOKENS: Final = 512
+AGENT_WAIT_S: Final = 30.0
+DRAIN_TIMEOUT_S: Final = 600.0
+# The event loop shares the interpreter with the model's thread; 5 ms, Python's default, would be felt in every stream.
+SWITCH_INTERVAL_S: Final = 0.0005
+EXIT_USAGE: Final = 2
+EXIT_NO_AGENT: Final = 3
+EXIT_MODEL_DIED: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    engine: Engine
+    tokenizer: TextTokenizer
+    name: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    logging.basicConfig(
+        level=args.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        model = _load(args)
+    except EngineError as exc:
+        print(f"engine: {exc}", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(model, args))
+    except OSError as exc:
+        print(f"engine: cannot listen on {args.host}:{args.port}: {exc.strerror or exc}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+async def _serve(model: LoadedModel, args: argparse.Namespace) -> int:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    scheduler = Scheduler(
+        model.engine, model.tokenizer, time.monotonic, chunk_tokens=args.chunk_tokens, max_running=args.max_running
+    )
+    thread = ModelThread(
+        scheduler,
+        on_load=lambda: _on_loop(loop, service.report_load),
+        on_death=lambda: _on_loop(loop, stop.set),
+    )
+    service = Service(model.engine, thread, EngineMetrics(), time.monotonic, max_requests=args.max_requests)
+    server = OpenAIServer(service, model.tokenizer, model.name, max_body_bytes=args.max_body_bytes)
+    runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    thread.start()
+    try:
+        url = await _listen(runner, args.host, args.port)
+        async with _agent_link(service, model, args, url, stop) as connected:
+            if not connected:
+                print(f"engine: no agent answers at {args.agent_socket}", file=sys.stderr)
+                return EXIT_NO_AGENT
+            if not stop.is_set():
+                print(f"engine ready url={url}", flush=True)
+            await stop.wait()
+            log.info("draining %d requests", service.active)
+            if not await service.drain(args.drain_timeout_s):
+                log.warning("%d requests cut off after %g s", service.active, args.drain_timeout_s)
+    finally:
+        await runner.cleanup()
+        died = not thread.alive
+        thread.stop(timeout_s=5.0)
+    return EXIT_MODEL_DIED if died else 0
+
+
+def _on_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    """From the model's thread; a closed loop has no more use for news."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback)
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int) -> str:
+    await runner.setup()
+    site = web.TCPSite(runner, host, port)
+    await site.start()
+    bound_port = runner.addresses[0][1]
+    return f"http://{host}:{bound_port}"
+
+
+@contextlib.asynccontextmanager
+async def _agent_link(
+    service: Service, model: LoadedModel, args: argparse.Namespace, url: str, stop: asyncio.Event
+) -> AsyncIterator[bool]:
+    """Keeps the link up while the block runs; yields whether the agent answered in time (True without one to ask)."""
+    if args.agent_socket is None:
+        yield True
+        return
+    link = AgentLink(
+        args.agent_socket,
+        model.engine.layout,
+        model_id=model.name,
+        max_model_len=model.engine.max_model_len,
+        http_url=url,
+        on_welcome=lambda welcome: _obey(welcome, service, model.engine.layout.block_size),
+        on_drain=lambda: setattr(service, "draining", True),
+    )
+    service.link = link
+    task = asyncio.create_task(link.run(), name="agent link")
+    try:
+        yield await _answered(link, stop)
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def _answered(link: AgentLink, stop: asyncio.Event) -> bool:
+    """Waits for the agent, or for being told to stop (which is no complaint)."""
+    waits = [asyncio.create_task(link.wait_connected(AGENT_WAIT_S)), asyncio.create_task(stop.wait())]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    await asyncio.gather(*waits, return_exceptions=True)
+    return link.connected or stop.is_set()
+
+
+def _obey(welcome: Welcome, service: Service, block_size: int) -> None:
+    """The agent says how long chunks are: prefill and transfer must cut alike on all nodes."""
+    if welcome.chunk_tokens >= block_size:
+        service.model.set_chunk_tokens(welcome.chunk_tokens - welcome.chunk_tokens % block_size)
+    # An agent that has just started has nothing to drain.
+    service.draining = False
+
+
+def _load(args: argparse.Namespace) -> LoadedModel:
+    """Raises EngineError."""
+    if args.emulate is not None:
+        return _load_emulated(args)
+    if args.model is None:
+        raise ModelError("--model DIR is needed (or --emulate ARCH)")
+    # torch and transformers take seconds to import: only now, when they are needed for sure.
+    from engine.embedded import EmbeddedEngine
+
+    tokenizer = TextTokenizer.load(args.model)
+    engine = EmbeddedEngine.load_directory(
+        args.model, block_size=args.block_size, max_model_len=args.max_model_len, threads=args.threads
+    )
+    return LoadedModel(engine, tokenizer, args.model_name or args.model.resolve().name)
+
+
+def _load_emulated(args: argparse.Namespace) -> LoadedModel:
+    times = EmulatedTimes(args.prefill_base_s, args.prefill_per_token_s, args.decode_step_s)
+    tokenizer = _byte_text() if args.model is None else TextTokenizer.load(args.model)
+    engine = EmulatedEngine(
+        emulated_layout(args.emulate, args.block_size),
+        time.sleep,
+        times,
+        max_model_len=args.max_model_len or 32768,
+        vocab_size=tokenizer.vocab_size,
+    )
+    return LoadedModel(engine, tokenizer, args.model_name or f"emulated-{args.emulate}")
+
+
+def _byte_text() -> TextTokenizer:
+    special = {"bos_token": SPECIAL_TOKENS[BOS], "eos_token": SPECIAL_TOKENS[EOS]}
+    return TextTokenizer(byte_tokenizer(), special, CHAT_TEMPLATE)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m engine", description="One model, one HTTP port, one connection to the node's agent."
+    )
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a local transformers model directory")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=_port, default=8000, help="0 picks a free one (default: %(default)s)")
+    parser.add_argument("--agent-socket", type=Path, metavar="PATH", help="Unix socket of the node's agent")
+    parser.add_argument("--model-name", help="name in the API (default: the directory's)")
+    parser.add_argument("--max-model-len", type=_positive, metavar="TOKENS", help="context (default: the model's)")
+    parser.add_argument("--block-size", type=_positive, default=DEFAULT_BLOCK_SIZE, metavar="TOKENS")
+    parser.add_argument(
+        "--chunk-tokens",
+        type=_positive,
+        default=DEFAULT_CHUNK_TOKENS,
+        metavar="TOKENS",
+        help="prefill chunk; an agent's word counts more (default: %(default)s)",
+    )
+    parser.add_argument("--threads", type=_positive, default=1, help="torch threads (default: %(default)s)")
+    parser.add_argument("--max-running", type=_positive, default=MAX_RUNNING, metavar="N")
+    parser.add_argument("--max-requests", type=_positive, default=MAX_REQUESTS, metavar="N", help="more get a 503")
+    parser.add_argument("--max-body-bytes", type=_positive, default=MAX_BODY_BYTES, metavar="BYTES")
+    parser.add_argument("--drain-timeout-s", type=float, default=DRAIN_TIMEOUT_S, metavar="S")
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    emulation = parser.add_argument_group("emulation: no model, invented tokens (see engine.emulated)")
+    emulation.add_argument("--emulate", choices=sorted(GROUPS), metavar="ARCH", help=f"one of {', '.join(GROUPS)}")
+    emulation.add_argument("--prefill-base-s", type=float, default=0.0, metavar="S", help="per chunk")
+    emulation.add_argument("--prefill-per-token-s", type=float, default=0.0, metavar="S")
+    emulation.add_argument("--decode-step-s", type=float, default=0.0, metavar="S")
+    return parser
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"must be in [0, 65535], not {value}")
+    return value
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value

@@ -1,0 +1,1 @@
+"""The front door: OpenAI HTTP in, routed prefill and decode legs out."""

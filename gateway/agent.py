@@ -1,0 +1,218 @@
+"""The gateway's side of node.proto: one agent, called over gRPC, answering in values of ours."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from gateway.errors import NodeError
+from gateway.tokens import Prompt
+from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared
+from hybrid_cache.hashing import HASH_BYTES, split_hashes
+from transport.control import MAX_CONTROL_BYTES, REASON_KEY, ticket_info
+from transport.messages import TicketInfo
+from transport.proto import node_pb2 as pb
+from transport.proto.node_pb2_grpc import NodeAgentStub
+
+MAX_EVENT_HASHES: Final = 4096
+REASONS: Final = {
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "no_capacity",
+    grpc.StatusCode.UNAVAILABLE: "unreachable",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "timeout",
+    grpc.StatusCode.FAILED_PRECONDITION: "not_ready",
+    grpc.StatusCode.INVALID_ARGUMENT: "invalid",
+}
+STATES: Final = {
+    pb.NODE_STATE_STARTING: "starting",
+    pb.NODE_STATE_READY: "ready",
+    pb.NODE_STATE_DRAINING: "draining",
+    pb.NODE_STATE_ENGINE_DOWN: "engine_down",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeInfo:
+    """Who a node is. `layout_json` is empty until its engine has said which model it runs."""
+
+    node_id: str
+    cluster: str
+    cluster_kind: str
+    role: str
+    state: str
+    engine_url: str
+    model_id: str
+    layout_json: str
+    layout_fingerprint: str
+    max_model_len: int
+    boot_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkLoad:
+    """Egress from a node to the cluster `peer`. `available_bytes_per_s` is 0 while unknown."""
+
+    peer: str
+    available_bytes_per_s: float
+    utilisation: float
+    retransmit_ratio: float
+    queued_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLoad:
+    """How busy a node said it is."""
+
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    egress_bytes_total: int = 0
+    links: tuple[LinkLoad, ...] = ()
+
+
+NodeEvent = NodeInfo | NodeLoad | BlocksStored | BlocksRemoved | CacheCleared
+
+
+class AgentClient:
+    """One agent. Every call has a deadline; every failure is a NodeError with a reason label."""
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        self.address = address
+        self.timeout_s = timeout_s
+        # A node that comes back must be found at once, not after gRPC's own backoff of up to two minutes.
+        self._channel = grpc.aio.insecure_channel(
+            address,
+            options=[
+                ("grpc.max_send_message_length", MAX_CONTROL_BYTES),
+                ("grpc.max_receive_message_length", MAX_CONTROL_BYTES),
+                ("grpc.initial_reconnect_backoff_ms", 100),
+                ("grpc.max_reconnect_backoff_ms", 2000),
+            ],
+        )
+        self._stub: Any = NodeAgentStub(self._channel)  # type: ignore[no-untyped-call]
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def reserve(self, request_id: str, prompt: Prompt, ttl_s: float) -> TicketInfo:
+        """Room for the KVCache of all but the last token of `prompt` on this decode node."""
+        message = pb.ReserveRequest(
+            request_id=request_id,
+            num_tokens=prompt.transfer_tokens,
+            block_hashes=b"".join(prompt.hashes),
+            tokens_digest=prompt.digest,
+            ttl_s=ttl_s,
+        )
+        return ticket_info(await self._call(self._stub.Reserve, message))
+
+    async def abort(self, transfer_id: str, reason: str) -> None:
+        """Frees what a reservation, or a push to it, still holds here."""
+        await self._call(self._stub.Abort, pb.AbortRequest(transfer_id=transfer_id, reason=reason))
+
+    async def watch(self, load_interval_s: float, silence_s: float) -> AsyncGenerator[NodeEvent, None]:
+        """Events until the stream ends or is silent for `silence_s`. Raises NodeError, also on a lost event."""
+        stream = self._stub.Watch(pb.WatchRequest(load_interval_s=load_interval_s))
+        last_seq: int | None = None
+        try:
+            while True:
+                event = await _next(stream, silence_s, self.address)
+                if last_seq is not None and event.seq != last_seq + 1:
+                    raise NodeError(self.address, "event_gap", f"{event.seq} after {last_seq}")
+                last_seq = event.seq
+                for value in events_from(event):
+                    yield value
+                    await asyncio.sleep(0)  # a long snapshot must not hold the event loop
+        finally:
+            stream.cancel()
+
+    async def _call(self, method: Any, message: Any) -> Any:
+        try:
+            return await method(message, timeout=self.timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise node_error(self.address, error) from error
+
+
+async def _next(stream: Any, silence_s: float, address: str) -> pb.NodeEvent:
+    try:
+        async with asyncio.timeout(silence_s):
+            event: pb.NodeEvent = await stream.read()
+    except TimeoutError as error:
+        raise NodeError(address, "silent", f"no event for {silence_s} s") from error
+    except grpc.aio.AioRpcError as error:
+        raise node_error(address, error) from error
+    if event is grpc.aio.EOF:
+        raise NodeError(address, "stream_ended")
+    return event
+
+
+def node_error(address: str, error: grpc.aio.AioRpcError) -> NodeError:
+    """The foreign error as ours, with the label it is counted under."""
+    code = error.code()
+    labels = [str(value) for key, value in error.trailing_metadata() or () if key == REASON_KEY]
+    return NodeError(address, labels[0] if labels else REASONS.get(code, code.name.lower()), error.details() or "")
+
+
+def events_from(event: pb.NodeEvent) -> list[NodeEvent]:
+    """The values that one proto event stands for."""
+    match event.WhichOneof("event"):
+        case "description":
+            return [info_from(event.description), load_from(event.description.load)]
+        case "load":
+            return [load_from(event.load)]
+        case "snapshot":
+            return [CacheCleared(), *(part for group in event.snapshot.groups for part in _stored(group))]
+        case "stored":
+            return _stored(event.stored)
+        case "removed":
+            return [BlocksRemoved(event.removed.group, tuple(split_hashes(event.removed.hashes)))]
+        case "cleared":
+            return [CacheCleared()]
+        case _:
+            return []  # an event of a later version
+
+
+def info_from(node: pb.NodeDescription) -> NodeInfo:
+    """A description as a value."""
+    return NodeInfo(
+        node_id=node.node_id,
+        cluster=node.cluster,
+        cluster_kind=node.cluster_kind,
+        role=node.role,
+        state=STATES.get(node.state, "unknown"),
+        engine_url=node.engine_url.rstrip("/"),
+        model_id=node.model_id,
+        layout_json=node.layout_json,
+        layout_fingerprint=node.layout_fingerprint,
+        max_model_len=node.max_model_len,
+        boot_id=node.boot_id,
+    )
+
+
+def load_from(load: pb.Load) -> NodeLoad:
+    """A load report as a value."""
+    return NodeLoad(
+        running=load.running,
+        waiting=load.waiting,
+        queued_tokens=load.queued_tokens,
+        egress_bytes_total=load.egress_bytes_total,
+        links=tuple(
+            LinkLoad(
+                peer=link.peer,
+                available_bytes_per_s=link.available_bytes_per_s,
+                utilisation=link.utilisation,
+                retransmit_ratio=link.retransmit_ratio,
+                queued_bytes=link.queued_bytes,
+            )
+            for link in load.links
+        ),
+    )
+
+
+def _stored(message: pb.BlocksStored) -> list[NodeEvent]:
+    """The event in parts that are taken in one at a time."""
+    step = MAX_EVENT_HASHES * HASH_BYTES
+    starts = range(0, len(message.hashes), step)
+    parts = (message.hashes[start : start + step] for start in starts)
+    return [BlocksStored(message.group, tuple(split_hashes(part))) for part in parts]

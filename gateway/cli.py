@@ -1,0 +1,78 @@
+"""`prfaas gateway` and `python -m gateway`."""
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import uvloop
+
+from gateway.config import GatewayConfig, load
+from gateway.errors import ConfigError
+from gateway.server import serve
+from gateway.tokens import TextTokenizer
+
+BAD_CONFIG: Final = 2
+EXAMPLE: Final = """
+  [gateway]
+  host = "127.0.0.1"
+  port = 8000                    # 0: any free port; it is printed
+  tokenizer_dir = "models/tiny"  # tokenizer.json, tokenizer_config.json, chat_template.jinja
+  threshold_tokens = 16384       # longer uncached prefills go to the remote cluster
+
+  [[gateway.nodes]]
+  agent = "127.0.0.1:7001"       # a node's gRPC address; the rest is asked of it
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    command = argparse.ArgumentParser(
+        prog="prfaas gateway",
+        description="The OpenAI-compatible front door of the clusters named in a TOML file.",
+        epilog=f"The file:\n{EXAMPLE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument(
+        "-c", "--config", type=Path, required=True, metavar="FILE.toml", help="[gateway] and its nodes"
+    )
+    command.add_argument(
+        "--check", action="store_true", help="read the configuration, say whether it is right, and end"
+    )
+    return command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the gateway until it is told to stop. 0: ended in peace; 1: cannot listen; 2: the configuration is wrong."""
+    arguments = parser().parse_args(argv)
+    try:
+        config = load(arguments.config)
+        tokenizer = TextTokenizer.load(config.tokenizer_dir)
+    except ConfigError as error:
+        print(f"prfaas gateway: {error}", file=sys.stderr)
+        return BAD_CONFIG
+    if arguments.check:
+        print(f"{arguments.config}: ok")
+        return 0
+    return _run(config, tokenizer)
+
+
+def _run(config: GatewayConfig, tokenizer: TextTokenizer) -> int:
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
+    )
+    try:
+        uvloop.run(serve(config, tokenizer, _announce))
+    except OSError as error:
+        print(f"prfaas gateway: cannot listen on {config.host}:{config.port}: {error}", file=sys.stderr)
+        return 1
+    # The loop's handlers are gone: a second SIGTERM must not turn a clean end into a kill.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return 0
+
+
+def _announce(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,283 @@
+"""The live view of every node: who is ready, how busy, what it has cached, and how its links are.
+
+One task per node reads its agent's event stream. The stream's life is the node's health: when it breaks, the node is
+out and its prefixes are forgotten; when it is back, a snapshot rebuilds them, so a gateway that restarts knows
+everything again. Nothing here is written down: nodes hold the truth, this is what the last event said.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from gateway.agent import AgentClient, NodeEvent, NodeInfo, NodeLoad
+from gateway.errors import NodeError
+from gateway.tokens import Hashing, Prompt
+from hybrid_cache.errors import CacheError
+from hybrid_cache.events import CacheEvent
+from hybrid_cache.index import PrefixIndex
+from hybrid_cache.layout import ModelLayout
+from planner.views import ClusterKind, LinkView, NodeView, Role
+
+log = logging.getLogger("prfaas.gateway.clusters")
+
+LOAD_INTERVAL_S: Final = 0.25
+SILENCE_S: Final = 10.0  # a node that reports its load every quarter of a second has been dead for long
+BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
+SUSPECT_S: Final = 2.0  # how long a node whose engine failed a leg is left alone; its agent knows better by then
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model all paired nodes run: equal layouts, so that the KVCache of one is the KVCache of the other."""
+
+    name: str
+    model_id: str
+    layout: ModelLayout
+    max_model_len: int
+    hashing: Hashing
+
+
+def salt_of(layout: ModelLayout, tenant: str = "") -> bytes:
+    """What block hashes of a tenant's prompts for a model start from; equal at every gateway."""
+    return hashlib.sha256(f"{tenant}\0{layout.fingerprint}".encode()).digest()
+
+
+class Node:
+    """One node, as its agent last described it, and the work that this gateway has under way on it."""
+
+    def __init__(self, agent: AgentClient) -> None:
+        self.agent = agent
+        self.info: NodeInfo | None = None
+        self.load = NodeLoad()
+        self.connected = False
+        self.suspect_until = float("-inf")
+        self.pending_tokens = 0
+        self.pending_requests = 0
+
+    def __repr__(self) -> str:
+        return f"<Node {self.id} {self.role} {self.state}, {self.pending_requests} pending>"
+
+    @property
+    def id(self) -> str:
+        return self.info.node_id if self.info else self.agent.address
+
+    @property
+    def role(self) -> str:
+        return self.info.role if self.info else "unknown"
+
+    @property
+    def state(self) -> str:
+        """The node's own state, or `down` while its agent does not answer."""
+        return self.info.state if self.connected and self.info else "down"
+
+    def is_ready(self, now: float) -> bool:
+        """Whether new work may be sent here."""
+        return self.state == "ready" and now >= self.suspect_until
+
+    @contextmanager
+    def busy_with(self, uncached_tokens: int) -> Iterator[None]:
+        """Counts a request's work here from its routing on: the node's own report is a quarter of a second late."""
+        self.pending_tokens += uncached_tokens
+        self.pending_requests += 1
+        try:
+            yield
+        finally:
+            self.pending_tokens -= uncached_tokens
+            self.pending_requests -= 1
+
+
+class Clusters:
+    """All nodes. `start` begins to watch them, `close` ends it."""
+
+    def __init__(
+        self,
+        agents: Collection[AgentClient],
+        clock: Callable[[], float],
+        *,
+        served_model: str = "",
+        decode_slots: int = 16,
+    ) -> None:
+        self.nodes = [Node(agent) for agent in agents]
+        self.served: ServedModel | None = None
+        self._served_name = served_model
+        self._decode_slots = decode_slots
+        self._clock = clock
+        self._index: PrefixIndex | None = None
+        self._changed = asyncio.Event()
+        self._watches: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._watches = [asyncio.create_task(self._watch(node), name=f"watch {node.id}") for node in self.nodes]
+
+    async def close(self) -> None:
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+        await asyncio.gather(*(node.agent.close() for node in self.nodes))
+
+    # What decisions ask
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request could be served now."""
+        now = self._clock()
+        return self.served is not None and any(
+            node.role == Role.DECODE and self._serves(node) and node.is_ready(now) for node in self.nodes
+        )
+
+    def by_id(self, node_id: str) -> Node:
+        return next(node for node in self.nodes if node.id == node_id)
+
+    def views(self, prompt: Prompt, exclude: Collection[str] = ()) -> list[NodeView]:
+        """The nodes as routing sees them for `prompt`; nodes that cannot serve it are left out."""
+        now = self._clock()
+        return [
+            self._view(node, prompt)
+            for node in self.nodes
+            if node.is_ready(now) and self._serves(node) and node.id not in exclude
+        ]
+
+    def links(self) -> list[LinkView]:
+        """The egress from each PrfaaS cluster to each PD cluster, summed over the sending nodes.
+
+        A link that no node has used yet is taken to be up, its bandwidth unknown.
+        """
+        known = [node for node in self.nodes if node.info and node.connected]
+        destinations = {node.info.cluster for node in known if node.info and node.info.cluster_kind == ClusterKind.PD}
+        senders: dict[str, list[NodeLoad]] = defaultdict(list)
+        for node in known:
+            if node.info and node.info.cluster_kind == ClusterKind.PRFAAS:
+                senders[node.info.cluster].append(node.load)
+        return [_link(source, to, loads) for source, loads in senders.items() for to in sorted(destinations)]
+
+    def suspect(self, node: Node) -> None:
+        """Leaves a node alone for a moment after it failed a request."""
+        node.suspect_until = self._clock() + SUSPECT_S
+
+    async def wait_for(self, holds: Callable[[], bool], timeout_s: float) -> bool:
+        """Waits until something holds that nodes can change, such as `is_ready`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not holds():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _serves(self, node: Node) -> bool:
+        served, info = self.served, node.info
+        return bool(served and info and info.layout_fingerprint == served.layout.fingerprint)
+
+    def _view(self, node: Node, prompt: Prompt) -> NodeView:
+        assert node.info is not None
+        assert self._index is not None
+        hit = self._index.match(node.id, prompt.hashes, prompt.transfer_tokens)
+        return NodeView(
+            node_id=node.id,
+            cluster=node.info.cluster,
+            kind=ClusterKind(node.info.cluster_kind),
+            role=Role(node.info.role),
+            queued_tokens=max(node.load.queued_tokens, node.pending_tokens),
+            running=max(node.load.running, node.pending_requests - node.load.waiting),
+            waiting=node.load.waiting,
+            max_running=self._decode_slots,
+            cached_tokens=hit.num_tokens,
+            attention_tokens=hit.attention_tokens,
+        )
+
+    # What events change
+
+    async def _watch(self, node: Node) -> None:
+        """Follows one node for ever: watch, and again after a pause that grows while nothing comes."""
+        failures = 0
+        while True:
+            try:
+                async with aclosing(node.agent.watch(LOAD_INTERVAL_S, SILENCE_S)) as events:
+                    async for event in events:
+                        self._apply(node, event)
+                        failures = 0
+            except (NodeError, CacheError, ValueError, KeyError) as error:
+                if node.connected or not failures:
+                    log.warning("node %s is down: %s", node.id, error)
+            self._lost(node)
+            await asyncio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S) - 1)])
+            failures += 1
+
+    def _apply(self, node: Node, event: NodeEvent) -> None:
+        match event:
+            case NodeInfo():
+                self._describe(node, event)
+            case NodeLoad():
+                node.load = event
+            case _:
+                self._cache_event(node, event)
+
+    def _describe(self, node: Node, info: NodeInfo) -> None:
+        _check(info, [other for other in self.nodes if other is not node])
+        before = node.state
+        node.info = info
+        node.connected = True
+        node.suspect_until = float("-inf")
+        self._adopt_model(info)
+        if node.state != before:
+            log.info("node %s (%s of %s) is %s", node.id, info.role, info.cluster, node.state)
+        self._changed.set()
+
+    def _adopt_model(self, info: NodeInfo) -> None:
+        """The first layout described is the one served, until no connected node has it any more."""
+        if not info.layout_json:
+            return
+        if self.served is not None and info.layout_fingerprint != self.served.layout.fingerprint:
+            if any(node.connected and self._serves(node) for node in self.nodes):
+                log.warning("node %s has another layout than the model served; it is not used", info.node_id)
+                return
+            self.served = None
+        lengths = [info.max_model_len] + ([self.served.max_model_len] if self.served else [])
+        layout = self.served.layout if self.served else ModelLayout.from_json(info.layout_json)
+        if self._index is None or self._index.layout != layout:
+            self._index = PrefixIndex(layout)
+        self.served = ServedModel(
+            name=self._served_name or info.model_id,
+            model_id=info.model_id,
+            layout=layout,
+            max_model_len=min(lengths),
+            hashing=Hashing(layout.block_size, salt_of(layout)),
+        )
+
+    def _cache_event(self, node: Node, event: CacheEvent) -> None:
+        if self._index is not None and self._serves(node):
+            self._index.apply(node.id, event)
+
+    def _lost(self, node: Node) -> None:
+        node.connected = False
+        node.load = NodeLoad()
+        if self._index is not None:
+            self._index.drop(node.id)
+        self._changed.set()
+
+
+def _check(info: NodeInfo, others: Collection[Node]) -> None:
+    """Raises ValueError for a description that cannot be worked with; the node counts as down, and the log says why."""
+    Role(info.role)
+    ClusterKind(info.cluster_kind)
+    if any(other.info is not None and other.info.node_id == info.node_id for other in others):
+        raise ValueError(f"another node is called {info.node_id!r}, too")
+
+
+def _link(source: str, destination: str, loads: Collection[NodeLoad]) -> LinkView:
+    links = [link for load in loads for link in load.links if link.peer == destination]
+    available = sum(link.available_bytes_per_s for link in links)
+    return LinkView(
+        source=source,
+        destination=destination,
+        available_bytes_per_s=available or None,
+        utilisation=max((link.utilisation for link in links), default=0.0),
+        retransmit_ratio=max((link.retransmit_ratio for link in links), default=0.0),
+        queued_bytes=sum(link.queued_bytes for link in links),
+    )

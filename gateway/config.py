@@ -1,0 +1,199 @@
+"""The gateway's configuration: one TOML file, checked where it is read, with an error that says what is allowed.
+
+[gateway]
+port = 8000
+tokenizer_dir = "models/tiny"
+
+[gateway.routing]
+threshold_tokens = 16384
+
+[[gateway.nodes]]
+agent = "127.0.0.1:7001"      # cluster, role and URLs are asked of the agent
+"""
+
+import tomllib
+from dataclasses import MISSING, Field, dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from gateway.errors import ConfigError
+from planner.placement import PLACERS
+
+MAX_BODY_BYTES: Final = 10 * 1024 * 1024
+# type -> (what TOML may give, how the message calls it)
+_KINDS: Final = MappingProxyType[Any, tuple[tuple[type, ...], str]](
+    {
+        str: ((str,), "a string"),
+        int: ((int,), "an integer"),
+        float: ((int, float), "a number"),
+        Path: ((str,), "a path"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """Where a node's agent answers gRPC, as `host:port`."""
+
+    agent: str
+
+    def __post_init__(self) -> None:
+        host, _, port = self.agent.rpartition(":")
+        _require(bool(host) and port.isdigit() and 0 < int(port) < 65536, "agent", self.agent, "host:port")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingConfig:
+    """What the routing decision is told beyond the threshold.
+
+    An empty `home_cluster` lets load choose the decode cluster.
+    """
+
+    prefill_tokens_per_s: float = 20_000.0
+    decode_slots: int = 16
+    placement: str = "kvcache_centric"
+    home_cluster: str = ""
+
+    def __post_init__(self) -> None:
+        _require(self.placement in PLACERS, "placement", self.placement, f"one of {', '.join(sorted(PLACERS))}")
+        _require(self.prefill_tokens_per_s > 0, "prefill_tokens_per_s", self.prefill_tokens_per_s, "a number above 0")
+        _require(self.decode_slots > 0, "decode_slots", self.decode_slots, "an integer above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """How long each step may take, in seconds. Streams have no limit in total, only between two chunks."""
+
+    connect_s: float = 5.0
+    rpc_s: float = 5.0
+    prefill_s: float = 600.0
+    first_token_s: float = 600.0
+    stream_idle_s: float = 120.0
+    client_stall_s: float = 120.0
+    body_s: float = 60.0
+    answer_s: float = 1800.0
+    reservation_ttl_s: float = 660.0
+    drain_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            _require(value > 0, each.name, value, "a number of seconds above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """`[gateway]`. `threshold_tokens` is the paper's t, in uncached tokens.
+
+    `port` 0 takes any free port; `metrics_port` 0 serves /metrics on the API port only.
+    """
+
+    tokenizer_dir: Path
+    nodes: tuple[NodeConfig, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    metrics_port: int = 0
+    served_model: str = ""
+    threshold_tokens: float = 16_384.0
+    max_body_bytes: int = MAX_BODY_BYTES
+    max_in_flight: int = 1024
+    max_attempts: int = 3
+    tokenise_threads: int = 2
+    kept_records: int = 4096
+    log_level: str = "info"
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+    def __post_init__(self) -> None:
+        for name in ("port", "metrics_port"):
+            value = getattr(self, name)
+            _require(0 <= value < 65536, name, value, "a port number, 0 to 65535")
+        for name in ("max_body_bytes", "max_in_flight", "max_attempts", "tokenise_threads", "kept_records"):
+            _require(getattr(self, name) > 0, name, getattr(self, name), "an integer above 0")
+        _require(self.log_level in LOG_LEVELS, "log_level", self.log_level, f"one of {', '.join(LOG_LEVELS)}")
+        _require(self.threshold_tokens >= 0, "threshold_tokens", self.threshold_tokens, "a number of at least 0")
+        agents = [node.agent for node in self.nodes]
+        _require(bool(agents), "nodes", agents, "at least one [[gateway.nodes]] table")
+        _require(len(set(agents)) == len(agents), "nodes", agents, "every agent once")
+
+
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+
+
+def load(path: Path) -> GatewayConfig:
+    """Reads the file. Raises ConfigError, which names the key, the value and what is allowed."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such file") from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    try:
+        return parse(table, base=path.parent)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def parse(table: dict[str, Any], base: Path = Path()) -> GatewayConfig:
+    """The configuration in `table`; a relative path in it is relative to `base`. Raises ConfigError."""
+    _known_keys(table, ["gateway"], "")
+    if not isinstance(gateway := table.get("gateway"), dict):
+        raise ConfigError("gateway: missing, a [gateway] table is needed")
+    values = dict(gateway)
+    values["nodes"] = _nodes(values.get("nodes", []))
+    for name, cls in (("routing", RoutingConfig), ("timeouts", Timeouts)):
+        if name in values:
+            values[name] = _build(cls, values[name], f"gateway.{name}", base)
+    config: GatewayConfig = _build(GatewayConfig, values, "gateway", base)
+    return config
+
+
+def _nodes(value: Any) -> tuple[NodeConfig, ...]:
+    if not isinstance(value, list):
+        raise ConfigError(f"gateway.nodes={value!r}: must be [[gateway.nodes]] tables")
+    return tuple(_build(NodeConfig, node, f"gateway.nodes[{index}]", Path()) for index, node in enumerate(value))
+
+
+def _build(cls: Any, table: Any, where: str, base: Path) -> Any:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where}={table!r}: must be a table")
+    declared: dict[str, Field[Any]] = {each.name: each for each in fields(cls)}
+    _known_keys(table, list(declared), where)
+    for name, each in declared.items():
+        if name not in table and each.default is MISSING and each.default_factory is MISSING:
+            raise ConfigError(f"{where}.{name}: missing, it has no default")
+    values = {name: _typed(declared[name].type, value, f"{where}.{name}", base) for name, value in table.items()}
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}.{error}") from error
+
+
+def _known_keys(table: dict[str, Any], allowed: list[str], where: str) -> None:
+    for key, value in table.items():
+        if key not in allowed:
+            near = get_close_matches(key, allowed, n=1)
+            meant = f" (did you mean {near[0]!r}?)" if near else ""
+            place = f"{where}.{key}" if where else key
+            raise ConfigError(f"{place}={_short(value)}: unknown key{meant}; allowed: {', '.join(sorted(allowed))}")
+
+
+def _typed(kind: Any, value: Any, where: str, base: Path) -> Any:
+    if kind not in _KINDS:
+        return value  # a nested table, built already
+    accepted, name = _KINDS[kind]
+    if not isinstance(value, accepted) or isinstance(value, bool):
+        raise ConfigError(f"{where}={_short(value)}: must be {name}")
+    return base / str(value) if kind is Path else kind(value)
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name}={_short(value)}: must be {allowed}")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,101 @@
+"""What Prometheus is told. Values are handed in; no other module of the gateway knows the library."""
+
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from gateway.request import Request, cached_tokens
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+TTFT_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+TBT_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
+E2E_BUCKETS_S: Final = (0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+TOKEN_BUCKETS: Final = tuple(float(2**power) for power in range(21))  # to 1M; what `prfaas-plan fit --metrics` reads
+LAG_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5)
+
+
+class Metrics:
+    """The gateway's instruments, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._requests = Counter(
+            "prfaas_requests", "Finished requests", ["route", "reason", "status"], registry=registry
+        )
+        self._ttft = Histogram(
+            "prfaas_time_to_first_token_seconds", "TTFT", ["route"], registry=registry, buckets=TTFT_BUCKETS_S
+        )
+        self._tbt = Histogram(
+            "prfaas_inter_token_latency_seconds",
+            "Mean time between the events of a stream",
+            ["route"],
+            registry=registry,
+            buckets=TBT_BUCKETS_S,
+        )
+        self._e2e = Histogram(
+            "prfaas_e2e_request_latency_seconds", "E2E", ["route"], registry=registry, buckets=E2E_BUCKETS_S
+        )
+        self._kv_bytes = Counter(
+            "prfaas_kv_transfer_bytes", "KVCache sent for requests", ["route", "link"], registry=registry
+        )
+        self._prompt_tokens = Counter(
+            "prfaas_prompt_tokens", "Prompt tokens by where they came from", ["source"], registry=registry
+        )
+        self._uncached = Histogram(
+            "prfaas_uncached_prompt_tokens",
+            "Prompt tokens that had to be computed",
+            registry=registry,
+            buckets=TOKEN_BUCKETS,
+        )
+        self._output = Histogram("prfaas_output_tokens", "Tokens of answers", registry=registry, buckets=TOKEN_BUCKETS)
+        self._fallbacks = Counter(
+            "prfaas_fallbacks", "Times that a first choice did not work out", ["reason"], registry=registry
+        )
+        self._lag = Histogram(
+            "prfaas_event_loop_lag_seconds", "Delay of the event loop", registry=registry, buckets=LAG_BUCKETS_S
+        )
+        self.in_flight = Gauge("prfaas_requests_in_flight", "Requests being served", registry=registry)
+        self.nodes = Gauge("prfaas_nodes", "Nodes by role and state", ["cluster", "role", "state"], registry=registry)
+        self.egress = Gauge(
+            "prfaas_node_egress_bytes", "KVCache bytes a node said it has sent", ["cluster", "node"], registry=registry
+        )
+
+    def finished(self, request: Request, status: int, code: str = "none") -> None:
+        """Counts a request that is over, however it ended; `code` is why, if it was not even routed."""
+        route = request.route_label
+        self._requests.labels(route, request.reason_label if request.route else code, str(status)).inc()
+        if status != 200:
+            return
+        timeline = request.timeline
+        if timeline.ttft_s is not None:
+            self._ttft.labels(route).observe(timeline.ttft_s)
+        if timeline.e2e_s is not None:
+            self._e2e.labels(route).observe(timeline.e2e_s)
+        if request.events > 1 and timeline.first_token is not None and timeline.last_token is not None:
+            self._tbt.labels(route).observe((timeline.last_token - timeline.first_token) / (request.events - 1))
+        self._count_tokens(request)
+
+    def _count_tokens(self, request: Request) -> None:
+        if request.prompt is None or request.route is None:
+            return
+        outcome, cached = request.outcome, cached_tokens(request)
+        self._prompt_tokens.labels("cache").inc(cached)
+        self._prompt_tokens.labels("computed").inc(max(0, request.prompt.num_tokens - cached))
+        self._uncached.observe(max(0, request.prompt.num_tokens - cached))
+        self._output.observe(request.output_tokens)
+        if outcome:
+            self._kv_bytes.labels(request.route_label, outcome.link or "unknown").inc(outcome.bytes_total)
+
+    def rejected(self, code: str, status: int) -> None:
+        """Counts a request that was answered with an error before any decision."""
+        self._requests.labels("none", code, str(status)).inc()
+
+    def fallback(self, reason: str) -> None:
+        self._fallbacks.labels(reason).inc()
+
+    def loop_lag(self, seconds: float) -> None:
+        self._lag.observe(seconds)
+
+    def render(self) -> bytes:
+        """The text exposition."""
+        return generate_latest(self.registry)

@@ -1,0 +1,177 @@
+"""The OpenAI request surface: bytes in, typed values out; every mistake becomes an answer that names its field.
+
+A body is scanned once, into its top-level fields as raw JSON. The small ones become `Options`; the large ones
+(messages, prompt) are decoded in a worker thread, where they are needed as text. What goes to an engine is put together
+from the client's own raw fields, so nothing the client wrote is lost or re-formatted.
+"""
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta, Raw
+
+from gateway.errors import BadRequest
+
+MAX_REQUEST_ID_CHARS: Final = 128
+
+
+class Endpoint(StrEnum):
+    """The generation endpoints; the value is the path, at the gateway and at the engines."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+
+    @property
+    def prompt_field(self) -> str:
+        return "messages" if self is Endpoint.CHAT else "prompt"
+
+
+Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields whose type and range the gateway answers for. An engine may know more: unknown fields pass through."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Tokens | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+
+    @property
+    def output_tokens(self) -> int | None:
+        """How many tokens the client asked for at most, if it said."""
+        return self.max_tokens
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class ChatOptions(Options, frozen=True, kw_only=True):
+    """`/v1/chat/completions`, and what the chat template of this family of servers may be told."""
+
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def output_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+class CompletionOptions(Options, frozen=True, kw_only=True):
+    """`/v1/completions`."""
+
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
+    add_special_tokens: bool | None = None
+
+
+OPTIONS: Final[dict[Endpoint, type[ChatOptions] | type[CompletionOptions]]] = {
+    Endpoint.CHAT: ChatOptions,
+    Endpoint.COMPLETIONS: CompletionOptions,
+}
+# Decoded where they are used: the large ones off the event loop.
+DEFERRED: Final = frozenset({"messages", "prompt", "tools", "documents", "chat_template_kwargs"})
+# Ours to set: a client that could name a transfer could read another client's prompt from its KVCache.
+RESERVED: Final = ("kv_transfer_params", "chat_template")
+
+_FIELDS: Final = msgspec.json.Decoder(dict[str, Raw])
+_OPTIONS: Final = {endpoint: msgspec.json.Decoder(options) for endpoint, options in OPTIONS.items()}
+_AT: Final = re.compile(r" - at `\$\.?(.*)`$")
+_MISSING: Final = re.compile(r"missing required field `(\w+)`")
+_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One parsed API call."""
+
+    endpoint: Endpoint
+    options: ChatOptions | CompletionOptions
+    fields: dict[str, Raw]
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.options.stream)
+
+    def body(self, values: dict[str, Any], drop: Collection[str] = ()) -> bytes:
+        """The client's body with `values` set and the fields of `drop` left out; everything else byte for byte."""
+        kept = {name: raw for name, raw in self.fields.items() if name not in drop}
+        return msgspec.json.encode({**kept, **values})
+
+
+def parse(endpoint: Endpoint, body: bytes) -> Call:
+    """The call that `body` makes. Raises BadRequest."""
+    try:
+        fields = _FIELDS.decode(body)
+    except msgspec.ValidationError as error:
+        raise BadRequest("The body must be a JSON object.") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from error
+    for name in RESERVED:
+        if name in fields:
+            raise BadRequest(f"'{name}' cannot be set by a client of this gateway.", param=name, code="unsupported")
+    if endpoint.prompt_field not in fields:
+        raise _missing(endpoint.prompt_field)
+    return Call(endpoint=endpoint, options=_parse_options(endpoint, fields), fields=fields)
+
+
+def _parse_options(endpoint: Endpoint, fields: dict[str, Raw]) -> ChatOptions | CompletionOptions:
+    small = msgspec.json.encode({name: raw for name, raw in fields.items() if name not in DEFERRED})
+    try:
+        return _OPTIONS[endpoint].decode(small)
+    except msgspec.ValidationError as error:
+        raise bad_field(error) from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from error
+
+
+def bad_field(error: msgspec.ValidationError, within: str = "") -> BadRequest:
+    """The answer to a field of the wrong type or range; `within` is the field that was decoded alone."""
+    text = str(error)
+    if missing := _MISSING.search(text):
+        param = f"{within}.{missing[1]}" if within else missing[1]
+        return _missing(param)
+    path = at[1] if (at := _AT.search(text)) else ""
+    param = within + (path if path.startswith("[") or not within or not path else f".{path}")
+    return BadRequest(f"Invalid value for '{param}': {_AT.sub('', text)}.", param=param, code="invalid_value")
+
+
+def _missing(param: str) -> BadRequest:
+    return BadRequest(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+
+
+def request_id_or(header: str | None, fallback: str) -> str:
+    """The client's `x-request-id`, if it is short and of harmless characters."""
+    if header and len(header) <= MAX_REQUEST_ID_CHARS and _REQUEST_ID.fullmatch(header):
+        return header
+    return fallback

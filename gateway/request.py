@@ -1,0 +1,176 @@
+"""One request: what it is, when things happened to it, and the record that stays of it."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from gateway.openai import Call
+from gateway.tokens import Prompt
+from planner.routing import Route
+
+
+@dataclass(slots=True)
+class Timeline:
+    """When each step was reached, in seconds of the gateway's monotonic clock; None: not (yet)."""
+
+    arrived: float
+    routed: float | None = None
+    prefill_start: float | None = None
+    prefill_end: float | None = None
+    kv_ready: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.arrived
+
+    @property
+    def e2e_s(self) -> float | None:
+        return None if self.last_token is None else self.last_token - self.arrived
+
+    @property
+    def kv_wait_s(self) -> float | None:
+        """kv_ready − prefill_end: what the transfer added to the prefill."""
+        if self.kv_ready is None or self.prefill_end is None:
+            return None
+        return self.kv_ready - self.prefill_end
+
+    def relative(self) -> dict[str, float]:
+        """Seconds after arrival of every step that was reached."""
+        steps = {name: getattr(self, name) for name in self.__slots__}
+        return {name: round(at - self.arrived, 6) for name, at in steps.items() if at is not None}
+
+
+class PrefillOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """`kv_transfer_params` of a prefill leg's answer. Times are seconds since the start of the job on its node."""
+
+    delivered: bool = False
+    num_tokens: int = 0
+    cached_tokens: int = 0
+    bytes_total: int = 0
+    bytes_before_prefill_end: int = 0
+    prefill_start_s: float = 0.0
+    prefill_end_s: float = 0.0
+    delivered_s: float = 0.0
+    link: str = ""
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Request:
+    """A call on its way. `id` is the client's or ours; `leg_id` is ours and unique, for what nodes key by it."""
+
+    id: str
+    leg_id: str
+    call: Call
+    timeline: Timeline
+    trace_headers: dict[str, str] = field(default_factory=dict)
+    prompt: Prompt | None = None
+    route: Route | None = None
+    prefill_node: str = ""
+    outcome: PrefillOutcome | None = None
+    fallbacks: list[str] = field(default_factory=list)
+    events: int = 0  # SSE events relayed
+    completion_tokens: int | None = None  # as the answer's usage says; a stream need not have one
+    writing_since: float | None = None  # when the client was last offered bytes that it has not taken yet
+    stream_error: str = ""  # why a stream ended before its end
+    is_recomputed: bool = False  # the decode node computed a prompt whose KVCache should have come
+
+    def forget_prefill(self) -> None:
+        """A new attempt begins: what an earlier one's prefill came to no longer counts."""
+        self.outcome, self.is_recomputed = None, False
+        self.timeline.prefill_start = self.timeline.prefill_end = self.timeline.kv_ready = None
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of the answer; of a stream without usage a little more: role and end are events, too."""
+        return self.completion_tokens if self.completion_tokens is not None else max(0, self.events - 1)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the client has everything it will get."""
+        return self.timeline.last_token is not None
+
+    @property
+    def route_label(self) -> str:
+        """`local`, `remote`, or `none` before a decision. A prefill on the decode node is local."""
+        if self.route is None:
+            return "none"
+        return "remote" if self.route.target == "remote" else "local"
+
+    @property
+    def reason_label(self) -> str:
+        return str(self.route.reason) if self.route else "none"
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of a finished request: a line of `GET /prfaas/requests`."""
+
+    seq: int
+    id: str
+    status: int
+    arrived_s: float  # on the gateway's own clock: differences mean something, the value does not
+    endpoint: str
+    stream: bool
+    route: str
+    target: str
+    reason: str
+    prefill_node: str
+    decode_node: str
+    total: int
+    uncached: int
+    cached: int
+    output_tokens: int
+    threshold: float
+    fallbacks: list[str]
+    ttft_s: float | None
+    e2e_s: float | None
+    bytes: int
+    link: str
+    overlap: float | None
+    kv_ready_minus_prefill_end_s: float | None
+    timeline: dict[str, float]
+    error: str = ""
+
+
+def cached_tokens(request: Request) -> int:
+    """Prompt tokens that nobody had to compute, as far as is known here."""
+    if request.is_recomputed or request.route is None:
+        return 0
+    return request.outcome.cached_tokens if request.outcome else request.route.cached_tokens
+
+
+def record_of(request: Request, seq: int, status: int, error: str = "") -> RequestRecord:
+    """The record of `request` once it is over. `cached` is what the prefill reused, `uncached` what it computed."""
+    route, outcome, timeline = request.route, request.outcome, request.timeline
+    total = request.prompt.num_tokens if request.prompt else 0
+    cached = cached_tokens(request)
+    sent = outcome.bytes_total if outcome else 0
+    return RequestRecord(
+        seq=seq,
+        id=request.id,
+        status=status,
+        arrived_s=timeline.arrived,
+        endpoint=request.call.endpoint,
+        stream=request.call.stream,
+        route=request.route_label,
+        target=str(route.target) if route else "none",
+        reason=request.reason_label,
+        prefill_node=request.prefill_node,
+        decode_node=route.decode_node if route else "",
+        total=total,
+        uncached=total - cached,
+        cached=cached,
+        output_tokens=request.output_tokens,
+        threshold=route.threshold_tokens if route else 0.0,
+        fallbacks=list(request.fallbacks),
+        ttft_s=timeline.ttft_s,
+        e2e_s=timeline.e2e_s,
+        bytes=sent,
+        link=outcome.link if outcome else "",
+        overlap=outcome.bytes_before_prefill_end / sent if outcome and sent else None,
+        kv_ready_minus_prefill_end_s=timeline.kv_wait_s,
+        timeline=timeline.relative(),
+        error=error,
+    )

@@ -1,0 +1,1 @@
+"""What is cached, where, and how much of it a request can reuse. Pure."""

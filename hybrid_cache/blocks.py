@@ -1,0 +1,56 @@
+"""The prefix tree of cached blocks.
+
+A node stands for one full block of tokens, after all blocks before it. It holds the full-attention pages of that block
+and, where somebody stored them, companions: the snapshot of a linear state at its end, a block of a sliding window.
+
+    root ── A ── B ── C          locks: reservations that use the node; whoever locks a node locks all before it
+                 │    └ state    children: nodes that are worth nothing without it
+                 └── D
+"""
+
+Pages = tuple[int, ...]
+
+
+class Node:
+    """One full block of a prefix. Evictable when it has neither locks nor children."""
+
+    __slots__ = ("children", "companions", "hash", "index", "locks", "pages", "parent")
+
+    def __init__(self, hash: bytes, parent: "Node | None", pages: tuple[Pages, ...]) -> None:
+        self.hash = hash
+        self.parent = parent
+        self.children = 0
+        self.locks = 0
+        self.index = 0
+        if parent is not None:
+            self.index = parent.index + 1
+            parent.children += 1
+        self.pages = pages  # one entry per full-attention group
+        self.companions: dict[int, Companion] = {}  # by group
+
+    @property
+    def key(self) -> bytes:
+        return self.hash
+
+    def __repr__(self) -> str:
+        return f"Node({self.hash[:4].hex()} index={self.index} locks={self.locks} children={self.children})"
+
+
+class Companion:
+    """A snapshot or window block of a node. Evictable when it has no locks; leaves with its node at the latest."""
+
+    __slots__ = ("group", "key", "locks", "node", "pages")
+
+    def __init__(self, node: Node, group: int, pages: Pages) -> None:
+        self.node = node
+        self.group = group
+        self.key = (group, node.hash)
+        self.pages = pages
+        self.locks = 0
+
+    def __repr__(self) -> str:
+        return f"Companion(group={self.group} locks={self.locks} of {self.node!r})"
+
+
+Item = Node | Companion
+ItemKey = bytes | tuple[int, bytes]

@@ -1,0 +1,64 @@
+"""What a cache tells its indexes: blocks came and went. One entry per group, as vLLM's events."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Blocks (or snapshots) of a group can now be matched. Parents come before children."""
+
+    group: int
+    hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """Blocks (or snapshots) of a group can no longer be matched. Children come before parents."""
+
+    group: int
+    hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCleared:
+    """Nothing that was stored before this event can be matched."""
+
+
+CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
+
+
+class EventLog:
+    """Events since the last `take`, neighbours of a kind merged. Past `limit` hashes only the fact of loss is kept."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._runs: list[tuple[type[BlocksStored | BlocksRemoved], int, list[bytes]]] = []
+        self._count = 0
+        self._overflowed = False
+
+    def stored(self, group: int, hashes: Sequence[bytes]) -> None:
+        self._append(BlocksStored, group, hashes)
+
+    def removed(self, group: int, hashes: Sequence[bytes]) -> None:
+        self._append(BlocksRemoved, group, hashes)
+
+    def take(self) -> list[CacheEvent] | None:
+        """The events and an empty log, or None if too many were lost: the reader must start from a snapshot."""
+        runs, overflowed = self._runs, self._overflowed
+        self._runs, self._count, self._overflowed = [], 0, False
+        return None if overflowed else [kind(group, tuple(hashes)) for kind, group, hashes in runs]
+
+    def _append(self, kind: type[BlocksStored | BlocksRemoved], group: int, hashes: Sequence[bytes]) -> None:
+        if self._overflowed or not hashes:
+            return
+        self._count += len(hashes)
+        if self._count > self.limit:
+            self._runs, self._overflowed = [], True
+            return
+        if self._runs:
+            last_kind, last_group, run = self._runs[-1]
+            if last_kind is kind and last_group == group:
+                run += hashes
+                return
+        self._runs.append((kind, group, list(hashes)))

@@ -1,0 +1,51 @@
+"""What the cache tells an eviction policy, and what it asks of it."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+Key = Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One request's use of the cache: the keys of its blocks from the root on, and what kind of request it is."""
+
+    now: float
+    path: Sequence[Key]
+    category: str = ""
+
+
+class EvictionPolicy(Protocol):
+    """Orders the items that may leave. An item is known by its key.
+
+    The cache offers only items that nobody holds and nobody depends on, so whatever a policy prefers, children
+    leave before their parents and nothing in use leaves at all.
+    """
+
+    def begin(self, use: Use) -> None:
+        """A request arrives; the touches of its blocks follow, perhaps later."""
+        ...
+
+    def touch(self, key: Key, now: float) -> None:
+        """The item was stored or used. Within a prompt the tail is touched first."""
+        ...
+
+    def offer(self, key: Key, now: float) -> None:
+        """The item may leave from now on."""
+        ...
+
+    def withdraw(self, key: Key) -> None:
+        """The item is in use again; it may not have been offered."""
+        ...
+
+    def forget(self, key: Key) -> None:
+        """The item has left the cache without having been a victim."""
+        ...
+
+    def pop_victim(self, now: float, incoming: Key | None = None) -> Key:
+        """Takes the item that should leave first out of the offered ones, of which there is at least one.
+
+        `incoming` is what needs the room, where the caller knows it.
+        """
+        ...

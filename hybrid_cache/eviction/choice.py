@@ -1,0 +1,32 @@
+"""The policies by name, and the one that a cache takes if nobody chooses."""
+
+from collections.abc import Callable
+from typing import Final
+
+from hybrid_cache.eviction.arc import ARC
+from hybrid_cache.eviction.base import EvictionPolicy
+from hybrid_cache.eviction.density import ReuseDensity
+from hybrid_cache.eviction.ranked import FIFO, GDSF, LFU, LRU
+from hybrid_cache.eviction.s3fifo import S3FIFO
+from hybrid_cache.eviction.sieve import SIEVE
+from hybrid_cache.eviction.snapshot_density import SnapshotDensity
+from hybrid_cache.eviction.workload import WorkloadAware
+from hybrid_cache.layout import ModelLayout
+
+# For a pool of so many items.
+POLICIES: Final[dict[str, Callable[[int], EvictionPolicy]]] = {
+    "default": lambda capacity: ReuseDensity(max_history=max(1_000_000, 4 * capacity)),
+    "lru": lambda _: LRU(),
+    "fifo": lambda _: FIFO(),
+    "lfu": lambda _: LFU(),
+    "gdsf": lambda _: GDSF(),
+    "sieve": lambda _: SIEVE(),
+    "s3fifo": S3FIFO,
+    "arc": ARC,
+    "wa": lambda _: WorkloadAware(),
+}
+
+
+def default_policy(layout: ModelLayout) -> EvictionPolicy:
+    """Hit density: of whole snapshots where the model has linear states, of blocks elsewhere."""
+    return SnapshotDensity(layout) if layout.state_groups else ReuseDensity()

@@ -1,0 +1,101 @@
+"""Policies that give each item a rank when it is touched and evict the lowest: LRU, FIFO, LFU, GDSF."""
+
+import heapq
+from typing import Any, Generic, TypeVar
+
+from hybrid_cache.eviction.base import Key, Use
+
+Rank = TypeVar("Rank", bound=int | tuple[Any, ...])
+
+
+class _Ranked(Generic[Rank]):
+    """A heap over ranks. Stale entries are dropped when they surface or outnumber the live ones.
+
+    Ranks are, or contain, the number of the touch, so no two are equal and keys are never compared.
+    """
+
+    def __init__(self) -> None:
+        self._touches = 0
+        self._ranks: dict[Key, Rank] = {}
+        self._offered: dict[Key, Rank] = {}
+        self._heap: list[tuple[Rank, Key]] = []
+        self._last_rank: Rank | None = None  # of the last victim
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def next_rank(self, previous: Rank | None) -> Rank:
+        raise NotImplementedError
+
+    def begin(self, use: Use) -> None:
+        pass
+
+    def touch(self, key: Key, now: float) -> None:
+        self._touches += 1
+        self._ranks[key] = self.next_rank(self._ranks.get(key))
+        if key in self._offered:
+            self._push(key)
+
+    def offer(self, key: Key, now: float) -> None:
+        if key not in self._ranks:
+            self.touch(key, now)
+        self._push(key)
+
+    def withdraw(self, key: Key) -> None:
+        self._offered.pop(key, None)
+
+    def forget(self, key: Key) -> None:
+        self._offered.pop(key, None)
+        self._ranks.pop(key, None)
+
+    def pop_victim(self, now: float, incoming: Key | None = None) -> Key:
+        heap, offered = self._heap, self._offered
+        while True:
+            rank, key = heapq.heappop(heap)
+            # A rank is made once per touch, so identity tells the live entry from stale ones.
+            if offered.get(key) is rank:
+                del offered[key], self._ranks[key]
+                self._last_rank = rank
+                return key
+
+    def _push(self, key: Key) -> None:
+        heap, offered = self._heap, self._offered
+        rank = offered[key] = self._ranks[key]
+        heapq.heappush(heap, (rank, key))
+        if len(heap) > 2 * len(offered) + 64:
+            self._heap = [(live, key) for key, live in offered.items()]
+            heapq.heapify(self._heap)
+
+
+class LRU(_Ranked[int]):
+    """Least recently used first; of one prompt, its tail first."""
+
+    def touch(self, key: Key, now: float) -> None:
+        self._touches += 1
+        self._ranks[key] = self._touches
+        if key in self._offered:
+            self._push(key)
+
+
+class FIFO(_Ranked[int]):
+    """First stored, first out."""
+
+    def next_rank(self, previous: int | None) -> int:
+        return previous or self._touches
+
+
+class LFU(_Ranked[tuple[int, int]]):
+    """Least often used first, the least recently used among equals. Counts start at 1 and are lost on eviction."""
+
+    def next_rank(self, previous: tuple[int, int] | None) -> tuple[int, int]:
+        return (previous[0] + 1 if previous else 1, self._touches)
+
+
+class GDSF(_Ranked[tuple[int, int, int]]):
+    """Greedy-dual-size-frequency (Cherkasova 1998) for equal sizes and costs: LFU whose counts age with the clock L."""
+
+    def next_rank(self, previous: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        # (priority, touch, count): touches are unique, so the count is never compared.
+        count = previous[2] + 1 if previous else 1
+        clock = self._last_rank[0] if self._last_rank else 0
+        return (clock + count, self._touches, count)

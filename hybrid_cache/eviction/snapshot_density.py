@@ -1,0 +1,150 @@
+"""For prefill nodes with linear states: what is kept or lost is a snapshot with the KV that leads to it.
+
+A prefill can continue only from a snapshot, so KV after the last snapshot of a chain is worth nothing, and a snapshot is worth
+
+    hits per second (learned, as in density.py)  x  prefill saved per hit / bytes of its whole prefix
+
+The last factor is Marconi's FLOP efficiency (MLSys'25), taken over the whole prefix. What is learned is when a prompt
+continues exactly from a snapshot rather than from a later one: the end of a prompt is a tip; once a longer prompt has
+continued from it, it lies in the shadow of the new tip; where prompts part there is a branch point.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from math import log2
+from typing import Final
+
+from hybrid_cache.eviction.base import Key, Use
+from hybrid_cache.eviction.density import ReuseDensity, ReuseModel, bucket_of
+from hybrid_cache.layout import ModelLayout
+
+PRIOR_SNAPSHOTS: Final = 4.0  # one request makes one or two, not dozens as of blocks
+# Length at which attention costs as much as all else: 32e9 active parameters, 15 layers of 64 heads of 192 + 128 dimensions.
+QUADRATIC_TOKENS: Final = 208_000
+SCALES_PER_OCTAVE: Final = 4
+JUNK, LAST_RESORT = -(1 << 10), 1 << 9
+
+
+class Kind(IntEnum):
+    TIP = 0
+    BRANCH = 5
+    SHADOW = 9
+
+
+class SnapshotModel:
+    """Learns from prompts how snapshots are reused; keys are the block hashes that prompts consist of."""
+
+    REFRESH_REQUESTS: Final = 32
+
+    def __init__(self, max_history: int = 1_000_000) -> None:
+        self.reuse = ReuseModel(max_history, PRIOR_SNAPSHOTS)
+        self.max_history = max_history
+        self._uses: dict[Key, int] = {}  # of snapshots
+        self.depth: dict[Key, int] = {}  # of all blocks seen, in blocks
+        self._requests = 0
+
+    def observe(self, now: float, path: Sequence[Key]) -> bool:
+        """A prompt of full blocks arrives; says whether densities were computed anew."""
+        if not path:
+            return False
+        seen = next((index for index, key in enumerate(path) if key not in self.depth), len(path))
+        deepest = next((index for index in range(seen - 1, -1, -1) if path[index] in self._uses), None)
+        shape = (0 if not seen else 1 if seen < len(path) / 2 else 2, (len(path) - seen + 1).bit_length())
+        for index in range(seen, len(path)):
+            self.depth[path[index]] = index + 1
+        if deepest is not None:
+            key = path[deepest]
+            self._uses[key] += 1
+            self.reuse.observe_classes(now, [(key, (Kind.SHADOW, min(3, self._uses[key]), *shape))])
+        if deepest is None or deepest < len(path) - 1:
+            self._note(now, path[-1], (Kind.TIP, 0, *shape))
+        if 0 < seen < len(path) and (deepest is None or deepest < seen - 1):
+            self._note(now, path[seen - 1], (Kind.BRANCH, 0, *shape))
+        self._trim()
+        due = self._requests % min(self.REFRESH_REQUESTS, 1 + self._requests // 16) == 0
+        if due:
+            self.reuse.refresh()
+        self._requests += 1
+        return due
+
+    def density(self, key: Key, now: float) -> float:
+        """Expected hits per second of the snapshot at the end of a block."""
+        at, class_id = self.reuse.class_of(key, now)
+        return self.reuse.density(class_id, bucket_of(max(0.0, now - at)))
+
+    def _note(self, now: float, key: Key, key_class: tuple[int, ...]) -> None:
+        self._uses.setdefault(key, 0)
+        self.reuse.observe_classes(now, [(key, key_class)])
+
+    def _trim(self) -> None:
+        while len(self.depth) > self.max_history:
+            oldest = next(iter(self.depth))
+            del self.depth[oldest]
+            self._uses.pop(oldest, None)
+
+
+def efficiency(num_tokens: int, layout: ModelLayout) -> float:
+    """Prefill saved by a hit of that length, in tokens' worth of linear work, per byte of its prefix."""
+    return num_tokens * (1 + num_tokens / QUADRATIC_TOKENS) / layout.kv_bytes(num_tokens)
+
+
+class SnapshotDensity(ReuseDensity):
+    """The policy, for `PrefixCache` over a layout with state groups."""
+
+    def __init__(self, layout: ModelLayout, max_history: int = 1_000_000) -> None:
+        if not layout.state_groups:
+            raise ValueError("without linear states there are no snapshots to keep; use ReuseDensity")
+        self.snapshots = SnapshotModel(max_history)
+        super().__init__(model=self.snapshots.reuse)
+        self.layout = layout
+        self._live: dict[Key, set[int]] = {}  # groups that hold a state at the end of a block
+        self._serves: dict[Key, Key] = {}  # window block -> the snapshot it is kept for
+        self._tail = max((len(layout.window_blocks(group, 1 << 40)) for group in layout.window_groups), default=0)
+
+    def begin(self, use: Use) -> None:
+        if self.snapshots.observe(use.now, use.path):
+            self._sort()
+        for key in use.path[len(use.path) - self._tail :] if self._tail else ():
+            self._serves[key] = use.path[-1]
+        while len(self._serves) > self.snapshots.max_history:
+            del self._serves[next(iter(self._serves))]
+
+    def touch(self, key: Key, now: float) -> None:
+        if isinstance(key, tuple) and key[0] in self.layout.state_groups:
+            self._live.setdefault(key[1], set()).add(key[0])
+        super().touch(key, now)
+
+    def forget(self, key: Key) -> None:
+        self._lose(key)
+        super().forget(key)
+
+    def pop_victim(self, now: float, incoming: Key | None = None) -> Key:
+        victim = super().pop_victim(now)
+        if self._lose(victim) and isinstance(victim, tuple):
+            # The KV below the lost snapshot, and its other parts, have become junk.
+            for related in (victim[1], *((group, victim[1]) for group in range(len(self.layout.groups)))):
+                if related in self._offered:
+                    self.offer(related, now)
+        return victim
+
+    def place(self, key: Key, now: float) -> tuple[float, int, int]:
+        block_hash = key[1] if isinstance(key, tuple) else key
+        if not isinstance(key, tuple):
+            return now, self.model.unknown, LAST_RESORT if block_hash in self._live else JUNK
+        if key[0] in self.layout.window_groups:
+            block_hash = self._serves.get(block_hash, block_hash)
+        whole = len(self._live.get(block_hash, ())) == len(self.layout.state_groups)
+        if not whole or block_hash not in self.snapshots.depth:
+            return now, self.model.unknown, JUNK
+        at, class_id = self.model.class_of(block_hash, now)
+        tokens = self.snapshots.depth[block_hash] * self.layout.block_size
+        return at, class_id, round(SCALES_PER_OCTAVE * log2(efficiency(tokens, self.layout)))
+
+    def _lose(self, key: Key) -> bool:
+        """Notes that a state is gone; says whether it was one."""
+        if not isinstance(key, tuple) or key[1] not in self._live or key[0] not in self._live[key[1]]:
+            return False
+        self._live[key[1]].discard(key[0])
+        if not self._live[key[1]]:
+            del self._live[key[1]]
+        return True

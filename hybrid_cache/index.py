@@ -1,0 +1,119 @@
+"""Which node holds which prefix: a gateway's view, fed by events.
+
+The view may be late. That costs a miss or a worse route; what a node really serves, the node's own cache decides.
+Memory is bounded: past `max_blocks` the blocks heard of first are forgotten.
+"""
+
+import sys
+from collections.abc import Sequence
+from itertools import islice
+
+from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent
+from hybrid_cache.layout import ModelLayout
+from hybrid_cache.lookup import MISS, PrefixHit, longest_common_hit
+
+DEFAULT_MAX_BLOCKS = 4_000_000
+
+
+class PrefixIndex:
+    """Prefixes of all nodes that serve one layout. Holders of a block are the bits of an int, one per node."""
+
+    def __init__(self, layout: ModelLayout, *, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
+        if max_blocks <= 0:
+            raise ValueError(f"max_blocks must be positive, not {max_blocks}")
+        self.layout = layout
+        self.max_blocks = max_blocks
+        self._holders: tuple[dict[bytes, int], ...] = tuple({} for _ in layout.groups)
+        self._bits: dict[str, int] = {}
+        self.forgotten_blocks = 0
+
+    def __repr__(self) -> str:
+        return f"PrefixIndex({len(self)} blocks, nodes {sorted(self._bits)})"
+
+    def __len__(self) -> int:
+        """Blocks known, each (group, hash) once however many nodes hold it."""
+        return sum(map(len, self._holders))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Size of the tables and the hashes in them (holders of up to 30 nodes are small integers, shared or 28 bytes)."""
+        hashes = sum(sys.getsizeof(block_hash) for holders in self._holders for block_hash in holders)
+        return hashes + sum(sys.getsizeof(holders) for holders in self._holders)
+
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(self._bits)
+
+    def apply(self, node_id: str, event: CacheEvent) -> None:
+        """Takes in what a node reported. Events about groups that the layout has not are a ValueError."""
+        if isinstance(event, CacheCleared):
+            self.drop(node_id)
+            self._bit(node_id)
+            return
+        if not 0 <= event.group < len(self._holders):
+            raise ValueError(f"node {node_id!r} reports group {event.group}; the layout has {len(self._holders)}")
+        match event:
+            case BlocksStored(group=group, hashes=hashes):
+                self._store(self._holders[group], self._bit(node_id), hashes)
+            case BlocksRemoved(group=group, hashes=hashes):
+                self._remove(self._holders[group], self._bit(node_id), hashes)
+
+    def drop(self, node_id: str) -> None:
+        """Forgets a node: it is gone, or will send a snapshot."""
+        bit = self._bits.pop(node_id, 0)
+        if not bit:
+            return
+        for holders in self._holders:
+            self._remove(holders, bit, [block_hash for block_hash, nodes in holders.items() if nodes & bit])
+
+    def match(self, node_id: str, hashes: Sequence[bytes], num_tokens: int) -> PrefixHit:
+        """What `node_id` can probably reuse of a prompt's first `num_tokens` tokens."""
+        bit = self._bits.get(node_id, 0)
+        if not bit:
+            return MISS
+        held = tuple(_HeldBy(holders, bit) for holders in self._holders)
+        return longest_common_hit(self.layout, held, hashes, num_tokens)
+
+    def match_all(self, hashes: Sequence[bytes], num_tokens: int) -> dict[str, PrefixHit]:
+        """`match` for every node."""
+        return {node_id: self.match(node_id, hashes, num_tokens) for node_id in self._bits}
+
+    def _bit(self, node_id: str) -> int:
+        if node_id not in self._bits:
+            used = sum(self._bits.values())
+            self._bits[node_id] = ~used & (used + 1)  # the lowest bit nobody has
+        return self._bits[node_id]
+
+    def _store(self, holders: dict[bytes, int], bit: int, hashes: Sequence[bytes]) -> None:
+        for block_hash in hashes:
+            holders[block_hash] = holders.get(block_hash, 0) | bit
+        excess = len(self) - self.max_blocks
+        if excess > 0:
+            self._forget(excess)
+
+    def _remove(self, holders: dict[bytes, int], bit: int, hashes: Sequence[bytes]) -> None:
+        for block_hash in hashes:
+            left = holders.get(block_hash, 0) & ~bit
+            if left:
+                holders[block_hash] = left
+            else:
+                holders.pop(block_hash, None)
+
+    def _forget(self, count: int) -> None:
+        # One group at a time, the largest; what is left over goes with the next call.
+        largest = max(self._holders, key=lambda holders: len(holders))
+        for block_hash in list(islice(largest, count)):
+            del largest[block_hash]
+            self.forgotten_blocks += 1
+
+
+class _HeldBy:
+    """The blocks of one group that one node holds."""
+
+    __slots__ = ("bit", "holders")
+
+    def __init__(self, holders: dict[bytes, int], bit: int) -> None:
+        self.holders = holders
+        self.bit = bit
+
+    def __contains__(self, block_hash: object) -> bool:
+        return bool(self.holders.get(block_hash, 0) & self.bit)  # type: ignore[call-overload]

@@ -1,0 +1,48 @@
+"""The pages of one arena: which are free, which are handed out."""
+
+from collections.abc import Iterable, Sequence
+
+from hybrid_cache.errors import IntegrityError, OutOfPages
+
+
+class PagePool:
+    """Hands out page ids in batches. A page has one holder at a time; who that is, the cache knows."""
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages <= 0:
+            raise ValueError(f"num_pages must be positive, not {num_pages}")
+        self.num_pages = num_pages
+        # A stack, lowest page on top: fresh blocks get neighbouring pages, and copies get long.
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    def __repr__(self) -> str:
+        return f"PagePool({self.num_free} of {self.num_pages} free)"
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages, or OutOfPages and nothing."""
+        if count > len(self._free):
+            raise OutOfPages(count, len(self._free))
+        if count == 0:
+            return []
+        pages = self._free[-count:]
+        del self._free[-count:]
+        pages.reverse()
+        return pages
+
+    def free(self, pages: Sequence[int]) -> None:
+        """Takes pages back. The caller held them; `check_integrity` finds out if not."""
+        self._free += pages[::-1]
+
+    def check_integrity(self, held: Iterable[int]) -> None:
+        """Raises IntegrityError unless free and held pages together are every page exactly once."""
+        count = [0] * self.num_pages
+        for page in [*self._free, *held]:
+            if not 0 <= page < self.num_pages:
+                raise IntegrityError(f"page {page} is not of this pool")
+            count[page] += 1
+        if wrong := [page for page, times in enumerate(count) if times != 1]:
+            raise IntegrityError(f"pages lost or held twice: {wrong[:8]} ({len(wrong)} in all)")

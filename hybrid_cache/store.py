@@ -1,0 +1,160 @@
+"""Where a cluster keeps its prefixes: who gets copies, who gives them up. Decisions only; the nodes move the bytes.
+
+Mooncake's store (FAST'25 §3.2, §4.2) keeps hot blocks on several nodes, so that popular prefixes do not make one node the
+bottleneck. A prefix is hot when more requests want it at once than its holders can serve; it is copied to the least loaded
+node that has none. A node whose demand is far above its peers' hands prefixes over.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hybrid_cache.index import PrefixIndex
+from hybrid_cache.lookup import PrefixHit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreConfig:
+    """`demand_per_replica`: concurrent requests that one holder of a prefix is good for."""
+
+    demand_per_replica: float = 2.0
+    max_replicas: int = 4
+    half_life_s: float = 30.0
+    min_tokens: int = 512  # a shorter prefix is computed sooner than copied
+    imbalance: float = 2.0  # a node is hot when its load exceeds this many times the mean
+    max_tracked: int = 100_000
+
+    def __post_init__(self) -> None:
+        for name in ("demand_per_replica", "max_replicas", "half_life_s", "imbalance", "max_tracked"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Copy the prefix of `num_tokens` tokens that ends with the last of `hashes` from a node to another."""
+
+    source: str
+    target: str
+    hashes: tuple[bytes, ...]
+    num_tokens: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropReplica:
+    """The prefix is cold: this copy is one too many."""
+
+    node_id: str
+    hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where to `get` a prefix: the best holder and what it holds; None if nobody does."""
+
+    node_id: str | None
+    hit: PrefixHit
+
+
+Decision = Replicate | DropReplica
+
+
+@dataclass(slots=True)
+class _Demand:
+    hashes: tuple[bytes, ...]
+    level: float
+    at: float
+    copies: set[str]  # nodes that were told to keep a replica
+
+    def decayed(self, now: float, half_life_s: float) -> float:
+        halvings = max(0.0, now - self.at) / half_life_s
+        return self.level * float(0.5**halvings)
+
+
+class PrefixStore:
+    """put, get and replica decisions over a prefix index. Loads are the nodes' concurrent requests (any common unit)."""
+
+    def __init__(self, index: PrefixIndex, config: StoreConfig | None = None) -> None:
+        self.index = index
+        self.config = config or StoreConfig()
+        self._demand: OrderedDict[bytes, _Demand] = OrderedDict()
+
+    def get(self, hashes: Sequence[bytes], num_tokens: int, loads: Mapping[str, float], *, now: float) -> Placement:
+        """The holder of the longest hit, the least loaded of equals. Counts as demand for that prefix."""
+        hits = {node: self.index.match(node, hashes, num_tokens) for node in loads}
+        best = min(loads, key=lambda node: (-hits[node].num_tokens, loads[node], node), default=None)
+        if best is None or not hits[best].num_tokens:
+            return Placement(None, PrefixHit(0, 0))
+        self._want(hashes, hits[best].num_tokens, now)
+        return Placement(best, hits[best])
+
+    def put(self, loads: Mapping[str, float], free_pages: Mapping[str, int], num_pages: int) -> str | None:
+        """The node that should take a new prefix of `num_pages`: room first, then load. None if nobody has room."""
+        roomy = [node for node in loads if free_pages.get(node, 0) >= num_pages]
+        return min(roomy, key=lambda node: (loads[node], -free_pages[node], node), default=None)
+
+    def replicate(self, loads: Mapping[str, float], *, now: float) -> list[Decision]:
+        """Copies for hot prefixes, hottest first, and the copies that cooled-down ones give up."""
+        decisions: list[Decision] = []
+        by_heat = sorted(self._demand.values(), key=lambda d: -d.decayed(now, self.config.half_life_s))
+        for demand in by_heat:
+            decisions += self.change_replica(demand.hashes, loads, now=now)
+        return decisions
+
+    def change_replica(self, hashes: Sequence[bytes], loads: Mapping[str, float], *, now: float) -> list[Decision]:
+        """Brings the number of holders of one prefix in line with its demand, by one copy at a time."""
+        demand = self._demand.get(hashes[-1])
+        if demand is None:
+            return []
+        num_tokens = len(demand.hashes) * self.index.layout.block_size
+        holders = [n for n in loads if self.index.match(n, demand.hashes, num_tokens).num_tokens == num_tokens]
+        if not holders:
+            return []
+        level = demand.decayed(now, self.config.half_life_s)
+        wanted = min(self.config.max_replicas, len(loads), max(1, round(level / self.config.demand_per_replica)))
+        if wanted > len(holders):
+            target = min((n for n in loads if n not in holders), key=lambda n: (loads[n], n))
+            source = min(holders, key=lambda n: (loads[n], n))
+            demand.copies.add(target)
+            return [Replicate(source, target, demand.hashes, num_tokens, "hot")]
+        surplus = [n for n in holders if n in demand.copies]
+        if wanted < len(holders) and surplus and level < self.config.demand_per_replica * (len(holders) - 1) / 2:
+            victim = max(surplus, key=lambda n: (loads[n], n))
+            demand.copies.discard(victim)
+            return [DropReplica(victim, demand.hashes)]
+        return []
+
+    def rebalance(self, loads: Mapping[str, float], *, now: float) -> list[Decision]:
+        """Copies the hottest prefix that only an overloaded node holds to the least loaded one."""
+        if len(loads) < 2:
+            return []
+        mean = sum(loads.values()) / len(loads)
+        hot = [node for node in loads if loads[node] > self.config.imbalance * mean]
+        target = min(loads, key=lambda node: (loads[node], node))
+        decisions: list[Decision] = []
+        for node in hot:
+            demand = self._hottest_only_on(node, loads, now)
+            if demand is not None and node != target:
+                demand.copies.add(target)
+                num_tokens = len(demand.hashes) * self.index.layout.block_size
+                decisions.append(Replicate(node, target, demand.hashes, num_tokens, "rebalance"))
+        return decisions
+
+    def _hottest_only_on(self, node: str, loads: Mapping[str, float], now: float) -> _Demand | None:
+        for demand in sorted(self._demand.values(), key=lambda d: -d.decayed(now, self.config.half_life_s)):
+            num_tokens = len(demand.hashes) * self.index.layout.block_size
+            holders = [n for n in loads if self.index.match(n, demand.hashes, num_tokens).num_tokens == num_tokens]
+            if holders == [node]:
+                return demand
+        return None
+
+    def _want(self, hashes: Sequence[bytes], num_tokens: int, now: float) -> None:
+        if num_tokens < self.config.min_tokens:
+            return
+        prefix = tuple(hashes[: num_tokens // self.index.layout.block_size])
+        demand = self._demand.pop(prefix[-1], None) or _Demand(prefix, 0.0, now, set())
+        demand.level, demand.at = demand.decayed(now, self.config.half_life_s) + 1.0, now
+        self._demand[prefix[-1]] = demand
+        if len(self._demand) > self.config.max_tracked:
+            self._demand.popitem(last=False)

@@ -1,0 +1,107 @@
+"""Memory over disk: what leaves the pool is written behind, what a request needs again is read back before it starts.
+
+A promotion is a landing whose bytes come from disk: pages are reserved, filled, committed and released like those of a
+transfer, so a block that proves damaged half-way is never matched.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hybrid_cache.disk import BlockKey, DiskTier
+from hybrid_cache.errors import OutOfPages
+from hybrid_cache.layout import Segment
+from hybrid_cache.lookup import PrefixHit, longest_common_hit
+from hybrid_cache.prefix_cache import PrefixCache
+from hybrid_cache.reservation import Purpose, Reservation
+
+Views = Callable[[Sequence[Segment]], list[memoryview]]
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """Blocks to read from disk into reserved pages: each key with the arena segments of its layers, in order."""
+
+    request_id: str
+    num_tokens: int
+    blocks: tuple[tuple[BlockKey, tuple[Segment, ...]], ...]
+
+
+class Tiers:
+    """A prefix cache, the disk below it and the arena both move bytes through."""
+
+    def __init__(self, cache: PrefixCache, disk: DiskTier, views: Views) -> None:
+        self.cache = cache
+        self.disk = disk
+        self._views = views
+        cache.on_evict = self.demote
+
+    def demote(self, group: int, block_hash: bytes, pages: Sequence[int]) -> None:
+        """Copies a block that is about to leave memory into the disk's queue."""
+        key = BlockKey(group, block_hash)
+        if key not in self.disk:
+            self.disk.put(key, self._views(self._segments(group, pages)))
+
+    def match(self, hashes: Sequence[bytes], num_tokens: int) -> PrefixHit:
+        """As `PrefixCache.match`, the disk included."""
+        held = tuple(_Either(self, group, hashes) for group in range(len(self.cache.layout.groups)))
+        return longest_common_hit(self.cache.layout, held, hashes, num_tokens)
+
+    def plan_promotion(
+        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, *, now: float, ttl_s: float
+    ) -> Promotion | None:
+        """Reserves pages for what the disk adds to a prompt's hit. None if it adds nothing or there is no room.
+
+        Call it for requests that wait in a queue as well: then their prefixes are there when their turn comes.
+        """
+        length = self.match(hashes, num_tokens).num_tokens
+        if length <= self.cache.match(hashes, num_tokens).num_tokens:
+            return None
+        try:
+            reservation = self.cache.reserve(
+                request_id, hashes, length, now=now, ttl_s=ttl_s, purpose=Purpose.PROMOTION
+            )
+        except OutOfPages:
+            return None
+        return Promotion(request_id, length, tuple(self._sources(reservation, hashes)))
+
+    def read(self, promotion: Promotion) -> bool:
+        """Reads the blocks, in a thread if the caller likes; False at the first one that is missing or damaged."""
+        return all(self.disk.get(key, self._views(segments)) for key, segments in promotion.blocks)
+
+    def finish(self, promotion: Promotion, ok: bool, now: float) -> None:
+        """Ends a promotion: what was read becomes part of the prefix cache, or nothing does."""
+        if ok:
+            self.cache.commit(promotion.request_id, promotion.num_tokens, now)
+        self.cache.release(promotion.request_id, now)
+
+    def _sources(self, reservation: Reservation, hashes: Sequence[bytes]) -> list[tuple[BlockKey, tuple[Segment, ...]]]:
+        layout = self.cache.layout
+        first = reservation.cached_tokens // layout.block_size
+        last = reservation.num_tokens // layout.block_size - 1
+        sources = []
+        for group in range(len(layout.groups)):
+            for index, pages in enumerate(reservation.blocks[group]):
+                if pages and (index >= first or group in layout.window_groups):
+                    sources.append((BlockKey(group, hashes[index]), self._segments(group, pages)))
+            for pages in reservation.states[group].values():
+                sources.append((BlockKey(group, hashes[last]), self._segments(group, pages)))
+        return sources
+
+    def _segments(self, group: int, pages: Sequence[int]) -> tuple[Segment, ...]:
+        layout = self.cache.layout
+        layers = range(len(layout.groups[group].layers))
+        return tuple(segment for layer in layers for segment in layout.segments(group, layer, pages))
+
+
+class _Either:
+    """Hashes of a group in memory or on disk. Of full attention only an unbroken prefix counts; the disk may have holes."""
+
+    def __init__(self, tiers: Tiers, group: int, hashes: Sequence[bytes]) -> None:
+        memory = tiers.cache.held(group)
+        known = [block_hash in memory or BlockKey(group, block_hash) in tiers.disk for block_hash in hashes]
+        if group in tiers.cache.layout.full_groups:
+            known = known[: known.index(False)] if False in known else known
+        self._hashes = {block_hash for block_hash, there in zip(hashes, known, strict=False) if there}
+
+    def __contains__(self, block_hash: object) -> bool:
+        return block_hash in self._hashes

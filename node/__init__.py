@@ -1,0 +1,1 @@
+"""What every node is: a page arena, a hybrid cache, an engine link and a KVCache sender."""

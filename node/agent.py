@@ -1,0 +1,318 @@
+"""The agent of a node: the pages, the engine that computes into them, the links that move them.
+
+It outlives its engine: pages are cut when the first engine says Hello, and a successor finds the prefix cache as it was.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from hybrid_cache.errors import IntegrityError
+from hybrid_cache.layout import ModelLayout
+from node.arena import SHM_DIR
+from node.broadcast import Broadcast
+from node.config import NodeConfig
+from node.consumer import Consumer
+from node.engine_socket import EngineConnection, EngineSocket
+from node.errors import ArenaError, EngineError, LayoutMismatch, NodeRefusal, SecondEngine
+from node.links import Links
+from node.pages import Pages
+from node.producer import Producer
+from node.supervisor import EngineSupervisor
+from transport import messages as m
+from transport.proto import node_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+HOUSEKEEPING_S = 0.5
+POLL_S = 0.02
+ENGINE_STOP_S = 20.0
+
+
+class NodeAgent:
+    """Owns everything of one node but its gRPC and metrics listeners."""
+
+    def __init__(self, config: NodeConfig, now: Callable[[], float]) -> None:
+        self.config = config
+        self.boot_id = uuid.uuid4().hex
+        self.events = Broadcast()
+        run_dir = Path(config.run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.engine_log = run_dir / f"{config.node_id}-engine.log"
+        # A directory of its own: no other node's name can collide, and a socket's path has a limit of 107 bytes.
+        self._socket_dir = tempfile.mkdtemp(prefix="prfaas-")
+        self.socket = EngineSocket(Path(self._socket_dir) / "engine.sock", self)
+        self.links = Links(
+            config.host,
+            config.transfer_port,
+            config.connections,
+            use_shm=config.transport == "auto" and os.access(SHM_DIR, os.W_OK),
+            advertise=config.transfer_advertise,
+        )
+        self.supervisor = EngineSupervisor(config, self.socket.path, self.engine_log, now, self._publish_description)
+        self.pages: Pages | None = None
+        self.producer: Producer | None = None
+        self.consumer: Consumer | None = None
+        self.draining = False
+        self.unusable = ""  # why no engine can work here, whatever it does
+        self._now = now
+        self._alone_since = now()
+        self._engine: EngineConnection | None = None
+        self._hello: m.Hello | None = None
+        self._engine_load = m.LoadReport(running=0, waiting=0, queued_tokens=0)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # Life
+
+    async def start(self) -> None:
+        """Starts listening and starts the engine; `wait_ready` waits for it."""
+        self.links.start()
+        await self.socket.start()
+        self._tasks = [asyncio.create_task(self.supervisor.run()), asyncio.create_task(self._keep_house())]
+        for task in self._tasks:
+            task.add_done_callback(_log_failure)
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Waits for the engine's Hello. Raises TimeoutError, and EngineError when waiting is in vain."""
+        async with asyncio.timeout(timeout_s):
+            while self._engine is None:
+                if self.unusable or self.supervisor.gave_up:
+                    raise EngineError(self.unusable or "it died too often")
+                await asyncio.sleep(POLL_S)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuses what is new and waits for what runs. True if all ended in time."""
+        self.draining = True
+        if self._engine:
+            self._engine.send(m.Drain())
+        self._publish_description()
+        deadline = self._now() + timeout_s
+        while not self.is_idle() and self._now() < deadline:  # noqa: ASYNC110 many owners, and no hurry
+            await asyncio.sleep(POLL_S)
+        return self.is_idle()
+
+    async def close(self) -> None:
+        """Ends the engine, the links and the arena, in the order in which they use each other."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.supervisor.stop(ENGINE_STOP_S)
+        await self.socket.close()
+        shutil.rmtree(self._socket_dir, ignore_errors=True)
+        await asyncio.to_thread(self.links.close)
+        await asyncio.sleep(0)  # callbacks that the links' last threads left on the loop
+        if self.pages:
+            self.pages.close()
+
+    def is_idle(self) -> bool:
+        """Whether nothing runs, is sent or lands."""
+        jobs_idle = not self.producer or self.producer.is_idle()
+        landings_idle = not self.consumer or self.consumer.is_idle()
+        engine_idle = self._engine is None or not (self._engine_load.running or self._engine_load.waiting)
+        return jobs_idle and landings_idle and engine_idle
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_S)
+            try:
+                self._end_silent_engine()
+                if self.consumer:
+                    self.consumer.expire()
+            except Exception:  # leases must go on to end, even if one could not
+                log.exception("housekeeping failed node=%s", self.config.node_id)
+
+    def _end_silent_engine(self) -> None:
+        """A process that runs but never says Hello, or lost its connection for good, is no engine."""
+        if self._engine is not None or self.supervisor.pid is None:
+            return
+        silent_s = self._now() - max(self._alone_since, self.supervisor.started_at)
+        if silent_s > self.config.engine_start_timeout_s:
+            log.error("engine killed node=%s: no Hello for %.1fs", self.config.node_id, silent_s)
+            self.supervisor.kill()
+
+    # EngineListener
+
+    def on_hello(self, hello: m.Hello, engine: EngineConnection) -> None:
+        """Cuts the arena, or checks that a returning engine fits the one there is. Raises EngineError, MessageError."""
+        if self._engine is engine:
+            raise m.MessageError("Hello twice")
+        if self._engine is not None:
+            raise SecondEngine(f"engine pid={hello.engine_pid}: another one is connected")
+        pages = self._pages_for(hello)
+        self._engine, self._hello = engine, hello
+        engine.send(
+            m.Welcome(
+                arena_path=str(pages.arena.path),
+                page_bytes=pages.arena.page_bytes,
+                num_pages=pages.arena.num_pages,
+                chunk_tokens=self.config.chunk_tokens,
+            )
+        )
+        if self.draining:
+            engine.send(m.Drain())
+        log.info("engine joined node=%s pid=%d url=%s", self.config.node_id, hello.engine_pid, hello.http_url)
+        self._publish_description()
+
+    def _pages_for(self, hello: m.Hello) -> Pages:
+        try:
+            layout = ModelLayout.from_json(hello.layout_json)
+            pages = self.pages or Pages(layout, self.config, self.events, self._now)
+        except (ValueError, KeyError, TypeError, OSError) as exc:
+            reason = f"no arena for {hello.model_id} with cache_bytes = {self.config.cache_bytes}: {exc}"
+            if self.pages is None:
+                self.unusable = reason
+            raise ArenaError(reason) from exc
+        if pages.layout.fingerprint != layout.fingerprint:
+            raise LayoutMismatch(
+                f"engine pid={hello.engine_pid} has layout {layout.fingerprint[:12]}, the arena another"
+            )
+        if self.pages is None:
+            self.pages = pages
+            self.producer = Producer(pages, self.links, self.config.room_timeout_s, self._now)
+            self.consumer = Consumer(pages, self.links, self.config.lease_s, self._now)
+        return pages
+
+    def on_message(self, message: m.EngineMessage, engine: EngineConnection) -> None:
+        """Hands a message to the side it belongs to. Raises MessageError."""
+        if self.producer is None or self.consumer is None or engine is not self._engine:
+            raise m.MessageError(f"{type(message).__name__} before Hello")
+        match message:
+            case m.BeginPrefill():
+                self.producer.begin(message, engine, engine.send)
+            case m.LayerDone():
+                self.producer.layer_done(message, engine)
+            case m.StateDone():
+                self.producer.state_done(message, engine)
+            case m.PrefillDone():
+                self.producer.prefill_done(message, engine)
+            case m.ClaimLanding():
+                self.consumer.claim(message, engine, engine.send)
+            case m.EndJob():
+                self.producer.end(message, engine)
+                self.consumer.end(message, engine)
+            case m.LoadReport():
+                self._engine_load = message
+                self.events.publish(pb.NodeEvent(load=self.load()))
+            case m.Hello():
+                raise AssertionError("Hello goes to on_hello")
+
+    def on_deaf(self, engine: EngineConnection) -> None:
+        """Pages that it may be writing into must not be lent again while it lives."""
+        if engine is self._engine:
+            log.error("engine killed node=%s: it broke the protocol and stays connected", self.config.node_id)
+            self.supervisor.kill()
+
+    def on_gone(self, engine: EngineConnection) -> None:
+        """The engine hung up; its jobs end, the cache stays."""
+        if self.producer and self.consumer:
+            self.producer.engine_gone(engine)
+            self.consumer.engine_gone(engine)
+        if self._engine is engine:
+            self._engine = None
+            self._alone_since = self._now()
+            self._engine_load = m.LoadReport(running=0, waiting=0, queued_tokens=0)
+            self._publish_description()
+
+    # For the control service
+
+    def ready_consumer(self) -> Consumer:
+        """The consumer, if this node takes new reservations. Raises NodeRefusal."""
+        if self.draining:
+            raise NodeRefusal("draining", f"{self.config.node_id} finishes what it has")
+        if self._engine is None or self.consumer is None:
+            raise NodeRefusal("engine_down", f"{self.config.node_id} has no engine right now")
+        return self.consumer
+
+    def any_consumer(self) -> Consumer:
+        """The consumer, once a layout is known. Raises NodeRefusal."""
+        if self.consumer is None:
+            raise NodeRefusal("starting", f"{self.config.node_id} has had no engine yet")
+        return self.consumer
+
+    def ready_producer(self) -> Producer:
+        """The producer, once a layout is known (it needs no engine to push what is cached). Raises NodeRefusal."""
+        if self.producer is None:
+            raise NodeRefusal("starting", f"{self.config.node_id} has had no engine yet")
+        return self.producer
+
+    def abort(self, transfer_id: str, reason: str) -> bool:
+        """Frees what a reservation, or a push to it, holds here. False for an unknown id."""
+        landing = self.consumer is not None and self.consumer.abort(transfer_id, reason)
+        push = self.producer is not None and self.producer.abort(transfer_id, reason)
+        return landing or push
+
+    def state(self) -> pb.NodeState:
+        """The node's state as the control service names it."""
+        if self.draining:
+            return pb.NODE_STATE_DRAINING
+        if self._engine is not None:
+            return pb.NODE_STATE_READY
+        return (
+            pb.NODE_STATE_STARTING if self.pages is None and not self.supervisor.gave_up else pb.NODE_STATE_ENGINE_DOWN
+        )
+
+    def load(self) -> pb.Load:
+        """Queues and links right now."""
+        links = self.links.states()
+        return pb.Load(
+            running=self._engine_load.running,
+            waiting=self._engine_load.waiting,
+            queued_tokens=self._engine_load.queued_tokens,
+            sending=self.producer.sending if self.producer else 0,
+            landing=self.consumer.landing if self.consumer else 0,
+            egress_bytes_total=sum(link.bytes_total for link in links),
+            ingress_bytes_total=self.links.bytes_received,
+            links=links,
+        )
+
+    def describe(self) -> pb.NodeDescription:
+        """Everything about the node but its integrity, which takes a look at every page."""
+        config, hello = self.config, self._hello
+        description = pb.NodeDescription(
+            node_id=config.node_id,
+            cluster=config.cluster,
+            cluster_kind=config.cluster_kind,
+            role=config.role,
+            state=self.state(),
+            model_id=config.model_name,
+            load=self.load(),
+            boot_id=self.boot_id,
+        )
+        if hello:
+            description.engine_pid = hello.engine_pid if self._engine else 0
+            description.engine_url = hello.http_url
+            description.max_model_len = hello.max_model_len
+        if self.pages:
+            description.layout_json = self.pages.layout.to_json()
+            description.layout_fingerprint = self.pages.layout.fingerprint
+            description.block_size = self.pages.layout.block_size
+            description.pool.CopyFrom(self.pages.report())
+        return description
+
+    def integrity_error(self) -> str:
+        """What check_integrity() of the pool says; empty when all is well."""
+        try:
+            if self.pages:
+                self.pages.cache.check_integrity()
+        except IntegrityError as exc:
+            log.error("pool integrity node=%s: %s", self.config.node_id, exc)
+            return str(exc)
+        return ""
+
+    def snapshot_event(self) -> pb.NodeEvent:
+        """What is cached right now; empty before the first engine."""
+        return self.pages.snapshot_event() if self.pages else pb.NodeEvent(snapshot=pb.CacheSnapshot())
+
+    def _publish_description(self) -> None:
+        self.events.publish(pb.NodeEvent(description=self.describe()))
+
+
+def _log_failure(task: "asyncio.Task[None]") -> None:
+    # Nobody awaits these tasks before the node ends, which may be never.
+    if not task.cancelled() and (exc := task.exception()) is not None:
+        log.critical("a task of the agent ended", exc_info=exc)

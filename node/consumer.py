@@ -1,0 +1,261 @@
+"""The decode side: reservations that other nodes fill, and engines that claim them.
+
+    Reserve ──► RESERVED ──all landed──► LANDED ──claimed──► LOADING ──EndJob──► gone (blocks are prefix cache)
+                   │                        │                   │
+                   └──── abort, lease over, transfer failed ────┴──► gone
+
+Committed to the prefix cache is only what landed completely. Pages go back when the transfer's threads have let go of them.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from hybrid_cache.layout import transfer_ranges
+from hybrid_cache.reservation import Purpose, Reservation
+from node.answers import Answers, JobKey, Reply, job_pages
+from node.errors import NodeRefusal
+from node.links import Landing, LandingResult, Links
+from node.pages import Pages, split_hashes
+from transport import messages as m
+from transport.proto import node_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+SECRET_BYTES = 32
+MAX_CLAIM_S = 3600.0
+MAX_REMEMBERED = 1024
+
+
+class LandingState(Enum):
+    """Where a reservation is in its life."""
+
+    RESERVED = "reserved"
+    LANDED = "landed"
+    LOADING = "loading"
+    GONE = "gone"
+
+
+@dataclass(slots=True)
+class Incoming:
+    """One reservation."""
+
+    transfer_id: str
+    reservation: Reservation
+    tokens_digest: bytes
+    expires_at: float
+    ttl_s: float
+    landed: "asyncio.Future[str]"  # "" when complete, else the reason why it never will be
+    state: LandingState = LandingState.RESERVED
+    landing: Landing | None = None
+    receiving: bool = False
+    last_progress: int = 0
+    claim: JobKey | None = None
+
+
+@dataclass(slots=True)
+class ConsumerCounts:
+    """What happened, for metrics."""
+
+    refused: Mapping[str, int]
+    reserved: int = 0
+    landed: int = 0
+    bytes_landed: int = 0
+    ended: dict[str, int] = field(default_factory=dict)
+
+
+class Consumer:
+    """All reservations of a node."""
+
+    def __init__(self, pages: Pages, links: Links, lease_s: float, now: Callable[[], float]) -> None:
+        self._pages = pages
+        self._links = links
+        self._lease_s = lease_s
+        self._now = now
+        self._incoming: dict[str, Incoming] = {}
+        self._claims = Answers()
+        self._committed: deque[str] = deque(maxlen=MAX_REMEMBERED)  # Commit may be asked again
+        self.counts = ConsumerCounts(self._claims.refused)
+
+    @property
+    def landing(self) -> int:
+        """Transfers expected or arriving."""
+        return sum(entry.receiving for entry in self._incoming.values())
+
+    def is_idle(self) -> bool:
+        """Whether no reservation holds pages."""
+        return not self._incoming
+
+    # From the gateway
+
+    def granted_ttl_s(self, request: pb.ReserveRequest) -> float:
+        """How long a reservation may go without progress: what was asked for, the node's lease at most."""
+        return min(request.ttl_s, self._lease_s) if request.ttl_s > 0 else self._lease_s
+
+    def reserve(self, request: pb.ReserveRequest) -> tuple[str, bytes, Reservation]:
+        """Allocates pages and expects their bytes. Raises NodeRefusal."""
+        try:
+            entry, secret = self._reserve(request)
+        except NodeRefusal as exc:
+            self._claims.refused[exc.label] += 1
+            raise
+        self.counts.reserved += 1
+        return entry.transfer_id, secret, entry.reservation
+
+    def _reserve(self, request: pb.ReserveRequest) -> tuple[Incoming, bytes]:
+        block_size = self._pages.layout.block_size
+        if request.prefix_only and request.num_tokens % block_size:
+            raise NodeRefusal("bad_request", f"a prefix has whole blocks of {block_size} tokens")
+        transfer_id, secret = secrets.token_hex(16), secrets.token_bytes(SECRET_BYTES)
+        ttl_s = self.granted_ttl_s(request)
+        reservation = self._pages.reserve(
+            transfer_id, split_hashes(request.block_hashes), request.num_tokens, Purpose.LANDING
+        )
+        landed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        entry = Incoming(transfer_id, reservation, request.tokens_digest, self._now() + ttl_s, ttl_s, landed)
+        try:
+            self._expect(entry, secret)
+        except BaseException:
+            self._pages.release(transfer_id)
+            raise
+        self._incoming[transfer_id] = entry
+        return entry, secret
+
+    def _expect(self, entry: Incoming, secret: bytes) -> None:
+        layout, reservation = self._pages.layout, entry.reservation
+        ranges = transfer_ranges(layout, reservation.num_tokens, reservation.cached_tokens)
+        entry.landing = self._links.expect(
+            entry.transfer_id,
+            secret,
+            [layout.slab_bytes(key.group) for key in ranges],
+            lambda i: self._pages.views(reservation, ranges[i]),
+            lambda result: self._received(entry, result),
+        )
+        entry.receiving = True
+
+    def _received(self, entry: Incoming, result: LandingResult) -> None:
+        entry.receiving = False
+        self.counts.bytes_landed += result.bytes_landed
+        if entry.state is LandingState.RESERVED and result.ok:
+            entry.state = LandingState.LANDED
+            entry.expires_at = self._now() + entry.ttl_s
+            self._pages.commit(entry.transfer_id, entry.reservation.num_tokens)
+            self.counts.landed += 1
+            entry.landed.set_result("")
+        elif entry.state is not LandingState.GONE:
+            self._drop(entry, result.reason or "transfer_failed")
+        else:
+            self._free(entry)
+
+    async def commit(self, transfer_id: str, timeout_s: float) -> None:
+        """Waits for a prefix to land and leaves it in the cache. Raises NodeRefusal, and TimeoutError."""
+        entry = self._incoming.get(transfer_id)
+        if entry is None:
+            if transfer_id not in self._committed:
+                raise NodeRefusal("unknown_transfer", "no such reservation: aborted, expired or of an earlier start")
+            return
+        async with asyncio.timeout(timeout_s):
+            reason = await asyncio.shield(entry.landed)
+        if reason:
+            raise NodeRefusal("transfer_failed", reason)
+        self._committed.append(transfer_id)
+        self._give_up(entry, "committed")
+
+    def abort(self, transfer_id: str, reason: str) -> bool:
+        """Frees a reservation; a loading one goes when its engine lets go. False for an unknown id."""
+        entry = self._incoming.get(transfer_id)
+        if entry is None:
+            return False
+        self._give_up(entry, reason or "aborted")
+        return True
+
+    def _give_up(self, entry: Incoming, reason: str) -> None:
+        # While an engine reads the pages, only that engine can end it.
+        if entry.state is not LandingState.LOADING:
+            self._drop(entry, reason)
+
+    def expire(self) -> list[str]:
+        """Drops reservations whose lease is over; one that makes progress is renewed."""
+        now = self._now()
+        expired = []
+        for entry in list(self._incoming.values()):
+            progress = entry.landing.bytes_landed if entry.landing else 0
+            if progress > entry.last_progress or entry.state is LandingState.LOADING:
+                entry.last_progress, entry.expires_at = progress, now + entry.ttl_s
+            elif now >= entry.expires_at:
+                expired.append(entry.transfer_id)
+                log.warning("lease over transfer=%s state=%s", entry.transfer_id, entry.state.value)
+                self._drop(entry, "lease_expired")
+        return expired
+
+    # From the engine
+
+    def claim(self, message: m.ClaimLanding, owner: object, reply: Reply) -> None:
+        """Answers with JobPages once everything landed, or Refused. Raises MessageError for a name in use."""
+        key = (id(owner), message.job)
+        if key in self._claims or any(entry.claim == key for entry in self._incoming.values()):
+            raise m.MessageError(f"job {message.job!r} has claimed already")
+        self._claims.start(key, lambda: self._claim(key, message), reply)
+
+    async def _claim(self, key: JobKey, message: m.ClaimLanding) -> m.JobPages:
+        entry = self._incoming.get(message.transfer_id)
+        if entry is None:
+            raise NodeRefusal("unknown_transfer", "no such reservation: aborted, expired or of an earlier start")
+        if entry.tokens_digest != message.tokens_digest:
+            self._give_up(entry, "digest_mismatch")
+            raise NodeRefusal("digest_mismatch", "the reservation was made for other tokens")
+        await self._landed(entry, message.timeout_s)
+        entry.state = LandingState.LOADING
+        entry.claim = key
+        return job_pages(message.job, entry.reservation)
+
+    async def _landed(self, entry: Incoming, timeout_s: float) -> None:
+        # No event loop takes "not a number" or "for ever" as a time.
+        timeout_s = min(timeout_s, MAX_CLAIM_S) if timeout_s > 0 else 0.0
+        try:
+            # Not wait_for: up to Python 3.11 it swallows a cancellation that meets the result, and the pages would be
+            # lent to a job that has ended.
+            async with asyncio.timeout(timeout_s):
+                reason = await asyncio.shield(entry.landed)
+        except TimeoutError:
+            self._give_up(entry, "landing_timeout")
+            raise NodeRefusal("landing_timeout", f"not complete after {timeout_s:.1f}s") from None
+        if reason:
+            raise NodeRefusal(reason)
+        if entry.state is not LandingState.LANDED:
+            raise NodeRefusal("claimed_twice", f"the reservation is {entry.state.value}")
+
+    def end(self, message: m.EndJob, owner: object) -> None:
+        """The engine copied the pages, or gave the job up."""
+        key = (id(owner), message.job)
+        self._claims.cancel(key)
+        for entry in list(self._incoming.values()):
+            if entry.claim == key:
+                self._drop(entry, "loaded" if message.loaded else message.reason or "engine_ended")
+
+    def engine_gone(self, owner: object) -> None:
+        """The engine died: reservations it was loading go; others wait for its successor or their lease."""
+        self._claims.cancel_all(id(owner))
+        for entry in list(self._incoming.values()):
+            if entry.claim and entry.claim[0] == id(owner):
+                self._drop(entry, "engine_gone")
+
+    def _drop(self, entry: Incoming, reason: str) -> None:
+        if entry.state is LandingState.GONE:
+            return
+        entry.state = LandingState.GONE
+        self.counts.ended[reason] = self.counts.ended.get(reason, 0) + 1
+        if not entry.landed.done():
+            entry.landed.set_result(reason)
+        if entry.receiving and entry.landing:
+            entry.landing.cancel(reason)  # _received frees the pages when the receiving threads have let go
+        else:
+            self._free(entry)
+
+    def _free(self, entry: Incoming) -> None:
+        if self._incoming.pop(entry.transfer_id, None):
+            self._pages.release(entry.transfer_id)

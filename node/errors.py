@@ -1,0 +1,43 @@
+"""Errors of a node.
+
+NodeError
+├── ConfigError            the configuration names an unknown key or holds a bad value
+├── EngineError
+│   ├── ArenaError         no page arena can be made for the engine's model
+│   ├── LayoutMismatch     an engine came back with another KVCache layout than the arena was cut for
+│   └── SecondEngine       an engine says Hello while another one is connected
+└── NodeRefusal            a request the node will not serve; `label` is what fallbacks are counted under
+"""
+
+
+class NodeError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(NodeError):
+    """A key that nobody knows or a value that cannot be: names both, and what is allowed."""
+
+
+class EngineError(NodeError):
+    """The engine side of the node failed."""
+
+
+class ArenaError(EngineError):
+    """No arena can be made: the layout is none, or the memory is not there."""
+
+
+class LayoutMismatch(EngineError):
+    """The arena was cut for another model."""
+
+
+class SecondEngine(EngineError):
+    """A node has one engine at a time."""
+
+
+class NodeRefusal(NodeError):
+    """The node says no, with a label that callers count under."""
+
+    def __init__(self, label: str, detail: str = "") -> None:
+        super().__init__(f"{label}: {detail}" if detail else label)
+        self.label = label
+        self.detail = detail

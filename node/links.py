@@ -1,0 +1,216 @@
+"""The node's ends of all links: transport threads on one side, the agent's event loop on the other.
+
+Transport calls back from its own threads; everything here is handed to the loop before anyone of the agent sees it.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from node.arena import SHM_DIR
+from node.errors import NodeRefusal
+from transport import client, landings
+from transport.client import ClientOptions, TransferClient
+from transport.errors import Closed, TransportError
+from transport.link import LinkState
+from transport.messages import TicketInfo
+from transport.proto import node_pb2 as pb
+from transport.server import ServerOptions, TransferServer
+from transport.shm import ArenaSource
+
+SHM, TCP = "shm", "tcp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushResult:
+    """How a push ended; `reason` is empty when it arrived."""
+
+    ok: bool
+    reason: str
+    bytes_sent: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LandingResult:
+    """How a landing ended; `reason` is empty when everything is there."""
+
+    ok: bool
+    reason: str
+    bytes_landed: int
+
+
+class Push:
+    """One transfer that leaves."""
+
+    def __init__(self, push: client.Push, kind: str) -> None:
+        self._push = push
+        self.kind = kind
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that have left so far."""
+        stats = self._push.stats
+        return min(stats.bytes_sent, stats.bytes_total)
+
+    def ready(self, ranges: Iterable[int]) -> None:
+        """These ranges may leave."""
+        self._push.ready(list(ranges))
+
+    def abort(self, reason: str) -> None:
+        """Stops sending; what has landed stays, for another sender with the same ticket."""
+        self._push.abort(reason, keep_landing=True)
+
+
+class Landing:
+    """One transfer that is expected."""
+
+    def __init__(self, server: TransferServer, landing: landings.Landing) -> None:
+        self._server = server
+        self._landing = landing
+
+    @property
+    def bytes_landed(self) -> int:
+        """Verified bytes so far."""
+        return self._landing.bytes_landed
+
+    def cancel(self, reason: str) -> None:
+        """Ends it; its callback comes when no thread writes into the pages any more."""
+        self._server.cancel(self._landing.transfer_id, reason)
+
+
+class Links:
+    """Sends to and receives from other nodes."""
+
+    def __init__(self, host: str, port: int, connections: int, *, use_shm: bool, advertise: str = "") -> None:
+        self._server = TransferServer(host, port, options=ServerOptions(arena_dirs=(str(SHM_DIR),) if use_shm else ()))
+        self._client = TransferClient(options=ClientOptions(connections=connections))
+        self._host_id = host_id() if use_shm else ""
+        self._advertise = advertise
+        self._clusters: dict[str, str] = {}  # address -> cluster
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Binds the listener. Raises OSError."""
+        self._loop = asyncio.get_running_loop()
+        self._server.start()
+
+    def close(self) -> None:
+        """Ends all transfers and joins all threads. Blocks; call it off the loop."""
+        self._client.close()
+        self._server.close()
+
+    def endpoints(self) -> list[pb.Endpoint]:
+        """Where others may send to, best first."""
+        shm = [pb.Endpoint(kind=SHM, address=self._server.address, host_id=self._host_id)] if self._host_id else []
+        return [*shm, pb.Endpoint(kind=TCP, address=self._advertise or self._server.address)]
+
+    def push(
+        self, ticket: TicketInfo, sizes: Sequence[int], source: ArenaSource, on_done: Callable[[PushResult], None]
+    ) -> Push:
+        """Opens a transfer to the holder of `ticket`. Raises NodeRefusal."""
+        kind, address = self._choose(ticket)
+        if kind == TCP:
+            self._clusters[address] = ticket.cluster
+        try:
+            push = self._client.open(
+                address,
+                ticket.transfer_id,
+                ticket.secret,
+                sizes,
+                source,
+                same_host=kind == SHM,
+                on_done=lambda result: self._on_loop(
+                    on_done,
+                    PushResult(ok=result.ok, reason=result.reason, bytes_sent=result.stats.bytes_sent),
+                ),
+            )
+        except (TransportError, ValueError, OSError) as exc:
+            raise NodeRefusal("push_failed", str(exc)) from exc
+        return Push(push, kind)
+
+    def _choose(self, ticket: TicketInfo) -> tuple[str, str]:
+        for kind, address, host in ticket.endpoints:
+            if kind == TCP or (kind == SHM and self._host_id and host == self._host_id):
+                return kind, address
+        raise NodeRefusal("no_route", f"ticket {ticket.transfer_id} names no endpoint that this node can reach")
+
+    def expect(
+        self,
+        transfer_id: str,
+        secret: bytes,
+        sizes: Sequence[int],
+        target: Callable[[int], Sequence[memoryview]],
+        on_done: Callable[[LandingResult], None],
+    ) -> Landing:
+        """Announces a transfer whose range i goes into `target(i)`. Raises NodeRefusal."""
+        try:
+            landing = self._server.expect(
+                transfer_id,
+                secret,
+                sizes,
+                target,
+                on_done=lambda result: self._on_loop(
+                    on_done,
+                    LandingResult(ok=result.ok, reason=result.reason, bytes_landed=result.bytes_landed),
+                ),
+            )
+        except Closed as exc:
+            raise NodeRefusal("draining", "the node ends") from exc
+        except ValueError as exc:
+            raise NodeRefusal("bad_request", str(exc)) from exc
+        return Landing(self._server, landing)
+
+    def _on_loop(self, callback: Callable[[Any], None], result: object) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends, nobody is left to tell
+            self._loop.call_soon_threadsafe(callback, result)
+
+    @property
+    def bytes_received(self) -> int:
+        """Payload that arrived over all links."""
+        return self._server.bytes_received
+
+    def landing_events(self) -> dict[str, int]:
+        """What became of transfers and chunks that came in, by event."""
+        return dict(self._server.counters)
+
+    def states(self) -> list[pb.Link]:
+        """Egress over TCP, one entry per destination cluster."""
+        by_cluster: dict[str, list[LinkState]] = {}
+        for state in self._client.links():
+            by_cluster.setdefault(self._clusters.get(state.peer, ""), []).append(state)
+        return [_merge(cluster, states) for cluster, states in sorted(by_cluster.items())]
+
+
+def _merge(cluster: str, states: Sequence[LinkState]) -> pb.Link:
+    """Several receivers of one cluster share the line to it."""
+    goodput = sum(state.goodput_bytes_per_s for state in states)
+    # A receiver that gets half of the line measures half of it: together they are right. 0 stays 0: not known yet.
+    available = max(state.available_bytes_per_s for state in states)
+    available = max(available, goodput) if available else 0.0
+    measured = [state for state in states if state.rtt_s] or list(states)
+    return pb.Link(
+        peer=cluster,
+        available_bytes_per_s=available,
+        goodput_bytes_per_s=goodput,
+        utilisation=goodput / available if available else 0.0,
+        retransmit_ratio=max(state.retransmit_ratio for state in states),
+        rtt_s=max(state.rtt_s for state in measured),
+        min_rtt_s=min(state.min_rtt_s for state in measured),
+        queued_bytes=sum(state.queued_bytes for state in states),
+        connections=sum(state.connections for state in states),
+        bytes_total=sum(state.bytes_total for state in states),
+        retransmitted_bytes_total=sum(state.retransmitted_bytes_total for state in states),
+    )
+
+
+def host_id() -> str:
+    """Equal for processes that can map each other's /dev/shm files: same boot, same user, same mount."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    mount = os.stat(SHM_DIR)
+    return hashlib.sha256(f"{boot} {os.getuid()} {mount.st_dev}".encode()).hexdigest()[:32]

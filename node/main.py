@@ -1,0 +1,115 @@
+"""`main` of a node process: reads the configuration, builds the node, runs it until SIGTERM."""
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import uvloop
+
+from node.agent import NodeAgent
+from node.config import NodeConfig, load_node_config
+from node.errors import ConfigError, EngineError
+from node.metrics import serve_metrics
+from node.service import Admit, NodeService, serve
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 0.5
+EXIT_BAD_CONFIG = 2
+EXIT_ENGINE_FAILED = 3
+
+
+def run(config: NodeConfig, admit: Admit) -> int:
+    """Runs one node to its end; returns the exit status."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    status = uvloop.run(_run(config, admit))
+    # The loop's handlers are gone: a second SIGTERM must not turn a clean end into a kill.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return status
+
+
+async def _run(config: NodeConfig, admit: Admit) -> int:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    # Ended in reverse: nobody may call into an agent that closes.
+    async with AsyncExitStack() as stack:
+        try:
+            agent = await _start(config, admit, stack)
+        except OSError as exc:
+            print(f"node {config.node_id}: cannot start: {exc}", file=sys.stderr)
+            return EXIT_BAD_CONFIG
+        if not await _engine_came(agent, stop):
+            return EXIT_ENGINE_FAILED
+        if not stop.is_set():
+            print(f"node ready id={config.node_id} role={config.role} engine={agent.describe().engine_url}", flush=True)
+        await stop.wait()
+        if not await agent.drain(config.drain_timeout_s):
+            log.error("drain timed out node=%s", config.node_id)
+    return 0
+
+
+async def _start(config: NodeConfig, admit: Admit, stack: AsyncExitStack) -> NodeAgent:
+    """Starts all listeners, then the engine. Raises OSError."""
+    agent = NodeAgent(config, time.monotonic)
+    stack.push_async_callback(agent.close)
+    metrics = await serve_metrics(agent, config.host, config.metrics_port)
+    stack.push_async_callback(metrics.close)
+    server, port = await serve(NodeService(agent, admit, time.monotonic), config.host, config.control_port)
+    stack.push_async_callback(server.stop, STOP_GRACE_S)
+    await agent.start()
+    print(f"node listening id={config.node_id} agent={config.host}:{port} metrics={metrics.url}", flush=True)
+    return agent
+
+
+async def _engine_came(agent: NodeAgent, stop: asyncio.Event) -> bool:
+    """Whether there is an engine, or no need for one any more."""
+    stopped = asyncio.create_task(stop.wait())
+    ready = asyncio.create_task(agent.wait_ready(agent.config.engine_start_timeout_s))
+    await asyncio.wait([stopped, ready], return_when=asyncio.FIRST_COMPLETED)
+    for task in (stopped, ready):
+        task.cancel()
+    _, failure = await asyncio.gather(stopped, ready, return_exceptions=True)
+    if isinstance(failure, TimeoutError | EngineError):
+        tail = agent.engine_log.read_text(errors="replace")[-2000:] if agent.engine_log.exists() else ""
+        print(
+            f"node {agent.config.node_id}: its engine did not come up: {str(failure) or 'it said nothing'}; "
+            f"end of {agent.engine_log}:\n{tail}",
+            file=sys.stderr,
+        )
+        return False
+    return True
+
+
+def check_model(config: NodeConfig) -> None:
+    """Raises ConfigError now for a model that every start of an engine would fail on."""
+    if config.engine == "embedded" and not (Path(config.model) / "config.json").is_file():
+        raise ConfigError(
+            f"model = {config.model!r}: it must be a model directory, with a config.json; `prfaas model build` makes one"
+        )
+
+
+def node_main(prog: str, about: str, kind: str, admit: Admit, argv: Sequence[str] | None) -> int:
+    """The command line that both kinds of cluster share."""
+    parser = argparse.ArgumentParser(prog=prog, description=about)
+    parser.add_argument(
+        "-c", "--config", type=Path, required=True, metavar="FILE.toml", help="configuration with one table, [node]"
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        config = load_node_config(arguments.config)
+        if config.cluster_kind != kind:
+            raise ConfigError(
+                f"{arguments.config}: [node]: cluster_kind = {config.cluster_kind!r}: {prog} runs nodes of kind {kind!r}"
+            )
+        check_model(config)
+    except ConfigError as exc:
+        print(f"{prog}: {exc}", file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    return run(config, admit)

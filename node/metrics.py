@@ -1,0 +1,155 @@
+"""A node's /metrics and /health, read from the agent when asked: nothing is counted twice."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from node.agent import NodeAgent
+from transport.proto import node_pb2 as pb
+
+
+class NodeCollector(Collector):
+    """Turns the agent's description into metric families."""
+
+    def __init__(self, agent: NodeAgent) -> None:
+        self._agent = agent
+
+    def collect(self) -> Iterable[Metric]:
+        """All families of the node."""
+        description = self._agent.describe()
+        yield from _pool(description.pool)
+        yield from _load(description.load)
+        yield from _links(description.load.links)
+        yield from self._requests()
+        yield _counter(
+            "prfaas_landing_events",
+            "What became of transfers and chunks that came in",
+            "event",
+            self._agent.links.landing_events(),
+        )
+        ready = GaugeMetricFamily("prfaas_node_ready", "1 when the node takes requests")
+        ready.add_metric([], float(description.state == pb.NODE_STATE_READY))
+        yield ready
+        restarts = CounterMetricFamily("prfaas_engine_restarts", "Times the engine was started again")
+        restarts.add_metric([], self._agent.supervisor.restarts)
+        yield restarts
+
+    def _requests(self) -> Iterator[Metric]:
+        if not (self._agent.producer and self._agent.consumer):
+            return
+        producer, consumer = self._agent.producer.counts, self._agent.consumer.counts
+        yield _counter(
+            "prfaas_prefill_tokens",
+            "Prompt tokens, by where they came from",
+            "source",
+            {
+                "computed": producer.prefilled_tokens,
+                "cached": producer.cached_tokens,
+            },
+        )
+        yield _counter(
+            "prfaas_pushes", "Transfers that left, by outcome", "outcome", {"ok": producer.delivered, **producer.failed}
+        )
+        yield _counter("prfaas_prefill_refused", "Prefill jobs refused, by reason", "reason", producer.refused)
+        yield _counter(
+            "prfaas_landings_refused", "Reservations and claims refused, by reason", "reason", consumer.refused
+        )
+        yield _counter("prfaas_reservations_ended", "Reservations, by how they ended", "reason", consumer.ended)
+
+
+def _counter(name: str, about: str, label: str, values: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(name, about, labels=[label])
+    for value, count in values.items():
+        family.add_metric([value], count)
+    return family
+
+
+def _pool(pool: pb.PoolReport) -> Iterator[Metric]:
+    pages = GaugeMetricFamily("prfaas_pool_pages", "Pages of the arena, by what they hold", labels=["state"])
+    for state in ("total", "free", "prefix", "transfer", "locked"):
+        pages.add_metric([state], getattr(pool, f"pages_{state}"))
+    yield pages
+    reservations = GaugeMetricFamily("prfaas_pool_reservations", "Requests that hold pages")
+    reservations.add_metric([], pool.reservations)
+    yield reservations
+    size = GaugeMetricFamily("prfaas_pool_page_bytes", "Bytes of a page")
+    size.add_metric([], pool.page_bytes)
+    yield size
+
+
+def _load(load: pb.Load) -> Iterator[Metric]:
+    requests = GaugeMetricFamily("prfaas_node_requests", "Requests and transfers, by state", labels=["state"])
+    for state in ("running", "waiting", "sending", "landing"):
+        requests.add_metric([state], getattr(load, state))
+    yield requests
+    queued = GaugeMetricFamily("prfaas_node_queued_tokens", "Uncached prompt tokens not computed yet")
+    queued.add_metric([], load.queued_tokens)
+    yield queued
+    moved = CounterMetricFamily("prfaas_kv_bytes", "KVCache bytes, by direction", labels=["direction"])
+    moved.add_metric(["egress"], load.egress_bytes_total)
+    moved.add_metric(["ingress"], load.ingress_bytes_total)
+    yield moved
+
+
+def _links(links: Iterable[pb.Link]) -> Iterator[Metric]:
+    gauges = {
+        name: GaugeMetricFamily(f"prfaas_link_{name}", f"{about}, by destination cluster", labels=["peer"])
+        for name, about in (
+            ("available_bytes_per_s", "Predicted bandwidth of the egress link"),
+            ("goodput_bytes_per_s", "Payload rate of the egress link"),
+            ("utilisation", "Share of the available bandwidth in use"),
+            ("retransmit_ratio", "Share of bytes sent again"),
+            ("rtt_s", "Smoothed round-trip time"),
+            ("min_rtt_s", "Least round-trip time"),
+            ("queued_bytes", "Bytes ready to leave"),
+            ("connections", "Open connections"),
+        )
+    }
+    sent = CounterMetricFamily("prfaas_link_bytes", "Payload bytes sent, by destination cluster", labels=["peer"])
+    for link in links:
+        for name, family in gauges.items():
+            family.add_metric([link.peer], getattr(link, name))
+        sent.add_metric([link.peer], link.bytes_total)
+    yield from gauges.values()
+    yield sent
+
+
+class MetricsServer:
+    """The listener; `url` says where."""
+
+    def __init__(self, runner: web.AppRunner, url: str) -> None:
+        self._runner = runner
+        self.url = url
+
+    async def close(self) -> None:
+        """Stops listening."""
+        await self._runner.cleanup()
+
+
+async def serve_metrics(agent: NodeAgent, host: str, port: int) -> MetricsServer:
+    """Serves /metrics and /health of a node on `host:port` (0: any free port). Raises OSError if the port is taken."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(NodeCollector(agent))
+
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def health(request: web.Request) -> web.Response:
+        state = pb.NodeState.Name(agent.state()).removeprefix("NODE_STATE_").lower()
+        status = 200 if agent.state() == pb.NODE_STATE_READY else 503
+        return web.json_response({"id": agent.config.node_id, "state": state}, status=status)
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", metrics), web.get("/health", health)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except BaseException:
+        await runner.cleanup()
+        raise
+    bound = runner.addresses[0][1]
+    return MetricsServer(runner, f"http://{host}:{bound}")

@@ -1,0 +1,142 @@
+"""The gRPC face of a node: node.proto's calls, mapped onto the agent, refusals mapped onto status codes."""
+
+import errno
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import NoReturn
+
+import grpc
+import grpc.aio
+
+from node.agent import NodeAgent
+from node.broadcast import WatcherTooSlow
+from node.config import NodeConfig
+from node.errors import NodeRefusal
+from node.pages import split_hashes
+from transport.control import MAX_CONTROL_BYTES, REASON_KEY, ticket_info
+from transport.proto import node_pb2 as pb
+from transport.proto import node_pb2_grpc as rpc
+
+log = logging.getLogger(__name__)
+
+DEFAULT_LOAD_INTERVAL_S = 0.25
+MIN_LOAD_INTERVAL_S = 0.02
+COMMIT_TIMEOUT_S = 120.0
+STATUS_OF_REFUSAL = {
+    "draining": grpc.StatusCode.UNAVAILABLE,
+    "engine_down": grpc.StatusCode.UNAVAILABLE,
+    "starting": grpc.StatusCode.UNAVAILABLE,
+    "no_capacity": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "not_cached": grpc.StatusCode.NOT_FOUND,
+    "bad_request": grpc.StatusCode.INVALID_ARGUMENT,
+    "no_route": grpc.StatusCode.UNAVAILABLE,
+    "push_failed": grpc.StatusCode.UNAVAILABLE,
+    "wrong_role": grpc.StatusCode.FAILED_PRECONDITION,
+    "layout_mismatch": grpc.StatusCode.FAILED_PRECONDITION,
+}
+
+Admit = Callable[[NodeConfig, pb.ReserveRequest], None]
+
+
+class NodeService(rpc.NodeAgentServicer):
+    """One node's control calls. `admit` raises NodeRefusal for reservations that the kind of cluster does not take."""
+
+    def __init__(self, agent: NodeAgent, admit: Admit, now: Callable[[], float]) -> None:
+        self._agent = agent
+        self._admit = admit
+        self._now = now
+
+    async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.NodeDescription:
+        description = self._agent.describe()
+        description.integrity_error = self._agent.integrity_error()
+        return description
+
+    async def Reserve(self, request: pb.ReserveRequest, context: grpc.aio.ServicerContext) -> pb.Ticket:
+        try:
+            self._admit(self._agent.config, request)
+            consumer = self._agent.ready_consumer()
+            transfer_id, secret, reservation = consumer.reserve(request)
+        except NodeRefusal as exc:
+            await _refuse(context, exc)
+        config = self._agent.config
+        return pb.Ticket(
+            transfer_id=transfer_id,
+            secret=secret,
+            num_tokens=reservation.num_tokens,
+            have_tokens=reservation.cached_tokens,
+            tokens_digest=request.tokens_digest,
+            endpoints=self._agent.links.endpoints(),
+            ttl_s=consumer.granted_ttl_s(request),
+            layout_fingerprint=self._agent.ready_producer().layout.fingerprint,
+            node_id=config.node_id,
+            cluster=config.cluster,
+        )
+
+    async def Commit(self, request: pb.TransferRef, context: grpc.aio.ServicerContext) -> pb.Done:
+        try:
+            # What landed can be kept without an engine, and must be while draining.
+            await self._agent.any_consumer().commit(request.transfer_id, COMMIT_TIMEOUT_S)
+        except (NodeRefusal, TimeoutError) as exc:
+            return pb.Done(ok=False, reason=str(exc) or "timeout")
+        return pb.Done(ok=True)
+
+    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.Done:
+        known = self._agent.abort(request.transfer_id, request.reason)
+        return pb.Done(ok=True, reason="" if known else "unknown")
+
+    async def Load(self, request: pb.LoadRequest, context: grpc.aio.ServicerContext) -> pb.LoadResult:
+        started_at = self._now()
+        try:
+            producer = self._agent.ready_producer()
+            tokens, size = await producer.push_prefix(split_hashes(request.block_hashes), ticket_info(request.ticket))
+        except NodeRefusal as exc:
+            await _refuse(context, exc)
+        except TimeoutError:
+            await _refuse(context, NodeRefusal("push_failed", "timeout"))
+        return pb.LoadResult(num_tokens=tokens, bytes_sent=size, seconds=self._now() - started_at)
+
+    async def Watch(self, request: pb.WatchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.NodeEvent]:
+        interval_s = max(request.load_interval_s or DEFAULT_LOAD_INTERVAL_S, MIN_LOAD_INTERVAL_S)
+        seq = 0
+        # Snapshot and subscription happen in one step of the loop, so no event is missed or seen twice.
+        with self._agent.events.watch() as watcher:
+            first = [pb.NodeEvent(description=self._agent.describe()), self._agent.snapshot_event()]
+            for event in first:
+                event.seq = seq = seq + 1
+                yield event
+            while True:
+                try:
+                    heard = await watcher.next(interval_s)
+                except WatcherTooSlow:
+                    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "watcher too slow: watch again")
+                event = pb.NodeEvent()
+                event.CopyFrom(heard or pb.NodeEvent(load=self._agent.load()))
+                event.seq = seq = seq + 1
+                yield event
+
+    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.Done:
+        ended = await self._agent.drain(request.timeout_s or self._agent.config.drain_timeout_s)
+        return pb.Done(ok=ended, reason="" if ended else "requests still run")
+
+
+async def _refuse(context: grpc.aio.ServicerContext, refusal: NodeRefusal) -> NoReturn:
+    status = STATUS_OF_REFUSAL.get(refusal.label, grpc.StatusCode.INTERNAL)
+    await context.abort(status, str(refusal), trailing_metadata=((REASON_KEY, refusal.label),))
+    raise AssertionError("abort raises")
+
+
+async def serve(service: NodeService, host: str, port: int) -> tuple[grpc.aio.Server, int]:
+    """Starts a gRPC server; returns it and its port. Raises OSError if the port is taken."""
+    options = [
+        ("grpc.max_receive_message_length", MAX_CONTROL_BYTES),
+        ("grpc.max_send_message_length", MAX_CONTROL_BYTES),
+        ("grpc.so_reuseport", 0),
+    ]
+    server = grpc.aio.server(options=options)
+    rpc.add_NodeAgentServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+    try:
+        bound = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as exc:
+        raise OSError(errno.EADDRINUSE, f"cannot listen on {host}:{port}") from exc
+    await server.start()
+    return server, bound

@@ -1,0 +1,144 @@
+"""Starts the engine process, watches it, starts it again when it dies, and ends it with the node."""
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from node.config import NodeConfig
+
+log = logging.getLogger(__name__)
+
+RESTART_WINDOW_S = 60.0
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 8.0
+CANNOT_START = -1
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_LIBC = ctypes.CDLL(None)  # before any fork: a child of a process with threads must not call the dynamic linker
+
+
+def engine_command(config: NodeConfig, socket_path: Path) -> list[str]:
+    """The command line of this node's engine."""
+    model = ["--emulate", config.model] if config.engine == "emulated" else ["--model", config.model]
+    command = [sys.executable, "-m", "engine", *model]
+    command += ["--host", config.host, "--port", str(config.engine_port), "--agent-socket", str(socket_path)]
+    command += ["--model-name", config.model_name, "--chunk-tokens", str(config.chunk_tokens)]
+    command += ["--threads", str(config.threads), "--drain-timeout-s", str(config.drain_timeout_s)]
+    if config.block_size:
+        command += ["--block-size", str(config.block_size)]
+    if config.max_model_len:
+        command += ["--max-model-len", str(config.max_model_len)]
+    return [*command, *config.engine_args]
+
+
+class EngineSupervisor:
+    """One engine process at a time, restarted with backoff until it fails too often."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        socket_path: Path,
+        log_path: Path,
+        now: Callable[[], float],
+        on_state: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._socket_path = socket_path
+        self._log_path = log_path
+        self._now = now
+        self._on_state = on_state
+        self._starts: deque[float] = deque()
+        self._process: asyncio.subprocess.Process | None = None
+        self.started_at = now()
+        self.restarts = 0
+        self.gave_up = False
+
+    @property
+    def pid(self) -> int | None:
+        """The running engine's process id."""
+        return self._process.pid if self._process and self._process.returncode is None else None
+
+    async def run(self) -> None:
+        """Keeps an engine running until cancelled or until it failed `engine_max_restarts` times within a minute."""
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            self.started_at = started_at = self._now()
+            try:
+                returncode = await self._run_once()
+            except OSError as exc:  # no memory for a process, no room for its log: may pass
+                log.error("engine not started node=%s: %s", self._config.node_id, exc)
+                returncode = CANNOT_START
+            lived_s = self._now() - started_at
+            log.error(
+                "engine exited node=%s status=%s after=%.1fs log=%s",
+                self._config.node_id,
+                returncode,
+                lived_s,
+                self._log_path,
+            )
+            self._starts.append(started_at)
+            while self._starts and self._starts[0] < self._now() - RESTART_WINDOW_S:
+                self._starts.popleft()
+            if len(self._starts) > self._config.engine_max_restarts:
+                self.gave_up = True
+                log.error(
+                    "engine given up node=%s after %d starts in %.0fs",
+                    self._config.node_id,
+                    len(self._starts),
+                    RESTART_WINDOW_S,
+                )
+                self._on_state()
+                return
+            self._on_state()
+            backoff_s = FIRST_BACKOFF_S if lived_s > RESTART_WINDOW_S else backoff_s
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            self.restarts += 1
+
+    async def _run_once(self) -> int:
+        environment = {"OMP_NUM_THREADS": str(self._config.threads), **os.environ}
+        environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        with self._log_path.open("ab") as out:
+            self._process = await asyncio.create_subprocess_exec(
+                *engine_command(self._config, self._socket_path),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=environment,
+                preexec_fn=die_with_parent,
+            )
+        return await self._process.wait()
+
+    def kill(self) -> None:
+        """SIGKILL; `run` starts the next one."""
+        if self._process and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def stop(self, timeout_s: float) -> None:
+        """SIGTERM (running streams finish), SIGKILL after `timeout_s`. Call after `run` was cancelled."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), timeout_s)
+        except TimeoutError:
+            log.error("engine killed node=%s: it did not end within %.1fs", self._config.node_id, timeout_s)
+            self.kill()
+            await process.wait()
+
+
+def die_with_parent() -> None:
+    """For a child, before exec: SIGTERM when the thread that started it is gone, however it went.
+
+    A parent that is killed -9 must not leave children behind that hold ports and memory.
+    """
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,1 @@
+"""A local PD cluster: nodes that hold the role prefill or decode."""

@@ -1,0 +1,1 @@
+"""Numbers in, decisions out: routing, placement, admission, planning. Pure."""

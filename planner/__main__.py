@@ -1,0 +1,7 @@
+"""`python -m planner` is `prfaas-plan`."""
+
+import sys
+
+from planner.cli import main
+
+sys.exit(main())

@@ -1,0 +1,28 @@
+"""What can go wrong in planning.
+
+PlannerError
+├── NoReadyNode        routing: nothing can decode the request
+├── InputError         a configuration, profile or trace names the field, the value and what would do
+│   └── OutsideProfile a length beyond the profiled points, without leave to extrapolate
+└── Infeasible         no plan meets the constraints; says which one and the nearest change that would
+"""
+
+
+class PlannerError(Exception):
+    """Base of all errors of the planner."""
+
+
+class NoReadyNode(PlannerError):
+    """No decode node is ready, so nobody could answer the request."""
+
+
+class InputError(PlannerError, ValueError):
+    """An input is wrong; the message names it, its value, and the nearest value that would do."""
+
+
+class OutsideProfile(InputError):
+    """A length lies outside the profiled points."""
+
+
+class Infeasible(PlannerError):
+    """No plan meets the constraints."""

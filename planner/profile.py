@@ -1,0 +1,313 @@
+"""How long a prefill takes, how large its KVCache is, how fast decode steps are: one model on some hardware.
+
+A profile is a JSON file. Every group of numbers carries a `provenance`, whose first word says what they are worth:
+
+    quoted     printed in a paper or a data sheet
+    measured   timed on the hardware named
+    derived    arithmetic on quoted or measured numbers
+    fitted     chosen such that the model meets numbers it is later compared with
+    unverified general knowledge, nobody checked it
+"""
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.errors import InputError, OutsideProfile
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Profiled = TypeVar("Profiled")
+
+PROVENANCES: Final = ("quoted", "measured", "derived", "fitted", "unverified")
+
+
+def provenance_kind(text: str) -> str:
+    """First word of a provenance. Raises InputError when it is none of PROVENANCES."""
+    kind = text.split(":")[0].strip()
+    if kind not in PROVENANCES:
+        raise InputError(f"provenance={text!r}: must start with one of {', '.join(PROVENANCES)}, then a colon")
+    return kind
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Sliding-window layers together: they keep the last `window_tokens` tokens only."""
+
+    window_tokens: int
+    bytes_per_token: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvSize:
+    """S_kv(n) in bytes: what grows with length (full attention), what stops growing (windows), what never did."""
+
+    fixed_bytes: float = 0.0
+    bytes_per_token: float = 0.0
+    windows: tuple[Window, ...] = ()
+    provenance: str = "unverified: not stated"
+
+    def __call__(self, num_tokens: float) -> float:
+        unbounded = self.fixed_bytes + self.bytes_per_token * num_tokens
+        if not self.windows:
+            return unbounded
+        return unbounded + sum(w.bytes_per_token * min(num_tokens, w.window_tokens) for w in self.windows)
+
+    def of(self, num_tokens: Floats) -> Floats:
+        """The same for many lengths at once."""
+        total = self.fixed_bytes + self.bytes_per_token * num_tokens
+        for w in self.windows:
+            total = total + w.bytes_per_token * np.minimum(num_tokens, w.window_tokens)
+        return np.asarray(total, dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillCurve:
+    """T_prefill(l) in seconds for l uncached tokens on one instance.
+
+    Either `coefficients` (a0, a1, a2) of a0 + a1·l + a2·l², or `points` joined by straight lines. What is measured is
+    corrected by `overhead_s + scale · raw(l)`: simulated profiles miss a fixed cost per request.
+    `valid_tokens` is the range somebody vouches for.
+    """
+
+    coefficients: tuple[float, float, float] | None = None
+    points: tuple[tuple[float, float], ...] = ()
+    valid_tokens: tuple[float, float]
+    overhead_s: float = 0.0
+    scale: float = 1.0
+    provenance: str = "unverified: not stated"
+
+    def __post_init__(self) -> None:
+        if (self.coefficients is None) == (len(self.points) < 2):
+            raise InputError("prefill: give either coefficients or at least two points")
+        if sorted(self.points) != list(self.points):
+            raise InputError("prefill points: must be sorted by length")
+
+    def __call__(self, num_tokens: float) -> float:
+        if self.coefficients is not None:
+            a0, a1, a2 = self.coefficients
+            raw = a0 + num_tokens * (a1 + num_tokens * a2)
+        else:
+            raw = self._between_points(num_tokens)
+        return self.overhead_s + self.scale * raw
+
+    def _between_points(self, num_tokens: float) -> float:
+        at = min(max(bisect_right(self.points, (num_tokens, math.inf)), 1), len(self.points) - 1)
+        (x0, y0), (x1, y1) = self.points[at - 1], self.points[at]
+        return y0 + (y1 - y0) * (num_tokens - x0) / (x1 - x0)
+
+    def of(self, num_tokens: Floats) -> Floats:
+        """T_prefill of many lengths at once."""
+        if self.coefficients is not None:
+            a0, a1, a2 = self.coefficients
+            raw = a0 + num_tokens * (a1 + num_tokens * a2)
+        else:
+            x, y = np.array(self.points, dtype=np.float64).T
+            at = np.clip(np.searchsorted(x, num_tokens, side="right"), 1, len(x) - 1)
+            slope = (y[at] - y[at - 1]) / (x[at] - x[at - 1])
+            raw = y[at - 1] + slope * (num_tokens - x[at - 1])
+        return np.asarray(self.overhead_s + self.scale * raw, dtype=np.float64)
+
+    def with_prefix(self, num_tokens: int, cached_tokens: int) -> float:
+        """T_prefill for tokens `[cached, num)`: they attend to the prefix too, so this is T(num) − T(cached) + T(0)."""
+        if not cached_tokens:
+            return self(num_tokens)
+        return self(num_tokens) - self(cached_tokens) + self(0)
+
+    def scaled(self, factor: float) -> "PrefillCurve":
+        """The same hardware, `factor` times as slow."""
+        return replace(self, overhead_s=self.overhead_s * factor, scale=self.scale * factor)
+
+    def check(self, lengths: Floats, name: str, extrapolate: bool = False) -> None:
+        """Raises OutsideProfile when a length lies outside `valid_tokens` and `extrapolate` is not given."""
+        low, high = self.valid_tokens
+        if extrapolate or not len(lengths):
+            return
+        for bad in (float(lengths.min()), float(lengths.max())):
+            if not low <= bad <= high:
+                raise OutsideProfile(
+                    f"{name}: length {bad:.0f} tokens lies outside the profiled {low:.0f}–{high:.0f}; "
+                    f"cut the workload to {low:.0f}–{high:.0f} tokens, profile that length, or pass --extrapolate"
+                )
+
+
+def fit_quadratic(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Least-squares a0 + a1·l + a2·l² through `points` of (tokens, seconds); at least three are needed."""
+    if len(points) < 3:
+        raise InputError(f"points={len(points)}: a quadratic needs at least 3")
+    x, y = np.array(points, dtype=np.float64).T
+    # In thousands of tokens the normal equations are well conditioned.
+    a2, a1, a0 = np.polyfit(x / 1000, y, 2)
+    return float(a0), float(a1) / 1e3, float(a2) / 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """A curve corrected by measured points, and what the correction leaves unexplained (seconds, per point)."""
+
+    curve: PrefillCurve
+    residuals_s: tuple[float, ...]
+
+
+def calibrate(curve: PrefillCurve, points: Sequence[tuple[float, float]]) -> Calibration:
+    """Offset and scale of `curve` by least squares on 2 or more measured (tokens, seconds), in relative error.
+
+    Relative, because a miss of 0.3 s matters for 1K tokens and not for 128K. A negative offset or scale is refused:
+    more tokens never take less time.
+    """
+    if len(points) < 2:
+        raise InputError(f"points={len(points)}: calibration needs at least 2")
+    x, y = np.array(points, dtype=np.float64).T
+    bare = replace(curve, overhead_s=0.0, scale=1.0)
+    raw = bare.of(x)
+    design = np.stack([np.ones_like(raw), raw], axis=1) / y[:, None]
+    (overhead_s, scale), *_ = np.linalg.lstsq(design, np.ones_like(y), rcond=None)
+    if scale <= 0 or overhead_s < 0:
+        raise InputError(
+            f"calibration gives overhead_s={overhead_s:.3f}, scale={scale:.3f}: both must be positive; check the points"
+        )
+    low, high = min(curve.valid_tokens[0], x.min()), max(curve.valid_tokens[1], x.max())
+    fitted = replace(
+        bare, overhead_s=float(overhead_s), scale=float(scale), valid_tokens=(float(low), float(high)),
+        provenance=f"fitted: calibrated on {len(points)} points; was {curve.provenance}",
+    )  # fmt: skip
+    return Calibration(curve=fitted, residuals_s=tuple(float(r) for r in fitted.of(x) - y))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeProfile:
+    """Decode on one instance: `max_running` (BS_max) requests at once, one step (T_decode) for all of them.
+
+    A step with b requests takes `step_s + step_s_per_request · b`; the paper's T_decode is that at b = BS_max.
+    """
+
+    max_running: int
+    step_s: float
+    step_s_per_request: float = 0.0
+    provenance: str = "unverified: not stated"
+
+    def __post_init__(self) -> None:
+        if self.max_running < 1:
+            raise InputError(f"max_running={self.max_running}: must be at least 1")
+        if self.step_s < 0 or self.step_s_per_request < 0 or self.full_step_s <= 0:
+            raise InputError(f"step_s={self.step_s}, step_s_per_request={self.step_s_per_request}: must be positive")
+
+    @property
+    def full_step_s(self) -> float:
+        """T_decode: the step time of a full batch."""
+        return self.step_s + self.step_s_per_request * self.max_running
+
+    def at(self, running: int) -> float:
+        """Step time with `running` requests."""
+        return self.step_s + self.step_s_per_request * running
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelProfile:
+    """All there is to know about one model: S_kv, and per kind of hardware T_prefill and decode."""
+
+    model: str
+    kv: KvSize | None
+    prefill: Mapping[str, PrefillCurve] = field(default_factory=dict)
+    decode: Mapping[str, DecodeProfile] = field(default_factory=dict)
+    kv_throughput_gbps: tuple[tuple[float, float], ...] = ()
+    kv_throughput_hardware: str = ""
+    notes: str = ""
+
+    def prefill_on(self, hardware: str) -> PrefillCurve:
+        """Raises InputError naming the hardware that is profiled."""
+        return _lookup(self.prefill, hardware, f"{self.model}: prefill")
+
+    def decode_on(self, hardware: str) -> DecodeProfile:
+        """Raises InputError naming the hardware that is profiled."""
+        return _lookup(self.decode, hardware, f"{self.model}: decode")
+
+    def kv_size(self) -> KvSize:
+        """S_kv. Raises InputError when only Φ_kv is known of the model."""
+        if self.kv is None:
+            raise InputError(f"{self.model}: the profile has no kv section (S_kv); only its KV throughput is known")
+        return self.kv
+
+    def kv_throughput(self, num_tokens: float) -> float:
+        """Quoted Φ_kv in Gbit/s at a length of the table. Raises InputError elsewhere."""
+        table = dict(self.kv_throughput_gbps)
+        if num_tokens not in table:
+            known = ", ".join(f"{length:.0f}" for length in table)
+            raise InputError(f"{self.model}: Φ_kv is known at {known or 'no length'} tokens, not at {num_tokens:.0f}")
+        return table[num_tokens]
+
+
+def _lookup(table: Mapping[str, Profiled], hardware: str, what: str) -> Profiled:
+    if hardware not in table:
+        raise InputError(f"{what} is not profiled on {hardware!r}; known: {', '.join(table) or 'nothing'}")
+    return table[hardware]
+
+
+def load_profile(path: Path) -> ModelProfile:
+    """Reads a profile file. Raises InputError with the file's name in it."""
+    try:
+        return parse_profile(json.loads(path.read_text()))
+    except FileNotFoundError as exc:
+        raise InputError(f"profile {path}: no such file") from exc
+    except (InputError, KeyError, TypeError, ValueError) as exc:
+        raise InputError(f"profile {path}: {exc!s}") from exc
+
+
+def parse_profile(table: Mapping[str, Any]) -> ModelProfile:
+    """A profile from its JSON form. An unknown key is a TypeError, a bad value an InputError."""
+    if table.get("schema") != 1:
+        raise InputError(f"schema={table.get('schema')!r}: must be 1")
+    prefill = {name: _parse_curve(curve) for name, curve in table.get("prefill", {}).items()}
+    decode = {name: DecodeProfile(**values) for name, values in table.get("decode", {}).items()}
+    kv = _parse_kv(table["kv"]) if "kv" in table else None
+    for part in [kv, *prefill.values(), *decode.values()]:
+        if part is not None:
+            provenance_kind(part.provenance)
+    quoted = tuple((float(n), float(phi)) for n, phi in table.get("kv_throughput_gbps", {}).get("points", ()))
+    return ModelProfile(
+        model=table["model"], kv=kv, prefill=prefill, decode=decode, kv_throughput_gbps=quoted,
+        kv_throughput_hardware=table.get("kv_throughput_gbps", {}).get("hardware", ""),
+        notes=table.get("notes", ""),
+    )  # fmt: skip
+
+
+def _parse_kv(values: Mapping[str, Any]) -> KvSize:
+    windows = tuple(Window(**w) for w in values.get("windows", ()))
+    return KvSize(**{**values, "windows": windows})
+
+
+def _parse_curve(values: Mapping[str, Any]) -> PrefillCurve:
+    fields = dict(values)
+    points = tuple((float(n), float(s)) for n, s in fields.pop("points", ()))
+    interpolation = fields.pop("interpolation", "linear")
+    fields["valid_tokens"] = tuple(fields.get("valid_tokens") or (points[0][0], points[-1][0]))
+    if "coefficients" in fields:
+        fields["coefficients"] = tuple(fields["coefficients"])
+    elif interpolation == "quadratic":
+        fields["coefficients"] = fit_quadratic(points)
+    elif interpolation == "linear":
+        fields["points"] = points
+    else:
+        raise InputError(f"interpolation={interpolation!r}: must be linear or quadratic")
+    return PrefillCurve(**fields)
+
+
+def dump_curve(curve: PrefillCurve) -> dict[str, Any]:
+    """The JSON form of a curve."""
+    shape: dict[str, Any] = (
+        {"points": [list(p) for p in curve.points]}
+        if curve.coefficients is None
+        else {"coefficients": list(curve.coefficients)}
+    )
+    return shape | {
+        "valid_tokens": list(curve.valid_tokens),
+        "overhead_s": curve.overhead_s,
+        "scale": curve.scale,
+        "provenance": curve.provenance,
+    }

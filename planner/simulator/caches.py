@@ -1,0 +1,63 @@
+"""The prefix cache of a simulated node: the real `PrefixCache`, whose pages nobody ever fills.
+
+A page holds the full-attention KV of one block, so the pool counts in blocks; a linear state takes as many pages as its bytes
+are worth.
+"""
+
+from collections.abc import Sequence
+from math import ceil, inf
+
+from hybrid_cache.errors import OutOfPages
+from hybrid_cache.eviction import POLICIES, default_policy
+from hybrid_cache.layout import KVCacheGroup, ModelLayout
+from hybrid_cache.prefix_cache import PrefixCache
+from hybrid_cache.reservation import Purpose
+from hybrid_cache.spec import FullAttention, LinearState, SlidingWindow
+from planner.profile import KvSize
+
+
+def layout_of(kv: KvSize, block_size: int) -> ModelLayout:
+    """A layout with the sizes of `kv`, each kind of layer rolled into one."""
+    groups = []
+    if kv.bytes_per_token:
+        groups.append(KVCacheGroup(FullAttention(*_halves(kv.bytes_per_token)), (0,)))
+    for index, window in enumerate(kv.windows, 1):
+        k_and_v = _halves(window.bytes_per_token)
+        groups.append(KVCacheGroup(SlidingWindow(window.window_tokens, *k_and_v), (index,)))
+    if kv.fixed_bytes:
+        groups.append(KVCacheGroup(LinearState(ceil(kv.fixed_bytes)), (len(groups),)))
+    return ModelLayout(model="simulated", dtype="uint8", block_size=block_size, groups=tuple(groups))
+
+
+def _halves(bytes_per_token: float) -> tuple[int, int]:
+    whole = ceil(bytes_per_token / 2) * 2
+    return whole, whole // 2
+
+
+class NodeCache:
+    """Prefixes of one node."""
+
+    def __init__(self, layout: ModelLayout, capacity_bytes: float, eviction: str = "lru") -> None:
+        pages = max(1, int(capacity_bytes // layout.page_bytes))
+        # "default" is what nodes run: hit density learned from the requests, at about twice the cost of LRU.
+        policy = default_policy(layout) if eviction == "default" else POLICIES[eviction](pages)
+        self.cache = PrefixCache(layout, pages, eviction=policy, event_limit=0)
+        self._held: set[str] = set()
+
+    def begin(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, now: float) -> int:
+        """Reserves; returns the cached prefix. A request too large for the pool is computed without it."""
+        try:
+            reservation = self.cache.reserve(
+                request_id, hashes, num_tokens, now=now, ttl_s=inf, purpose=Purpose.PREFILL
+            )
+        except OutOfPages:
+            return self.cache.match(hashes, num_tokens).num_tokens
+        self._held.add(request_id)
+        return reservation.cached_tokens
+
+    def end(self, request_id: str, num_tokens: int, now: float) -> None:
+        """The prefill is done: its blocks may be reused."""
+        if request_id in self._held:
+            self._held.discard(request_id)
+            self.cache.commit(request_id, num_tokens, now)
+            self.cache.release(request_id, now)

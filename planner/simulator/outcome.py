@@ -1,0 +1,111 @@
+"""What a simulation saw, as arrays, and the numbers people ask for."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from scipy.stats import t as student_t
+
+from planner.profile import Floats
+from planner.simulator.scenario import Targets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Outcome:
+    """One run. Per request: arrival, TTFT, TBT and E2E in seconds (nan where it was refused), tokens found cached."""
+
+    arrival_s: Floats
+    ttft_s: Floats
+    tbt_s: Floats
+    e2e_s: Floats
+    prefill_wait_s: Floats
+    prompt_tokens: Floats
+    cached_tokens: Floats
+    remote: Floats
+    rejects: Mapping[str, int]
+    routes: Mapping[str, int]
+    utilisation: Mapping[str, float]
+    egress_bytes: Mapping[float, Floats]  # by window length in s
+    horizon_s: float
+    targets: Targets
+    seed: int
+    events: int
+    timeline: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
+
+    def report(self) -> dict[str, Any]:
+        """The published keys; seconds, requests per second, Gbit/s."""
+        done = ~np.isnan(self.ttft_s)
+        completed = int(done.sum())
+        good = done & (self.ttft_s <= self.targets.ttft_s) & (self.tbt_s <= self.targets.tbt_s)
+        prompts = float(self.prompt_tokens[done].sum())
+        one, ten = (self.egress_bytes[window] * 8e-9 / window for window in (1.0, 10.0))
+        return {
+            "requests": len(self.ttft_s),
+            "completed": completed,
+            "rejected": int(sum(self.rejects.values())),
+            "rejected_by_reason": dict(self.rejects),
+            "routes": dict(self.routes),
+            **_percentiles("ttft", self.ttft_s[done]),
+            **_percentiles("tbt", self.tbt_s[done]),
+            **_percentiles("e2e", self.e2e_s[done]),
+            "prefill_wait_mean_s": _mean(self.prefill_wait_s[done]),
+            "throughput_req_per_s": completed / self.horizon_s,
+            "goodput_req_per_s": int(good.sum()) / self.horizon_s,
+            "hit_ratio": float(self.cached_tokens[done].sum()) / prompts if prompts else 0.0,
+            "offload_fraction": _mean(self.remote[done]),
+            "egress_mean_gbps": float(one.mean()),
+            "egress_p99_gbps": float(np.quantile(one, 0.99)),
+            "egress_p99_10s_gbps": float(np.quantile(ten, 0.99)),
+            "utilisation": dict(self.utilisation),
+            "horizon_s": self.horizon_s,
+            "seed": self.seed,
+        }
+
+
+def _mean(values: Floats) -> float:
+    return float(values.mean()) if len(values) else float("nan")
+
+
+def _percentiles(name: str, values: Floats) -> dict[str, float | None]:
+    if not len(values):
+        return {f"{name}_{what}_s": None for what in ("mean", "p50", "p90", "p99")}
+    p50, p90, p99 = np.quantile(values, [0.5, 0.9, 0.99])
+    return {
+        f"{name}_mean_s": float(values.mean()),
+        f"{name}_p50_s": float(p50),
+        f"{name}_p90_s": float(p90),
+        f"{name}_p99_s": float(p99),
+    }
+
+
+def over_seeds(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means of reports, and half-widths of their 95 % confidence intervals (Student's t over seeds)."""
+    if len(reports) == 1:
+        return dict(reports[0]) | {"seeds": 1, "ci95": {}}
+    merged: dict[str, Any] = {}
+    widths: dict[str, float] = {}
+    for key, first in reports[0].items():
+        values = [report[key] for report in reports]
+        if isinstance(first, Mapping):
+            merged[key] = {k: float(np.mean([v.get(k, 0) for v in values])) for k in _all_keys(values)}
+        elif key == "seed":
+            merged[key] = first
+        elif all(isinstance(v, int | float) for v in values):
+            merged[key] = float(np.mean(values)) if isinstance(first, float) else round(float(np.mean(values)))
+            widths[key] = confidence_95(values)
+        else:
+            merged[key] = None
+    return merged | {"seeds": len(reports), "ci95": widths}
+
+
+def _all_keys(tables: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(key for table in tables for key in table))
+
+
+def confidence_95(values: Sequence[float]) -> float:
+    """Half-width of the 95 % confidence interval of the mean of independent `values`."""
+    count = len(values)
+    if count < 2:
+        return float("inf")
+    return float(student_t.ppf(0.975, count - 1) * np.std(values, ddof=1) / np.sqrt(count))

@@ -1,0 +1,85 @@
+"""What is simulated: clusters with nodes, links with a capacity over time, and the policies in charge."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hybrid_cache.eviction import POLICIES
+from planner.admission import AdmissionPolicy
+from planner.controller import ControllerConfig
+from planner.errors import InputError
+from planner.placement import PLACERS
+from planner.profile import DecodeProfile, KvSize, PrefillCurve
+from planner.routing import RoutingPolicy
+from planner.views import ClusterKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """One cluster. `cache_bytes` is the prefix cache of each prefill node; 0 means none."""
+
+    name: str
+    kind: ClusterKind
+    num_prefill: int
+    num_decode: int = 0
+    prefill: PrefillCurve
+    decode: DecodeProfile | None = None
+    cache_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.num_prefill < 0 or self.num_decode < 0:
+            raise InputError(f"{self.name}: num_prefill={self.num_prefill}, num_decode={self.num_decode}: negative")
+        if self.num_decode and self.decode is None:
+            raise InputError(f"{self.name}: num_decode={self.num_decode} without a decode profile")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """An egress link. `capacity` are steps (from time s, bytes per s), the first at 0."""
+
+    source: str
+    destination: str
+    capacity: Sequence[tuple[float, float]]
+
+    def __post_init__(self) -> None:
+        times = [time for time, _ in self.capacity]
+        if not times or times[0] != 0 or times != sorted(times):
+            raise InputError(f"link {self.source} to {self.destination}: capacity must start at 0 s and go forward")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """SLOs of one request: TTFT, and TBT as the mean of its longest tenth of token intervals (Mooncake §7.1)."""
+
+    ttft_s: float = 30.0
+    tbt_s: float = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A whole system and its policies.
+
+    `tail_share` is the part of a remote KVCache that leaves only after the prefill has ended: 1 transfers after computing
+    (the published TTFTs), 1/layers is layer-wise streaming. `conversion_s` is how long a drained node takes to change role.
+    """
+
+    pools: Sequence[Pool]
+    wires: Sequence[Wire] = ()
+    kv: KvSize
+    routing: RoutingPolicy
+    placer: str = "kvcache_centric"
+    admission: AdmissionPolicy = AdmissionPolicy.ACCEPT_ALL
+    targets: Targets = field(default_factory=Targets)
+    tail_share: float = 1.0
+    eviction: str = "lru"
+    controller: ControllerConfig | None = None
+    conversion_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.placer not in PLACERS:
+            raise InputError(f"placement={self.placer!r}: must be one of {', '.join(PLACERS)}")
+        if self.eviction not in POLICIES:
+            raise InputError(f"eviction={self.eviction!r}: must be one of {', '.join(POLICIES)}")
+        if not 0 < self.tail_share <= 1:
+            raise InputError(f"tail_share={self.tail_share}: must be in (0, 1]")
+        if not any(pool.num_decode for pool in self.pools):
+            raise InputError("no decode instance: nobody would answer; give a pd cluster at least one")

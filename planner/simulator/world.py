@@ -1,0 +1,432 @@
+"""One run of a scenario: requests arrive, are routed and admitted by the real code, prefilled, moved, decoded.
+
+    arrival ── route, admit ──► prefill node ──► (egress link) ──► decode node ──► done
+       └── refused                                  └── refused after prefill (baseline admission)
+
+Every request ends exactly once, as done or as refused; `run` asserts it.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import nan
+from typing import Any
+
+import numpy as np
+
+from hybrid_cache.layout import ModelLayout
+from planner.admission import AdmissionLimits, AdmissionPolicy, DecodeForecast, admit, admit_to_decode
+from planner.controller import Controller, Effects, Model, Move, Observation
+from planner.placement import PLACERS
+from planner.profile import Floats, PrefillCurve
+from planner.routing import ReadyNodes, RoutingPolicy, Target, route_among
+from planner.simulator.caches import NodeCache, layout_of
+from planner.simulator.egress import Egress
+from planner.simulator.loop import Loop
+from planner.simulator.nodes import NO_HASHES, DecodeNode, Job, PrefillNode
+from planner.simulator.outcome import Outcome
+from planner.simulator.scenario import Pool, Scenario
+from planner.views import ClusterKind, NodeView, PrefillCost, RouteRequest
+from planner.workload import Trace
+
+HASH_BYTES = 32
+
+
+class SimulatedCost(PrefillCost):
+    """Prefill times from the clusters' own profiles, queues as they are now; so a view does not age."""
+
+    def __init__(self, curves: Mapping[str, PrefillCurve], nodes: Mapping[str, PrefillNode], loop: Loop) -> None:
+        super().__init__()
+        self._curves = curves
+        self._nodes = nodes
+        self._loop = loop
+        self._num_tokens = -1
+        self._known: dict[tuple[str, int], float] = {}
+
+    def prefill_s(self, node: NodeView, num_tokens: int, cached_tokens: int) -> float:
+        # All nodes are asked about one request after the other, and many have the same answer.
+        if num_tokens != self._num_tokens:
+            self._num_tokens = num_tokens
+            self._known.clear()
+        key = (node.cluster, cached_tokens)
+        answer = self._known.get(key)
+        if answer is None:
+            answer = self._known[key] = self._curves[node.cluster].with_prefix(num_tokens, cached_tokens)
+        return answer
+
+    def queue_s(self, node: NodeView) -> float:
+        return self._nodes[node.node_id].queue_s(self._loop.now)
+
+
+class World:
+    """A scenario in motion."""
+
+    def __init__(self, scenario: Scenario, trace: Trace, seed: int = 0) -> None:
+        self.scenario = scenario
+        self.trace = trace
+        self.seed = seed
+        self.loop = Loop()
+        self.policy = scenario.routing
+        # One draw per request, before anything runs: no decision can shift another request's chance.
+        self._ties: Floats = np.random.default_rng(seed).random(len(trace))
+        self._place = PLACERS[scenario.placer]
+        layout = layout_of(scenario.kv, trace.block_size) if self._caching() else None
+        self._prefills = {node.node_id: node for pool in scenario.pools for node in self._make_prefills(pool, layout)}
+        self._decodes = {node.node_id: node for pool in scenario.pools for node in self._make_decodes(pool)}
+        self._layout = layout
+        self._cost = SimulatedCost({pool.name: pool.prefill for pool in scenario.pools}, self._prefills, self.loop)
+        self._sort_nodes()
+        self._egress = [Egress(wire, self.loop, self._on_delivered) for wire in scenario.wires]
+        self._links = {(link.wire.source, link.wire.destination): link for link in self._egress}
+        self._limits = self._admission_limits()
+        first = next(iter(self._decodes.values())).profile
+        self._forecast = DecodeForecast(first.full_step_s * float(trace.output_tokens.mean()))
+        self._forecasting = scenario.admission is not AdmissionPolicy.ACCEPT_ALL
+        self._decoding = 0
+        self._converting = 0
+        self._names = 0
+        self._retired: dict[str, tuple[float, float]] = {}
+        size = len(trace)
+        self._ttft, self._tbt, self._e2e, self._wait = (array("d", [nan]) * size for _ in range(4))
+        self._cached, self._remote = (array("d", [0.0]) * size for _ in range(2))
+        self._ended = bytearray(size)
+        self._rejects: Counter[str] = Counter()
+        self._routes: Counter[tuple[str, str]] = Counter()
+        self._offered: list[tuple[float, float]] = []
+        self._timeline: list[dict[str, Any]] = []
+        self._controller = self._make_controller()
+
+    # Building
+
+    def _caching(self) -> bool:
+        return self.trace.blocks is not None and any(pool.cache_bytes for pool in self.scenario.pools)
+
+    def _make_prefills(self, pool: Pool, layout: ModelLayout | None) -> list[PrefillNode]:
+        return [self._prefill_node(f"{pool.name}-p{index}", pool, layout) for index in range(pool.num_prefill)]
+
+    def _prefill_node(self, node_id: str, pool: Pool, layout: ModelLayout | None) -> PrefillNode:
+        cache = (
+            NodeCache(layout, pool.cache_bytes, self.scenario.eviction)
+            if layout is not None and pool.cache_bytes
+            else None
+        )
+        return PrefillNode(node_id, pool, self.loop, cache, self._on_prefill_start, self._on_prefilled)
+
+    def _make_decodes(self, pool: Pool) -> list[DecodeNode]:
+        return [self._decode_node(f"{pool.name}-d{index}", pool) for index in range(pool.num_decode)]
+
+    def _decode_node(self, node_id: str, pool: Pool) -> DecodeNode:
+        return DecodeNode(node_id, pool, self.loop, self._on_first_token, self._on_decoded)
+
+    def _admission_limits(self) -> AdmissionLimits:
+        targets = self.scenario.targets
+        slots = 0.0
+        for node in self._decodes.values():
+            profile = node.profile
+            room = profile.max_running
+            if profile.step_s_per_request > 0:
+                within = (targets.tbt_s - profile.step_s) / profile.step_s_per_request
+                room = max(1, min(room, int(within)))
+            slots += room
+        return AdmissionLimits(ttft_s=targets.ttft_s, decode_requests=slots)
+
+    def _make_controller(self) -> Controller | None:
+        config = self.scenario.controller
+        if config is None:
+            return None
+        pd = next(pool for pool in self.scenario.pools if pool.kind is ClusterKind.PD)
+        prfaas = next((pool for pool in self.scenario.pools if pool.kind is ClusterKind.PRFAAS), None)
+        assert pd.decode is not None
+        model = Model(
+            local=pd.prefill,
+            remote=prfaas.prefill if prfaas else pd.prefill,
+            kv=self.scenario.kv,
+            num_prfaas=prfaas.num_prefill if prfaas else 0,
+            egress_bytes_per_s=sum(wire.capacity[0][1] for wire in self.scenario.wires),
+            decode_s_per_token=pd.decode.full_step_s / pd.decode.max_running,
+        )
+        self.loop.at(config.tick_s, self._on_tick)
+        return Controller(config, model)
+
+    # A request's life
+
+    def run(self) -> Outcome:
+        """Until every request has ended."""
+        if len(self.trace):
+            # Arrays, not lists: a list of a million floats costs 32 MB.
+            self._arrivals = array("d", self.trace.arrival_s.tobytes())
+            self._prompts = array("q", self.trace.prompt_tokens.astype(np.int64).tobytes())
+            self._outputs = array("d", self.trace.output_tokens.tobytes())
+            self._tie_of = array("d", self._ties.tobytes())
+            self.loop.at(self._arrivals[0], self._on_arrival, 0)
+        self.loop.run()
+        assert all(self._ended), "a request neither ended nor was refused"
+        return self._outcome()
+
+    def _on_arrival(self, now: float, index: int) -> None:
+        if index + 1 < len(self._arrivals):
+            self.loop.at(self._arrivals[index + 1], self._on_arrival, index + 1)
+        hashes = self._hashes(index) if self._layout is not None else NO_HASHES
+        job = Job(index, now, self._prompts[index], self._outputs[index], hashes)
+        if hashes:
+            job.request_id = str(index)
+        request = RouteRequest(num_tokens=max(2, job.prompt), kv_bytes=self.scenario.kv, tie=self._tie_of[index])
+        job.route = found = route_among(
+            self._ready_nodes(job), request, [link.view(now) for link in self._egress], self.policy,
+            place=self._place, cost=self._cost,
+        )  # fmt: skip
+        self._routes[found.target, found.reason] += 1
+        if self._controller is not None:
+            self._offered.append((found.uncached_tokens, job.output))
+        if self._forecasting:
+            admission = admit(
+                self.scenario.admission, self._limits, ttft_s=found.ttft_s,
+                decoding=self._decoding, forecast=self._forecast, now=now,
+            )  # fmt: skip
+            if not admission.accepted:
+                assert admission.reason is not None
+                return self._refuse(job, admission.reason)
+            job.forecast = now + found.ttft_s
+            self._forecast.on_accepted(job.forecast, now)
+        job.decode_node = self._decodes[found.decode_node]
+        job.decode_node.assign(1)
+        self._dispatch(now, job)
+        return None
+
+    def _dispatch(self, now: float, job: Job) -> None:
+        found = job.route
+        if found.prefill_node is None:
+            # The decode node computes alone; the model has no such rate, so it takes the cluster's prefill time.
+            job.service_s = job.decode_node.pool.prefill(job.prompt)
+            self.loop.at(now + job.service_s, self._on_prefilled, job)
+            return
+        job.cached = found.cached_tokens
+        if found.target is Target.REMOTE:
+            self._remote[job.index] = 1.0
+            job.egress = self._egress_between(found.prefill_node, job.decode_node)
+        if found.fetch_from is not None:
+            rate = self.policy.placement.fetch_bytes_per_s
+            if rate:
+                job.ready_at = now + self.scenario.kv(found.cached_tokens) / rate
+        self._prefills[found.prefill_node].put(now, job)
+
+    def _egress_between(self, prefill_node: str, decode: DecodeNode) -> Egress:
+        return self._links[self._prefills[prefill_node].pool.name, decode.pool.name]
+
+    def _hashes(self, index: int) -> tuple[bytes, ...]:
+        assert self.trace.blocks is not None
+        return tuple([block.to_bytes(HASH_BYTES, "little") for block in self.trace.blocks[index]])
+
+    def _sort_nodes(self) -> None:
+        """Notes which nodes are ready; to be called when one becomes so or ceases to be."""
+        self._ready_prefills: dict[str, list[PrefillNode]] = {}
+        for node in self._prefills.values():
+            if node.ready:
+                self._ready_prefills.setdefault(node.pool.name, []).append(node)
+        self._ready_decodes = [node for node in self._decodes.values() if node.ready]
+        # What a prompt sees that can have nothing cached.
+        self._blank_prefills = {name: [node.view(0) for node in nodes] for name, nodes in self._ready_prefills.items()}
+
+    def _ready_nodes(self, job: Job) -> ReadyNodes:
+        hashes, prompt = job.hashes, job.prompt
+        prefills = self._blank_prefills
+        if hashes:
+            prefills = {
+                name: [node.view(node.match(hashes, prompt).num_tokens) for node in nodes]
+                for name, nodes in self._ready_prefills.items()
+            }
+        return ReadyNodes(prefills, [node.seen or node.view() for node in self._ready_decodes])
+
+    def _on_prefill_start(self, now: float, job: Job) -> None:
+        self._wait[job.index] = now - job.arrived
+        if job.egress is not None and self.scenario.tail_share < 1:
+            job.flows = 2
+            job.egress.send(now, self._bytes_to_send(job) * (1 - self.scenario.tail_share), job)
+
+    def _bytes_to_send(self, job: Job) -> float:
+        return self.scenario.kv(job.prompt)
+
+    def _on_prefilled(self, now: float, job: Job) -> None:
+        self._cached[job.index] = job.cached
+        if job.egress is None:
+            self._on_kv_ready(now, job)
+        else:
+            job.egress.send(now, self._bytes_to_send(job) * self.scenario.tail_share, job)
+
+    def _on_delivered(self, now: float, job: Job) -> None:
+        job.flows -= 1
+        if not job.flows:
+            self._on_kv_ready(now, job)
+
+    def _on_kv_ready(self, now: float, job: Job) -> None:
+        if self._forecasting:
+            admission = admit_to_decode(self.scenario.admission, self._limits, self._decoding)
+            if not admission.accepted:
+                assert admission.reason is not None
+                job.decode_node.assign(-1)
+                self._forecast.on_dropped(job.forecast)
+                return self._refuse(job, admission.reason)
+        self._decoding += 1
+        job.decode_node.put(now, job)
+        return None
+
+    def _on_first_token(self, now: float, job: Job) -> None:
+        self._ttft[job.index] = now - job.arrived
+        if self._forecasting:
+            self._forecast.on_started(job.forecast)
+
+    def _on_decoded(self, now: float, job: Job) -> None:
+        self._decoding -= 1
+        if self._forecasting:
+            self._forecast.on_ended(job.decode_start, now)
+        self._e2e[job.index] = now - job.arrived
+        self._tbt[job.index] = job.service_s
+        self._end(job.index)
+
+    def _refuse(self, job: Job, reason: str) -> None:
+        self._ttft[job.index] = nan
+        self._rejects[str(reason)] += 1
+        self._end(job.index)
+
+    def _end(self, index: int) -> None:
+        assert not self._ended[index], "a request ended twice"
+        self._ended[index] = 1
+
+    # The long timescale
+
+    def _on_tick(self, now: float, _: Any) -> None:
+        controller = self._controller
+        assert controller is not None
+        prefills = [n for n in self._prefills.values() if n.pool.kind is ClusterKind.PD and n.ready]
+        decodes = [n for n in self._decodes.values() if n.ready]
+        seen = Observation(
+            at_s=now,
+            uncached_tokens=[tokens for tokens, _ in self._offered],
+            output_tokens=[output for _, output in self._offered],
+            num_prefill=len(prefills),
+            num_decode=len(decodes),
+            threshold_tokens=self.policy.threshold_tokens,
+            prefill_loads=[float(len(node)) for node in prefills],
+            decode_loads=[node.assigned / node.profile.max_running for node in decodes],
+            converting=self._converting,
+        )
+        self._offered = []
+        effects = controller.on_tick(seen)
+        self._carry_out(now, effects, prefills, decodes)
+        self._timeline.append(
+            {
+                "at_s": now,
+                "num_prefill": len(prefills),
+                "num_decode": len(decodes),
+                "threshold_tokens": self.policy.threshold_tokens,
+                "offered": len(seen.uncached_tokens),
+                "diagnosis": effects.diagnosis,
+            }
+        )
+        if now < self._arrivals[-1]:
+            self.loop.at(now + controller.config.tick_s, self._on_tick)
+
+    def _carry_out(
+        self, now: float, effects: Effects, prefills: Sequence[PrefillNode], decodes: Sequence[DecodeNode]
+    ) -> None:
+        if effects.threshold_tokens is not None:
+            self.policy = _with_threshold(self.policy, effects.threshold_tokens)
+        if effects.convert is Move.TO_DECODE:
+            leaving = min(prefills, key=len)
+            leaving.ready = False
+            self._sort_nodes()
+            self._converting += 1
+            self._drain_prefill(now, leaving)
+        elif effects.convert is Move.TO_PREFILL:
+            quiet = min(decodes, key=lambda node: node.assigned)
+            quiet.ready = False
+            self._sort_nodes()
+            self._converting += 1
+            self._drain_decode(now, quiet)
+
+    def _drain_prefill(self, now: float, node: PrefillNode) -> None:
+        if len(node):
+            self.loop.at(now + 1.0, self._drain_prefill, node)
+            return
+        del self._prefills[node.node_id]
+        self._retire("pd_prefill", node.busy_s, now - node.since)
+        self.loop.at(now + self.scenario.conversion_s, self._become_decode, node.pool)
+
+    def _drain_decode(self, now: float, node: DecodeNode) -> None:
+        if node.assigned:
+            self.loop.at(now + 1.0, self._drain_decode, node)
+            return
+        del self._decodes[node.node_id]
+        self._retire("pd_decode", node.slot_s, (now - node.since) * node.profile.max_running)
+        self.loop.at(now + self.scenario.conversion_s, self._become_prefill, node.pool)
+
+    def _become_decode(self, now: float, pool: Pool) -> None:
+        self._names += 1
+        node = self._decode_node(f"{pool.name}-c{self._names}", pool)
+        self._decodes[node.node_id] = node
+        self._sort_nodes()
+        self._converting -= 1
+
+    def _become_prefill(self, now: float, pool: Pool) -> None:
+        self._names += 1
+        node = self._prefill_node(f"{pool.name}-c{self._names}", pool, self._layout)
+        self._prefills[node.node_id] = node
+        self._sort_nodes()
+        self._converting -= 1
+
+    # Results
+
+    def _outcome(self) -> Outcome:
+        horizon = max(self.trace.span_s, 1e-9) if len(self.trace) > 1 else max(self.loop.now, 1e-9)
+        utilisation = self._utilisation(horizon)
+        windows = {w: self._sent(w, horizon) for w in (1.0, 10.0)}
+        capacity = sum(link.wire.capacity[0][1] for link in self._egress)
+        if capacity:
+            utilisation["egress"] = float(windows[1.0].sum()) / horizon / capacity
+        start = self.trace.arrival_s[0] if len(self.trace) else 0.0
+        return Outcome(
+            arrival_s=self.trace.arrival_s - start,
+            ttft_s=np.frombuffer(self._ttft),
+            tbt_s=np.frombuffer(self._tbt),
+            e2e_s=np.frombuffer(self._e2e),
+            prefill_wait_s=np.frombuffer(self._wait),
+            prompt_tokens=self.trace.prompt_tokens,
+            cached_tokens=np.frombuffer(self._cached),
+            remote=np.frombuffer(self._remote),
+            rejects=dict(sorted(self._rejects.items())),
+            routes={f"{target} {reason}": count for (target, reason), count in sorted(self._routes.items())},
+            utilisation=utilisation,
+            egress_bytes=windows,
+            horizon_s=horizon,
+            targets=self.scenario.targets,
+            seed=self.seed,
+            events=self.loop.events,
+            timeline=tuple(self._timeline),
+        )
+
+    def _retire(self, stage: str, busy_s: float, available_s: float) -> None:
+        done = self._retired.get(stage, (0.0, 0.0))
+        self._retired[stage] = (done[0] + busy_s, done[1] + available_s)
+
+    def _utilisation(self, horizon: float) -> dict[str, float]:
+        """Busy over available time per stage, nodes that changed role counted while they had it."""
+        for node in self._prefills.values():
+            stage = "prfaas_compute" if node.pool.kind is ClusterKind.PRFAAS else "pd_prefill"
+            self._retire(stage, node.busy_s, max(0.0, horizon - node.since))
+        for other in self._decodes.values():
+            self._retire("pd_decode", other.slot_s, max(0.0, horizon - other.since) * other.profile.max_running)
+        return {stage: busy / available for stage, (busy, available) in sorted(self._retired.items()) if available}
+
+    def _sent(self, window_s: float, horizon_s: float) -> Floats:
+        parts = [link.sent_per_window(window_s, horizon_s) for link in self._egress]
+        return np.sum(parts, axis=0) if parts else np.zeros(max(1, int(np.ceil(horizon_s / window_s))))
+
+
+def _with_threshold(policy: RoutingPolicy, threshold_tokens: float) -> RoutingPolicy:
+    fields = {name: getattr(policy, name) for name in policy.__slots__}
+    return RoutingPolicy(**fields | {"threshold_tokens": threshold_tokens, "tie_share": 1.0})
+
+
+def simulate(scenario: Scenario, trace: Trace, seed: int = 0) -> Outcome:
+    """Runs `trace` through `scenario`. The same arguments give the same result, to the bit."""
+    return World(scenario, trace, seed).run()

@@ -1,0 +1,262 @@
+"""The site file: clusters, links, workload, SLOs and the model's profile, read from TOML into values.
+
+Units are in the key names, an unknown key is an error that names it, and tables of numbers say where they come from.
+"""
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from planner.errors import InputError
+from planner.profile import ModelProfile, load_profile, provenance_kind
+from planner.traffic import Lengths, TruncatedLogNormal
+from planner.views import ClusterKind
+
+BYTES_PER_S_PER_GBPS: Final = 1e9 / 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """`instances` engines of one kind of hardware. Cache and fetch rate are per instance; prices per instance."""
+
+    name: str
+    kind: ClusterKind
+    hardware: str
+    instances: int
+    price_per_hour: float = 0.0
+    cache_gb: float = 0.0
+    fetch_gbps: float = 0.0
+    provenance: str = ""
+
+    def __post_init__(self) -> None:
+        _at_least(0, self, "instances", "price_per_hour", "cache_gb", "fetch_gbps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Egress from a PrfaaS cluster to a PD cluster. `quantiles_gbps` are capacities that robust plans must stand."""
+
+    source: str
+    destination: str
+    capacity_gbps: float
+    price_per_hour_per_gbps: float = 0.0
+    quantiles_gbps: tuple[float, ...] = ()
+    provenance: str = ""
+
+    def __post_init__(self) -> None:
+        _at_least(0, self, "capacity_gbps", "price_per_hour_per_gbps")
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.capacity_gbps * BYTES_PER_S_PER_GBPS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """Targets: TTFT at P90, TBT by Mooncake's definition (mean of a request's longest tenth of intervals)."""
+
+    ttft_p90_s: float | None = None
+    tbt_s: float | None = None
+    provenance: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is asked: uncached prompt lengths, mean answer length, and where they come from.
+
+    `slices` are other weeks or tenants that a robust plan must serve as well. `hit_ratio` is the share of prompt tokens
+    that was taken out of the lengths as cached; None when lengths are whole prompts.
+    """
+
+    name: str
+    lengths: Lengths
+    output_tokens: float
+    rate_req_per_s: float | None = None
+    hit_ratio: float | None = None
+    slices: tuple[Lengths, ...] = ()
+    provenance: str = ""
+
+    def __post_init__(self) -> None:
+        if self.output_tokens <= 0:
+            raise InputError(f"workload: output_tokens={self.output_tokens}: must be above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """A variant of the site: other counts, and choices that are pinned instead of solved for."""
+
+    instances: Mapping[str, int] = field(default_factory=dict)
+    threshold_tokens: float | None = None
+    num_prefill: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Everything a plan depends on. `input_hash` names the bytes it was read from."""
+
+    name: str
+    profile: ModelProfile
+    clusters: tuple[Cluster, ...]
+    links: tuple[Link, ...]
+    workload: Workload
+    slo: Slo = Slo()
+    deployments: Mapping[str, Deployment] = field(default_factory=dict)
+    input_hash: str = ""
+
+    def __post_init__(self) -> None:
+        names = [cluster.name for cluster in self.clusters]
+        if len(set(names)) < len(names):
+            raise InputError(f"clusters: names must differ: {', '.join(names)}")
+        for link in self.links:
+            for end in (link.source, link.destination):
+                if end not in names:
+                    raise InputError(f"links: {end!r} is no cluster; known: {', '.join(names)}")
+        if not self.of_kind(ClusterKind.PD):
+            raise InputError("clusters: at least one of kind 'pd' is needed, somebody must decode")
+
+    def of_kind(self, kind: ClusterKind) -> list[Cluster]:
+        return [cluster for cluster in self.clusters if cluster.kind is kind]
+
+    def link(self, source: str, destination: str) -> Link | None:
+        """The link between two clusters, if there is one."""
+        ends = (source, destination)
+        return next((link for link in self.links if (link.source, link.destination) == ends), None)
+
+    def deployed(self, name: str) -> tuple["Site", Deployment]:
+        """The site as one of its deployments has it. Raises InputError naming those there are."""
+        if name not in self.deployments:
+            known = ", ".join(self.deployments) or "none"
+            raise InputError(f"deployment {name!r} is not in the site file; known: {known}")
+        variant = self.deployments[name]
+        clusters = tuple(
+            replace(cluster, instances=variant.instances.get(cluster.name, cluster.instances))
+            for cluster in self.clusters
+        )
+        return replace(self, clusters=clusters), variant
+
+    def provenances(self) -> dict[str, str]:
+        """Where each group of numbers comes from."""
+        profile = self.profile
+        named = {f"cluster {c.name}": c.provenance for c in self.clusters}
+        named |= {f"link {link.source} to {link.destination}": link.provenance for link in self.links}
+        named |= {"workload": self.workload.provenance, "slo": self.slo.provenance}
+        used = {cluster.hardware for cluster in self.clusters if cluster.instances}
+        if profile.kv is not None:
+            named["S_kv"] = profile.kv.provenance
+        named |= {f"T_prefill {hw}": curve.provenance for hw, curve in profile.prefill.items() if hw in used}
+        named |= {f"decode {hw}": decode.provenance for hw, decode in profile.decode.items() if hw in used}
+        return {what: text or "unverified: not stated" for what, text in named.items()}
+
+
+def _at_least(least: float, item: Any, *names: str) -> None:
+    for name in names:
+        if getattr(item, name) < least:
+            raise InputError(f"{name}={getattr(item, name)}: must be at least {least}")
+
+
+def load_site(path: Path, workload: Path | None = None) -> Site:
+    """Reads a site file; `workload` (a fitted one, JSON) replaces its own. Raises InputError naming the file."""
+    try:
+        text = path.read_bytes()
+        table = tomllib.loads(text.decode())
+    except FileNotFoundError as exc:
+        raise InputError(f"site {path}: no such file") from exc
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+        raise InputError(f"site {path}: {exc}") from exc
+    extra = workload.read_bytes() if workload else b""
+    try:
+        if workload:
+            table["workload"] = {"kind": "fitted", "path": str(workload.resolve())}
+        site = parse_site(table, path.parent)
+    except (TypeError, KeyError, ValueError) as exc:
+        raise InputError(f"site {path}: {exc}") from exc
+    profile = (path.parent / table["profile"]).read_bytes()
+    return replace(site, input_hash=hashlib.sha256(text + extra + profile).hexdigest()[:16])
+
+
+def parse_site(table: Mapping[str, Any], folder: Path) -> Site:
+    """A site from its TOML form; paths in it are relative to `folder`."""
+    fields = dict(table)
+    if fields.pop("schema", None) != 1:
+        raise InputError(f"schema={table.get('schema')!r}: must be 1")
+    clusters = tuple(Cluster(**{**entry, "kind": _kind(entry.get("kind"))}) for entry in fields.pop("clusters", ()))
+    links = tuple(_parse_link(entry) for entry in fields.pop("links", ()))
+    deployments = {name: Deployment(**entry) for name, entry in fields.pop("deployments", {}).items()}
+    site = Site(
+        name=fields.pop("name"),
+        profile=load_profile(folder / fields.pop("profile")),
+        clusters=clusters,
+        links=links,
+        workload=parse_workload(fields.pop("workload"), folder),
+        slo=Slo(**fields.pop("slo", {})),
+        deployments=deployments,
+    )
+    if fields:
+        raise InputError(f"unknown key {next(iter(fields))!r}")
+    for text in site.provenances().values():
+        provenance_kind(text)
+    return site
+
+
+def _kind(text: Any) -> ClusterKind:
+    try:
+        return ClusterKind(text)
+    except ValueError:
+        raise InputError(f"kind={text!r}: must be prfaas or pd") from None
+
+
+def _parse_link(entry: Mapping[str, Any]) -> Link:
+    return Link(**{**entry, "quantiles_gbps": tuple(entry.get("quantiles_gbps", ()))})
+
+
+def parse_workload(table: Mapping[str, Any], folder: Path) -> Workload:
+    """A workload from its table: kind `lognormal`, `lengths` (a list of prompt lengths) or `fitted` (a JSON file)."""
+    fields = dict(table)
+    kind = fields.pop("kind", None)
+    slices = tuple(parse_workload(entry, folder).lengths for entry in fields.pop("slices", ()))
+    output_tokens = fields.pop("output_tokens", None)
+    common = {
+        "rate_req_per_s": fields.pop("rate_req_per_s", None),
+        "provenance": fields.pop("provenance", ""),
+        "slices": slices,
+    }
+    if kind == "fitted":
+        return read_fitted(folder / fields["path"])
+    if output_tokens is None:
+        raise InputError("workload: output_tokens is missing; give the mean answer length")
+    if kind == "lognormal":
+        law = TruncatedLogNormal(**fields)
+        name = f"lognormal({law.mu:.2f}, {law.sigma:.2f}) in [{law.min_tokens:.0f}, {law.max_tokens:.0f}]"
+        return Workload(name=name, lengths=law.lengths(), output_tokens=output_tokens, **common)
+    if kind == "lengths":
+        lengths = Lengths.of(np.asarray(fields["tokens"], dtype=np.float64))
+        return Workload(name=f"{len(fields['tokens'])} lengths", lengths=lengths, output_tokens=output_tokens, **common)
+    raise InputError(f"workload: kind={kind!r}: must be lognormal, lengths or fitted")
+
+
+def read_fitted(path: Path) -> Workload:
+    """A workload that `fit` wrote. Raises InputError naming the file."""
+    try:
+        table = json.loads(path.read_text())
+        if table["schema"] != 1:
+            raise InputError(f"schema={table['schema']!r}: must be 1")
+        uncached = table["uncached_tokens"]
+        lengths = Lengths(np.array(uncached["tokens"], dtype=np.float64), np.array(uncached["weights"]))
+        return Workload(
+            name=table["name"],
+            lengths=lengths,
+            output_tokens=table["output_tokens_mean"],
+            rate_req_per_s=table["rate_req_per_s"],
+            hit_ratio=table["hit_ratio"],
+            provenance=table["provenance"],
+        )
+    except FileNotFoundError as exc:
+        raise InputError(f"workload {path}: no such file") from exc
+    except (KeyError, ValueError) as exc:
+        raise InputError(f"workload {path}: {exc}") from exc

@@ -1,0 +1,213 @@
+"""The command line: `prfaas demo|up|gateway|node|model`."""
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rich.console import Console
+
+import prfaas
+from prfaas.errors import PrfaasError, TopologyError
+
+if TYPE_CHECKING:
+    from prfaas.system import System
+    from prfaas.topology import Topology
+
+STATE_DIR = Path(".prfaas")
+EXIT_FAILED = 1
+EXIT_BAD_CONFIG = 2
+EXIT_INTERRUPTED = 130
+WIDTH_WHEN_PIPED = 160
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit status: 0 done, 1 failed, 2 bad configuration or arguments."""
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except PrfaasError as exc:
+        print(f"prfaas {arguments.command}: {exc}", file=sys.stderr)
+        return EXIT_BAD_CONFIG if isinstance(exc, TopologyError) else EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="prfaas", description="Prefill-as-a-Service: long prefills run in another cluster."
+    )
+    parser.add_argument("--version", action="version", version=f"prfaas {prfaas.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="start two clusters here, replay a real trace, check every claim, end")
+    _add_topology(demo)
+    demo.add_argument(
+        "--requests", type=_within(1, 110), default=110, metavar="N", help="how many of the 110 trace rows to replay"
+    )
+    demo.set_defaults(run=_demo)
+
+    up = commands.add_parser("up", help="start a gateway and its clusters on this machine and leave them running")
+    _add_topology(up)
+    up.add_argument("--port", type=_within(0, 65535), metavar="PORT", help="the API's port, instead of the file's")
+    up.set_defaults(run=_up)
+
+    gateway = commands.add_parser("gateway", help="run one gateway")
+    gateway.add_argument(
+        "-c", "--config", required=True, metavar="FILE.toml", help="configuration with a [gateway] table"
+    )
+    gateway.set_defaults(run=_gateway)
+
+    node = commands.add_parser("node", help="run one node: agent and engine")
+    node.add_argument(
+        "-c", "--config", type=Path, required=True, metavar="FILE.toml", help="configuration with a [node] table"
+    )
+    node.set_defaults(run=_node)
+
+    _add_model(commands.add_parser("model", help="build a tiny model of a real hybrid architecture, offline"))
+    return parser
+
+
+def _add_topology(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-c", "--config", type=Path, metavar="FILE.toml", help="topology (default: one PrfaaS and one PD cluster)"
+    )
+    parser.add_argument(
+        "--state-dir", type=Path, default=STATE_DIR, metavar="DIR", help="models, logs and sockets (default: .prfaas)"
+    )
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    build = actions.add_parser("build", help="write a seeded model with a byte-level tokenizer to a directory")
+    build.add_argument(
+        "-c", "--config", type=Path, metavar="FILE.toml", help="take arch and seed from a topology's [model]"
+    )
+    build.add_argument("--arch", help="kimi_linear, qwen3_next, granite_hybrid, lfm2, gemma3 or llama")
+    build.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write it")
+    build.add_argument("--seed", type=int, help="of the random weights (default 0)")
+    build.add_argument("--overwrite", action="store_true", help="replace what is there")
+    build.set_defaults(run=_model_build)
+
+
+def _within(low: int, high: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r}: must be an integer from {low} to {high}")
+        return int(text)
+
+    return number
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH_WHEN_PIPED)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from prfaas.demo import Demo
+    from prfaas.topology import DEFAULT_FILE, load_topology
+
+    topology = load_topology(arguments.config or DEFAULT_FILE, arguments.state_dir)
+    # Any free port: a demo must not fail because something else listens on 8000.
+    demo = Demo(topology.replace_gateway(port=0), arguments.state_dir, arguments.requests, _console())
+    return _run(demo.run())
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    from prfaas.topology import DEFAULT_FILE, load_topology
+
+    topology = load_topology(arguments.config or DEFAULT_FILE, arguments.state_dir)
+    if arguments.port is not None:
+        topology = topology.replace_gateway(port=arguments.port)
+    status = _run(_stay_up(topology, arguments.state_dir))
+    return 0 if status == EXIT_INTERRUPTED else status  # a signal is how it is meant to end
+
+
+async def _stay_up(topology: "Topology", state_dir: Path) -> NoReturn:
+    from prfaas.models import ensure_model
+    from prfaas.system import System
+
+    console = _console()
+    ensure_model(topology.model, state_dir, console.print)
+    async with System(topology, state_dir / "up", console.print) as system:
+        for line in _welcome(system):
+            console.print(line, highlight=False, soft_wrap=True)
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            console.print("stopping: running streams finish first ...")
+    raise AssertionError("only a signal ends it")
+
+
+def _run(main: Coroutine[Any, Any, bool]) -> int:
+    """Runs a command's coroutine; SIGINT and SIGTERM cancel it, so that everything it started is ended in order."""
+
+    async def until_signalled() -> int:
+        task = asyncio.ensure_future(main)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        await asyncio.wait([task])
+        if task.cancelled():
+            return EXIT_INTERRUPTED
+        return 0 if task.result() else EXIT_FAILED
+
+    return asyncio.run(until_signalled())
+
+
+def _welcome(system: "System") -> list[str]:
+    model, url = system.topology.model.served_name, system.api_url
+    lines = ["", f"API      {url}/v1   (model {model!r})", f"metrics  {url}/metrics"]
+    lines += [f"         {node.metrics_url}/metrics   ({name})" for name, node in system.nodes.items()]
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 16}}'
+    noise = [] if system.topology.model.path else ["The tiny model has random weights: expect noise, not language."]
+    return [
+        *lines,
+        "",
+        *noise,
+        f"curl -s {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
+        "",
+        "Ctrl-C ends it, running streams first; a second one ends them, too.",
+    ]
+
+
+def _gateway(arguments: argparse.Namespace) -> int:
+    from gateway.cli import main as gateway_main
+
+    return gateway_main(["-c", arguments.config])
+
+
+def _node(arguments: argparse.Namespace) -> int:
+    from node.config import load_node_config
+    from node.errors import ConfigError
+
+    try:
+        kind = load_node_config(arguments.config).cluster_kind
+    except ConfigError as exc:
+        print(f"prfaas node: {exc}", file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    if kind == "prfaas":
+        from prfaas_cluster.__main__ import main as node_main
+    else:
+        from pd_cluster.__main__ import main as node_main
+    return node_main(["-c", str(arguments.config)])
+
+
+def _model_build(arguments: argparse.Namespace) -> int:
+    from prfaas.models import build
+    from prfaas.topology import ModelChoice, load_topology
+
+    named = load_topology(arguments.config, STATE_DIR).model if arguments.config else ModelChoice(arch="kimi_linear")
+    choice = ModelChoice(
+        arch=arguments.arch or named.arch, seed=named.seed if arguments.seed is None else arguments.seed
+    )
+    build(choice.arch, arguments.out, choice.seed, arguments.overwrite, print)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,18 @@
+"""Errors of the command line.
+
+PrfaasError            printed without a traceback
+├── TopologyError      the topology file is wrong: names the key, the value and what is allowed
+└── StartError         a process did not come up, or a port is taken
+"""
+
+
+class PrfaasError(Exception):
+    """Base of all errors that a user of the command line sees."""
+
+
+class TopologyError(PrfaasError):
+    """The topology file cannot be used."""
+
+
+class StartError(PrfaasError):
+    """A process did not start."""

@@ -1,0 +1,30 @@
+"""The model that a topology names: found, or built when it is one of the tiny ones."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.errors import EngineError
+from engine.models import build_model
+from prfaas.errors import StartError, TopologyError
+from prfaas.topology import ModelChoice
+
+
+def ensure_model(choice: ModelChoice, state_dir: Path, report: Callable[[str], None]) -> Path:
+    """The model's directory. Builds a tiny one that is not there yet. Raises TopologyError, StartError."""
+    directory = choice.directory(state_dir)
+    if (directory / "config.json").is_file():
+        return directory
+    if choice.path:
+        raise TopologyError(f"[model]: path = {choice.path!r}: it must be a model directory, with a config.json")
+    build(choice.arch, directory, choice.seed, False, report)
+    return directory
+
+
+def build(arch: str, directory: Path, seed: int, overwrite: bool, report: Callable[[str], None]) -> None:
+    """Writes a tiny model. Raises StartError."""
+    try:
+        build_model(arch, directory, seed, overwrite=overwrite, report=report)
+    except ImportError as exc:
+        raise StartError(f"{exc.name} is not installed: pip install 'prfaas[embedded]'") from exc
+    except EngineError as exc:
+        raise StartError(str(exc)) from exc

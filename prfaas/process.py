@@ -1,0 +1,88 @@
+"""One child process: started, heard on standard output, ended by pid."""
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from node.supervisor import die_with_parent
+from prfaas.errors import StartError
+
+LOG_TAIL_BYTES = 1500
+
+
+class Process:
+    """A child whose standard output is read line by line and whose standard error goes to a log file."""
+
+    def __init__(self, name: str, arguments: Sequence[str], log_path: Path) -> None:
+        self.name = name
+        self.log_path = log_path
+        self._arguments = [sys.executable, *arguments]
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the started child."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs."""
+        return self._process.returncode if self._process else None
+
+    async def start(self) -> None:
+        """Starts the child in a session of its own: a Ctrl-C in the terminal reaches it through us, in order."""
+        with self.log_path.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env={"GRPC_VERBOSITY": "ERROR", **os.environ, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+
+    async def line(self, prefix: str, timeout_s: float) -> dict[str, str]:
+        """The first line of output that begins with `prefix`, its `key=value` words as a dict. Raises StartError."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                while raw := await self._process.stdout.readline():
+                    text = raw.decode(errors="replace").strip()
+                    if text.startswith(prefix):
+                        return dict(word.split("=", 1) for word in text[len(prefix) :].split() if "=" in word)
+        except TimeoutError:
+            raise StartError(f"{self.name} did not say {prefix!r} within {timeout_s:.0f} s{self._log_tail()}") from None
+        status = await self._process.wait()
+        raise StartError(f"{self.name} ended with status {status} before it said {prefix!r}{self._log_tail()}")
+
+    def _log_tail(self) -> str:
+        tail = self.log_path.read_text(errors="replace")[-LOG_TAIL_BYTES:] if self.log_path.exists() else ""
+        return f"; end of {self.log_path}:\n{tail}" if tail else ""
+
+    async def stop(self, timeout_s: float) -> int | None:
+        """SIGTERM, SIGKILL after `timeout_s`; returns the exit status."""
+        process = self._process
+        if process is None:
+            return None
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(_drained(process), timeout_s)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await _drained(process)
+        return process.returncode
+
+
+async def _drained(process: asyncio.subprocess.Process) -> None:
+    # A pipe nobody reads would block the child's last words and, with them, its end.
+    if process.stdout is not None:
+        await process.stdout.read()
+    await process.wait()

@@ -1,0 +1,172 @@
+"""A running system: nodes, then the gateway, ended in reverse order."""
+
+import asyncio
+import dataclasses
+import fcntl
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+
+from node.config import NodeConfig
+from prfaas.errors import StartError
+from prfaas.process import Process
+from prfaas.toml import dump_toml
+from prfaas.topology import Topology
+
+NODE_MODULES = {"prfaas": "prfaas_cluster", "pd": "pd_cluster"}
+NODE_START_S = 60.0
+ENGINE_START_S = 180.0
+GATEWAY_START_S = 60.0
+STOP_S = 60.0
+DEFAULT_PORT = 8000
+POLL_S = 0.1
+
+
+class Node:
+    """A started node: its configuration, process and addresses."""
+
+    def __init__(self, config: NodeConfig, process: Process) -> None:
+        self.config = config
+        self.process = process
+        self.agent_address = ""
+        self.metrics_url = ""
+        self.engine_url = ""
+
+
+class RunLock:
+    """The right to use a run directory; goes with the process, however it ends."""
+
+    def __init__(self, run_dir: Path) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._file = (run_dir / "lock").open("w")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise StartError(f"another system runs in {run_dir}: end it, or choose another --state-dir") from None
+
+    def close(self) -> None:
+        """Lets others in."""
+        self._file.close()
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Says now what the gateway would find out only after all engines have started. Raises StartError."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as exc:
+        raise StartError(f"cannot listen on {host}:{port}: {exc.strerror}; choose another port") from exc
+
+
+class System:
+    """`async with System(...) as system`: everything runs inside, everything has ended after."""
+
+    def __init__(self, topology: Topology, run_dir: Path, report: Callable[[str], None]) -> None:
+        self.topology = topology
+        self._run_dir = run_dir
+        self._report = report
+        self.nodes: dict[str, Node] = {}
+        self.gateway: Process | None = None
+        self.api_url = ""
+        self._lock: RunLock | None = None
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def _start(self) -> None:
+        self._lock = RunLock(self._run_dir)
+        require_free_port(
+            self.topology.gateway.get("host", "127.0.0.1"), self.topology.gateway.get("port", DEFAULT_PORT)
+        )
+        self._report(f"starting {len(self.topology.nodes)} nodes and a gateway; logs in {self._run_dir}/")
+        try:
+            async with asyncio.TaskGroup() as group:
+                for config in self.topology.nodes:
+                    group.create_task(self.start_node(config))
+        except* StartError as failures:
+            raise failures.exceptions[0] from None
+        await self.start_gateway()
+        await self.wait_ready(len(self.nodes))
+
+    async def start_node(self, config: NodeConfig) -> Node:
+        """Starts one node and waits for its engine. Raises StartError."""
+        path = self._run_dir / f"{config.node_id}.toml"
+        config = dataclasses.replace(config, run_dir=str(self._run_dir))
+        path.write_text(dump_toml({"node": _without_defaults(config)}))
+        process = Process(
+            config.node_id,
+            ["-m", NODE_MODULES[config.cluster_kind], "-c", str(path)],
+            self._run_dir / f"{config.node_id}.log",
+        )
+        node = self.nodes[config.node_id] = Node(config, process)
+        await process.start()
+        listening = await process.line("node listening ", NODE_START_S)
+        node.agent_address, node.metrics_url = listening["agent"], listening["metrics"]
+        node.engine_url = (await process.line("node ready ", ENGINE_START_S))["engine"]
+        place = f"{config.cluster_kind}/{config.cluster} {config.role}"
+        self._report(f"  {config.node_id:<10} {place:<22} agent {node.agent_address}")
+        return node
+
+    async def start_gateway(self) -> None:
+        """Starts the gateway over the nodes there are. Raises StartError."""
+        table: dict[str, Any] = {
+            "tokenizer_dir": self.topology.nodes[0].model,
+            "served_model": self.topology.model.served_name,
+            **self.topology.gateway,
+            "nodes": [{"agent": node.agent_address} for node in self.nodes.values()],
+        }
+        path = self._run_dir / "gateway.toml"
+        path.write_text(dump_toml({"gateway": table}))
+        self.gateway = Process("gateway", ["-m", "gateway", "-c", str(path)], self._run_dir / "gateway.log")
+        await self.gateway.start()
+        self.api_url = (await self.gateway.line("gateway ready ", GATEWAY_START_S))["url"]
+        self._report(f"  {'gateway':<10} {self.api_url}")
+
+    async def wait_ready(self, num_nodes: int) -> None:
+        """Waits until the gateway sees `num_nodes` nodes ready. Raises StartError."""
+        async with aiohttp.ClientSession() as session:
+            for _ in range(int(GATEWAY_START_S / POLL_S)):
+                if await _nodes_ready(session, self.api_url) >= num_nodes:
+                    return
+                await asyncio.sleep(POLL_S)
+        raise StartError(f"the gateway does not see {num_nodes} nodes ready after {GATEWAY_START_S:.0f} s")
+
+    async def stop(self) -> None:
+        """Gateway first, so that running streams can finish; then all nodes at once."""
+        if self.gateway is not None:
+            await self.gateway.stop(STOP_S)
+        await asyncio.gather(*(node.process.stop(node.config.drain_timeout_s + STOP_S) for node in self.nodes.values()))
+        if self._lock is not None:
+            self._lock.close()
+
+
+async def _nodes_ready(session: aiohttp.ClientSession, api_url: str) -> int:
+    try:
+        async with session.get(f"{api_url}/health") as answer:
+            health = await answer.json()
+    except (aiohttp.ClientError, ValueError):
+        return 0
+    return sum(state == "ready" for state in health.get("nodes", {}).values())
+
+
+def _without_defaults(config: NodeConfig) -> Mapping[str, Any]:
+    """What a file must say to get this configuration back."""
+    return {
+        f.name: getattr(config, f.name)
+        for f in dataclasses.fields(config)
+        if f.default is dataclasses.MISSING or getattr(config, f.name) != f.default
+    }

@@ -1,0 +1,1 @@
+"""A PrfaaS cluster: prefill nodes whose KVCache leaves for other clusters."""

@@ -1,0 +1,25 @@
+"""Models shared by all suites that run real engines."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> "Models":
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+class Models:
+    """Tiny models, built when first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __call__(self, arch: str) -> Path:
+        from engine.models import build_model
+
+        directory = self._root / arch
+        if not directory.exists():
+            build_model(arch, directory, report=lambda line: None)
+        return directory

@@ -1,0 +1,203 @@
+"""A running system for tests: real processes, one event loop that outlives the single test, prompts, and the yardstick."""
+
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import grpc.aio
+import numpy as np
+
+from gateway.clusters import salt_of
+from hybrid_cache.layout import ModelLayout
+from prfaas.client import Completion, complete
+from prfaas.system import Node, System
+from prfaas.topology import parse_topology
+from transport.proto import node_pb2 as pb
+from transport.proto import node_pb2_grpc as rpc
+
+T = TypeVar("T")
+
+FIRST_PLAIN_TOKEN, VOCABULARY = 4, 512
+IDLE_TIMEOUT_S = 20.0
+
+
+def topology_document(model: Path, *, threshold: int, decode_nodes: int = 1, **node: Any) -> dict[str, Any]:
+    """One PrfaaS node, one PD prefill node, and some decode nodes."""
+    return {
+        "model": {"path": str(model), "name": "tiny"},
+        "gateway": {"port": 0, "threshold_tokens": threshold, "routing": {"prefill_tokens_per_s": 1000.0}},
+        "node": {"lease_s": 30.0, **node},
+        "clusters": [
+            {"name": "east", "kind": "prfaas", "nodes": [{"node_id": "far", "role": "prefill", "transport": "tcp"}]},
+            {
+                "name": "west",
+                "kind": "pd",
+                "nodes": [
+                    {"node_id": "near", "role": "prefill"},
+                    *({"node_id": f"decode{i}", "role": "decode"} for i in range(decode_nodes)),
+                ],
+            },
+        ],
+    }
+
+
+class Bench:
+    """A system, started once for many tests; `run` runs a test's coroutine on its loop."""
+
+    def __init__(self, document: dict[str, Any], model: Path, state_dir: Path) -> None:
+        self.model = model
+        self._runner = asyncio.Runner()
+        self._state_dir = state_dir
+        self._topology = parse_topology(document, state_dir)
+        self._reference: Any = None
+        self._reference_lock = threading.Lock()
+        self._count = 0
+        self.system = System(self._topology, state_dir, lambda line: None)
+        self.session: aiohttp.ClientSession
+
+    def __enter__(self) -> "Bench":
+        try:
+            self._runner.run(self._start())
+        except BaseException:
+            self._runner.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._runner.run(self._stop())
+        self._runner.close()
+
+    async def _start(self) -> None:
+        self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        try:
+            await self.system.__aenter__()
+        except BaseException:
+            await self.session.close()
+            raise
+
+    async def _stop(self) -> None:
+        await self.session.close()
+        await self.system.stop()
+
+    def run(self, scenario: Coroutine[Any, Any, T], timeout_s: float = 120.0) -> T:
+        return self._runner.run(_bounded(scenario, timeout_s))
+
+    # Requests
+
+    def prompt(self, num_tokens: int, seed: int) -> list[int]:
+        """Random plain tokens; equal seeds share their beginning."""
+        rng = np.random.default_rng(seed)
+        return [int(token) for token in rng.integers(FIRST_PLAIN_TOKEN, VOCABULARY, num_tokens)]
+
+    def name(self) -> str:
+        """A request id that no other request has."""
+        self._count += 1
+        return f"test-{self._count}"
+
+    async def generate(
+        self, prompt: Sequence[int], max_tokens: int = 16, *, name: str = "", url: str = "", **options: Any
+    ) -> Completion:
+        body = {"model": "tiny", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        return await complete(self.session, url or self.system.api_url, body | options, name or self.name())
+
+    async def prime(self, name: str, prompt: Sequence[int]) -> None:
+        """Makes one node's engine compute `prompt`, under the salt of the gateway, without anything leaving it."""
+        layout = ModelLayout.from_json((await self.describe(name)).layout_json)
+        params = {"salt": salt_of(layout).hex()}
+        await self.generate(prompt, 1, url=self.node(name).engine_url, kv_transfer_params=params)
+
+    def expected(self, prompt: Sequence[int], max_tokens: int = 16) -> list[int]:
+        """What a plain transformers.generate gives."""
+        from engine.embedded import load_model
+        from engine.reference import reference_tokens
+
+        with self._reference_lock:
+            if self._reference is None:
+                self._reference = load_model(self.model)
+            return reference_tokens(self._reference, prompt, max_tokens)
+
+    async def record(self, name: str) -> dict[str, Any]:
+        """The gateway's record of a finished request."""
+        async with asyncio.timeout(10.0):
+            while True:
+                async with self.session.get(f"{self.system.api_url}/prfaas/requests") as answer:
+                    records = [line for line in (await answer.text()).splitlines() if f'"{name}"' in line]
+                for line in records:
+                    record: dict[str, Any] = json.loads(line)
+                    if record["id"] == name:
+                        return record
+                await asyncio.sleep(0.05)
+
+    # Nodes
+
+    def node(self, name: str) -> Node:
+        return self.system.nodes[name]
+
+    async def describe(self, name: str) -> pb.NodeDescription:
+        async with grpc.aio.insecure_channel(self.node(name).agent_address) as channel:
+            stub = rpc.NodeAgentStub(channel)  # type: ignore[no-untyped-call]
+            description: pb.NodeDescription = await stub.Describe(pb.DescribeRequest(), timeout=5.0)
+            return description
+
+    async def gateway_sees(self, name: str) -> str:
+        """The state of a node as the gateway knows it."""
+        async with self.session.get(f"{self.system.api_url}/health") as answer:
+            state: str = (await answer.json())["nodes"][name]
+            return state
+
+    async def wait_until(self, condition: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not await condition():  # noqa: ASYNC110 other processes have no Event of ours
+                await asyncio.sleep(0.02)
+
+    async def wait_idle(self) -> None:
+        """Every node has given back everything, and its books balance. What a test leaves behind shows here."""
+        deadline = time.monotonic() + IDLE_TIMEOUT_S
+        for name, node in self.system.nodes.items():
+            if node.process.returncode is not None:
+                continue
+            while True:
+                description = await self.describe(name)
+                pool, load = description.pool, description.load
+                held = (pool.reservations, pool.pages_transfer, pool.pages_locked, load.running, load.waiting)
+                assert not description.integrity_error, f"{name}: {description.integrity_error}"
+                if held == (0, 0, 0, 0, 0):
+                    break
+                assert time.monotonic() < deadline, f"{name} still holds {held}"
+                await asyncio.sleep(0.05)
+
+    async def kill(self, name: str) -> None:
+        """kill -9 of a whole node: the agent, and the engine with it."""
+        engine = (await self.describe(name)).engine_pid
+        for pid in (self.node(name).process.pid, engine):
+            os.kill(pid, signal.SIGKILL)
+        await self.node(name).process.stop(10.0)
+
+    async def restart(self, *names: str) -> None:
+        """Starts killed nodes again, at their old addresses, and waits for the gateway to see all nodes."""
+        for name in names:
+            node = self.node(name)
+            port = int(node.agent_address.rpartition(":")[2])
+            await self.system.start_node(dataclasses.replace(node.config, control_port=port))
+        await self.system.wait_ready(len(self.system.nodes))
+
+
+def free_port() -> int:
+    """A port that nobody listens on right now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def _bounded(scenario: Coroutine[Any, Any, T], timeout_s: float) -> T:
+    async with asyncio.timeout(timeout_s):
+        return await scenario

@@ -1,0 +1,276 @@
+"""Processes die, connections break, clients leave: the tokens stay right and nothing is left behind."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from prfaas.client import Completion, RequestFailed
+from tests.conftest import Models
+from tests.e2e.harness import Bench, free_port, topology_document
+from tests.transport.proxy import Proxy
+
+LONG = 2000
+MARK_LANDED = 200_000
+"""Bytes after which a transfer of LONG tokens (about 870 KB) is certainly under way and certainly not over."""
+
+
+@pytest.fixture(scope="module")
+def relay() -> Iterator[Proxy]:
+    """What stands between the PrfaaS node and the first decode node: it can cut connections."""
+    with Proxy(f"127.0.0.1:{free_port()}") as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def bench(models: Models, relay: Proxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    model = models("kimi_linear")
+    document = topology_document(model, threshold=300, decode_nodes=2, chunk_tokens=128, connections=4, lease_s=20.0)
+    decode0 = document["clusters"][1]["nodes"][1]
+    decode0 |= {"transfer_port": int(relay.upstream.rpartition(":")[2]), "transfer_advertise": relay.address}
+    with Bench(document, model, tmp_path_factory.mktemp("failures")) as running:
+        yield running
+
+
+def start(bench: Bench, prompt: list[int], name: str) -> "asyncio.Task[Completion]":
+    return asyncio.create_task(bench.generate(prompt, name=name))
+
+
+@contextlib.asynccontextmanager
+async def only_decode(bench: Bench, name: str) -> AsyncIterator[None]:
+    """Makes the other decode node unavailable for a moment, so that a test knows where its request decodes."""
+    other = next(n for n in ("decode0", "decode1") if n != name)
+    engine = (await bench.describe(other)).engine_pid
+    os.kill(engine, signal.SIGKILL)
+
+    async def is_down() -> bool:
+        return (await bench.describe(other)).engine_pid == 0
+
+    async def is_out() -> bool:
+        return await bench.gateway_sees(other) != "ready"
+
+    async def is_back() -> bool:
+        return await bench.gateway_sees(other) == "ready"
+
+    await bench.wait_until(is_down)
+    await bench.wait_until(is_out)
+    try:
+        yield
+    finally:
+        await bench.wait_until(is_back, 60.0)
+
+
+def test_prefill_node_killed_while_streaming(bench: Bench) -> None:
+    async def scenario() -> None:
+        prompt, name = bench.prompt(LONG, seed=1), bench.name()
+        before = {node: (await bench.describe(node)).load.ingress_bytes_total for node in ("decode0", "decode1")}
+        running = start(bench, prompt, name)
+
+        async def some_landed() -> bool:
+            loads = [(await bench.describe(node)).load.ingress_bytes_total - before[node] for node in before]
+            return max(loads) >= MARK_LANDED
+
+        await bench.wait_until(some_landed)
+        await bench.kill("far")
+        done = await running
+        record = await bench.record(name)
+        assert done.token_ids == bench.expected(prompt)
+        assert record["fallbacks"], "the failure must have been counted"
+        assert record["prefill_node"] == "near"
+        assert record["bytes"] < 870_000 - MARK_LANDED + 300_000, "what had landed must not travel again"
+        await bench.restart("far")
+
+    bench.run(scenario(), 180.0)
+
+
+def test_connections_cut_while_streaming(bench: Bench, relay: Proxy) -> None:
+    async def scenario() -> None:
+        async with only_decode(bench, "decode0"):
+            prompt, name = bench.prompt(LONG, seed=2), bench.name()
+            passed = relay.total
+            running = start(bench, prompt, name)
+            await bench.wait_until(lambda: _reached(relay, passed + MARK_LANDED))
+            for index in list(range(len(relay.pairs)))[-2:]:
+                relay.cut(index)
+            done = await running
+            record = await bench.record(name)
+        assert done.token_ids == bench.expected(prompt)
+        assert (record["prefill_node"], record["fallbacks"]) == ("far", [])
+
+    bench.run(scenario(), 180.0)
+
+
+async def _reached(relay: Proxy, size: int) -> bool:
+    return relay.total >= size
+
+
+def test_decode_node_killed_before_the_first_token(bench: Bench) -> None:
+    async def scenario() -> None:
+        prompt, name = bench.prompt(LONG, seed=3), bench.name()
+        before = {node: (await bench.describe(node)).load.ingress_bytes_total for node in ("decode0", "decode1")}
+        running = start(bench, prompt, name)
+        victim = ""
+
+        async def chosen() -> bool:
+            nonlocal victim
+            for node, seen in before.items():
+                if (await bench.describe(node)).load.ingress_bytes_total - seen >= MARK_LANDED:
+                    victim = node
+            return bool(victim)
+
+        await bench.wait_until(chosen)
+        await bench.kill(victim)
+        done = await running
+        record = await bench.record(name)
+        assert done.token_ids == bench.expected(prompt)
+        assert record["decode_node"] != victim
+        assert record["fallbacks"]
+        await bench.restart(victim)
+
+    bench.run(scenario(), 180.0)
+
+
+def test_client_leaves_during_prefill(bench: Bench) -> None:
+    async def scenario() -> None:
+        prompt = bench.prompt(6000, seed=4)
+        running = start(bench, prompt, bench.name())
+
+        async def reserved() -> bool:
+            return any([(await bench.describe(node)).pool.reservations for node in ("decode0", "decode1")])
+
+        async def prefilling() -> bool:
+            return (await bench.describe("far")).pool.reservations > 0
+
+        await bench.wait_until(reserved)
+        await bench.wait_until(prefilling)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        started = asyncio.get_running_loop().time()
+        await bench.wait_idle()
+        # 6,000 tokens take seconds to prefill: both legs must have stopped, not finished.
+        assert asyncio.get_running_loop().time() - started < 2.0
+
+    bench.run(scenario())
+
+
+def test_client_leaves_during_decode(bench: Bench) -> None:
+    async def scenario() -> None:
+        body = {
+            "model": "tiny",
+            "prompt": bench.prompt(40, seed=5),
+            "max_tokens": 20_000,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        async with bench.session.post(f"{bench.system.api_url}/v1/completions", json=body) as answer:
+            await answer.content.readline()
+        await bench.wait_idle()
+
+    bench.run(scenario())
+
+
+def test_an_engine_that_is_killed_finds_the_prefix_cache_again(bench: Bench) -> None:
+    async def scenario() -> None:
+        prompt = bench.prompt(700, seed=6)
+        await bench.generate(prompt, 1)
+        before = await bench.describe("far")
+        os.kill(before.engine_pid, signal.SIGKILL)
+
+        async def is_back() -> bool:
+            seen = await bench.describe("far")
+            return seen.engine_pid not in (0, before.engine_pid) and await bench.gateway_sees("far") == "ready"
+
+        await bench.wait_until(is_back, 60.0)
+        name = bench.name()
+        done = await bench.generate([*prompt, *bench.prompt(700, seed=7)], name=name)
+        record = await bench.record(name)
+        assert (await bench.describe("far")).boot_id == before.boot_id
+        assert (record["prefill_node"], record["cached"]) == ("far", 640)
+        assert done.token_ids == bench.expected([*prompt, *bench.prompt(700, seed=7)])
+
+    bench.run(scenario(), 180.0)
+
+
+def test_without_any_prefill_node_the_decode_node_does_it(bench: Bench) -> None:
+    async def scenario() -> None:
+        for node in ("far", "near"):
+            await bench.kill(node)
+        prompt, name = bench.prompt(400, seed=8), bench.name()
+        await bench.wait_until(lambda: _both_down(bench))
+        done = await bench.generate(prompt, name=name)
+        record = await bench.record(name)
+        assert done.token_ids == bench.expected(prompt)
+        assert (record["target"], record["reason"]) == ("decode", "no_prefill")
+        await bench.restart("far", "near")
+
+    bench.run(scenario(), 180.0)
+
+
+async def _both_down(bench: Bench) -> bool:
+    return [await bench.gateway_sees(node) for node in ("far", "near")] == ["down", "down"]
+
+
+def test_sigterm_lets_streams_finish_and_refuses_new_ones(models: Models, tmp_path: Path) -> None:
+    """Last, on a system of its own: it ends."""
+    model = models("kimi_linear")
+    with Bench(topology_document(model, threshold=300), model, tmp_path) as own:
+
+        async def scenario() -> None:
+            gateway = own.system.gateway
+            assert gateway is not None
+
+            async def decoding() -> bool:
+                return (await own.describe("decode0")).load.running > 0
+
+            async def draining() -> bool:
+                async with own.session.get(f"{own.system.api_url}/health") as answer:
+                    return answer.status == 503
+
+            running = asyncio.create_task(own.generate(own.prompt(100, seed=9), 400))
+            await own.wait_until(decoding)
+            os.kill(gateway.pid, signal.SIGTERM)
+            await own.wait_until(draining)
+            assert not running.done()
+            with pytest.raises((RequestFailed, aiohttp.ClientError)):
+                await own.generate(own.prompt(10, seed=10))
+            done = await running
+            assert len(done.token_ids) == 400
+            assert await gateway.stop(10.0) == 0
+            decode = own.node("decode0")
+            assert await decode.process.stop(20.0) == 0
+
+        own.run(scenario())
+
+
+def test_nothing_is_left_of_a_system_that_ended(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models("kimi_linear")
+    with tempfile.TemporaryDirectory() as sockets:
+        monkeypatch.setenv("TMPDIR", sockets)
+        _comes_and_goes(model, tmp_path, Path(sockets))
+
+
+def _comes_and_goes(model: Path, tmp_path: Path, sockets: Path) -> None:
+    with Bench(topology_document(model, threshold=300), model, tmp_path) as own:
+        own.run(own.generate(own.prompt(350, seed=11)))
+        pids = [node.process.pid for node in own.system.nodes.values()]
+        pids += [own.run(own.describe(name)).engine_pid for name in own.system.nodes]
+        assert len(_traces(pids, sockets)) == 2 * len(own.system.nodes)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert not _traces(pids, sockets)
+
+
+def _traces(pids: list[int], sockets: Path) -> list[Path]:
+    """Arenas and socket directories of nodes; others may run on this machine, too."""
+    arenas = [path for pid in pids for path in Path("/dev/shm").glob(f"prfaas-*-{pid}")]
+    return [*arenas, *sockets.glob("prfaas-*")]

@@ -1,0 +1,87 @@
+"""Greedy tokens through gateway, two clusters and a transfer equal those of one process without any of it."""
+
+import asyncio
+
+import pytest
+
+from tests.e2e.harness import Bench
+
+BLOCK = 64
+
+
+@pytest.mark.parametrize(
+    "num_tokens", [1, 2, 3, 63, 64, 65, 66, 127, 128, 129, 193, 300, 301, 320, 321, 385, 449, 1025]
+)
+def test_cold_prompts(bench: Bench, num_tokens: int) -> None:
+    async def scenario() -> None:
+        prompt, name = bench.prompt(num_tokens, seed=num_tokens), bench.name()
+        done = await bench.generate(prompt, name=name)
+        record = await bench.record(name)
+        assert done.token_ids == bench.expected(prompt)
+        assert (record["route"], record["cached"]) == ("local" if num_tokens <= 300 else "remote", 0)
+        assert record["fallbacks"] == []
+        assert done.usage["prompt_tokens"] == num_tokens
+        assert done.usage["completion_tokens"] == 16
+
+    bench.run(scenario())
+
+
+@pytest.mark.parametrize(("prefill_has", "decode_has"), [(0, 256), (512, 0), (512, 256), (192, 256)])
+def test_prefixes_on_either_side(bench: Bench, prefill_has: int, decode_has: int) -> None:
+    async def scenario() -> None:
+        prompt = bench.prompt(901, seed=1000 + prefill_has + 7 * decode_has)
+        if decode_has:  # a short one goes through the local prefill node to the decode node
+            await bench.generate(prompt[: decode_has + 1], 1)
+        if prefill_has:  # the remote node's engine alone: nothing travels
+            await bench.prime("far", prompt[: prefill_has + 1])
+        name = bench.name()
+        done = await bench.generate(prompt, name=name)
+        record = await bench.record(name)
+        assert done.token_ids == bench.expected(prompt)
+        assert (record["route"], record["cached"], record["fallbacks"]) == ("remote", prefill_has, [])
+        assert done.cached_tokens == prefill_has
+
+    bench.run(scenario())
+
+
+def test_eight_at_once(bench: Bench) -> None:
+    async def scenario() -> None:
+        prompts = [bench.prompt(length, seed=50 + length) for length in (5, 64, 129, 250, 320, 400, 513, 640)]
+        done = await asyncio.gather(*(bench.generate(prompt, 24) for prompt in prompts))
+        for prompt, completion in zip(prompts, done, strict=True):
+            expected = bench.expected(prompt, 24)
+            assert completion.token_ids == expected
+            assert len(set(expected)) > 5
+
+    bench.run(scenario())
+
+
+def test_most_bytes_leave_while_prefill_runs(bench: Bench) -> None:
+    async def scenario() -> None:
+        name = bench.name()
+        await bench.generate(bench.prompt(9 * 128 + 1, seed=77), 1, name=name)
+        record = await bench.record(name)
+        assert record["route"] == "remote"
+        assert record["overlap"] >= 0.8
+        assert record["kv_ready_minus_prefill_end_s"] < 1.0
+
+    bench.run(scenario())
+
+
+def test_chat_and_text_prompts(bench: Bench) -> None:
+    async def scenario() -> None:
+        body = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "word " * 100}],
+            "max_tokens": 8,
+            "temperature": 0,
+        }
+        answers = []
+        for url in (bench.system.api_url, bench.node("decode0").engine_url):
+            async with bench.session.post(f"{url}/v1/chat/completions", json=body) as answer:
+                assert answer.status == 200
+                answers.append(await answer.json())
+        assert answers[0]["choices"] == answers[1]["choices"]
+        assert answers[0]["usage"]["prompt_tokens"] == answers[1]["usage"]["prompt_tokens"]
+
+    bench.run(scenario())

@@ -1,0 +1,145 @@
+"""The link to the agent, and what it does with agents that misbehave."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from engine.agent_link import AgentLink
+from engine.emulated import emulated_layout
+from engine.errors import AgentGone, TransferError
+from tests.engine.mini_agent import MiniAgent
+from transport import messages as m
+
+LAYOUT = emulated_layout("llama", 64)
+
+
+@contextlib.asynccontextmanager
+async def linked(agent: MiniAgent):
+    await agent.start()
+    drains = []
+    link = AgentLink(
+        agent.socket,
+        LAYOUT,
+        model_id="m",
+        max_model_len=100,
+        http_url="http://here",
+        on_welcome=lambda welcome: None,
+        on_drain=lambda: drains.append(True),
+    )
+    link.drains = drains
+    task = asyncio.create_task(link.run())
+    try:
+        yield link
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await agent.stop()
+
+
+def run(folder: Path, scenario, layout=LAYOUT):
+    async def main():
+        agent = MiniAgent(folder, layout, num_pages=16)
+        async with linked(agent) as link:
+            await scenario(agent, link)
+
+    asyncio.run(main())
+
+
+def begin(link):
+    return link.begin_prefill("r", b"", 10, b"d", None)
+
+
+def test_hello_says_who_we_are(tmp_path):
+    async def scenario(agent, link):
+        assert await link.wait_connected(5.0)
+        hello = agent.heard[0]
+        assert (hello.model_id, hello.http_url, hello.layout_json) == ("m", "http://here", LAYOUT.to_json())
+
+    run(tmp_path, scenario)
+
+
+def test_job_pages_are_mapped_and_given_back(tmp_path):
+    async def scenario(agent, link):
+        await link.wait_connected(5.0)
+        job = begin(link)
+        kv = await job.pages()
+        assert (kv.num_tokens, kv.cached_tokens) == (10, 0)
+        job.end(reason="why not")
+        job.end(reason="twice is once")
+        await asyncio.sleep(0.05)
+        assert [(end.job, end.reason) for end in agent.ended] == [(job.job, "why not")]
+        assert kv.revoked
+        assert link.num_jobs == 0
+
+    run(tmp_path, scenario)
+
+
+def test_lost_agent_ends_jobs_and_is_found_again(tmp_path):
+    async def scenario(agent, link):
+        await link.wait_connected(5.0)
+        failures = []
+        job = begin(link)
+        kv = await job.pages()
+        job.on_failure = failures.append
+        await agent.stop()
+        with pytest.raises(AgentGone):
+            await job.delivered()
+        assert kv.revoked
+        assert [error.reason for error in failures] == ["agent_gone"]
+        with pytest.raises(AgentGone):
+            begin(link)
+        await agent.start()
+        assert await link.wait_connected(5.0)
+
+    run(tmp_path, scenario)
+
+
+def test_a_push_that_fails_is_told_at_once(tmp_path):
+    async def scenario(agent, link):
+        await link.wait_connected(5.0)
+        job = begin(link)
+        await job.pages()
+        failures = []
+        job.on_failure = failures.append
+        agent.send(m.Delivered(job=job.job, ok=False, reason="receiver_gone"))
+        with pytest.raises(TransferError, match="receiver_gone"):
+            await job.delivered()
+        assert [error.reason for error in failures] == ["receiver_gone"]
+        assert job.kv.revoked
+        job.end()
+
+    run(tmp_path, scenario)
+
+
+def test_answers_to_forgotten_jobs_and_drains(tmp_path):
+    async def scenario(agent, link):
+        await link.wait_connected(5.0)
+        agent.send(m.Refused(job="nobody", reason="x"))
+        agent.send(m.Drain())
+        await asyncio.sleep(0.05)
+        assert link.drains == [True]
+        assert link.connected
+
+    run(tmp_path, scenario)
+
+
+def test_arena_of_another_layout_is_refused(tmp_path):
+    async def scenario(agent, link):
+        assert not await link.wait_connected(0.3)
+
+    run(tmp_path, scenario, layout=emulated_layout("lfm2", 64))
+
+
+def test_garbage_from_the_socket_ends_the_connection_not_the_engine(tmp_path):
+    async def scenario(agent, link):
+        await link.wait_connected(5.0)
+        agent._writers[-1].write(b"\x05\x00\x00\x00hello")
+        for _ in range(100):
+            if len(agent.heard) > 1:
+                break
+            await asyncio.sleep(0.02)
+        assert [type(message).__name__ for message in agent.heard] == ["Hello", "Hello"]
+
+    run(tmp_path, scenario)

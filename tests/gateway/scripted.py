@@ -1,0 +1,349 @@
+"""Scripted nodes: an agent and an engine in this process, with the protocol of real ones and faults on demand.
+
+No model: a decode node "generates" the words of its script. A `Fabric` stands for the transport: a prefill leg that succeeds
+marks its transfer as landed, and a decode leg waits for that, as real engines do.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+from aiohttp import web
+
+from hybrid_cache.layout import KVCacheGroup, ModelLayout
+from hybrid_cache.spec import FullAttention, LinearState
+from transport.proto import node_pb2 as pb
+from transport.proto.node_pb2_grpc import NodeAgentServicer, add_NodeAgentServicer_to_server
+
+BLOCK_SIZE = 16
+LAYOUT = ModelLayout(
+    model="scripted",
+    dtype="float32",
+    block_size=BLOCK_SIZE,
+    groups=(
+        KVCacheGroup(FullAttention(bytes_per_token=64, k_bytes_per_token=32), (0,)),
+        KVCacheGroup(LinearState(bytes_per_snapshot=256), (1,)),
+    ),
+)
+
+
+@dataclass
+class Script:
+    """What a node does wrong, and how it answers. A fault list is used up from the front; "" is a success."""
+
+    words: tuple[str, ...] = ("one", " two", " three")
+    word_interval_s: float = 0.0
+    prefill_s: float = 0.0
+    cached_tokens: int = 0
+    reserve: list[str] = field(default_factory=list)  # a grpc.StatusCode name
+    prefill: list[str] = field(default_factory=list)  # "die", "hang", "drop" or "STATUS code"
+    decode: list[str] = field(default_factory=list)  # the same, "die_after_first" or "stall_after_first"
+    landing_failure: str = ""  # why what has landed is not used
+    hang_s: float = 30.0
+
+
+class Fabric:
+    """Transfers by id: unsettled, landed (with the tokens that the prefill reused) or given up (with a reason)."""
+
+    def __init__(self) -> None:
+        self._transfers: dict[str, asyncio.Future[str]] = {}
+
+    def open(self, transfer_id: str) -> None:
+        self._transfers[transfer_id] = asyncio.get_running_loop().create_future()
+
+    def end(self, transfer_id: str, reason: str = "") -> None:
+        future = self._transfers.get(transfer_id)
+        if future is not None and not future.done():
+            future.set_result(reason)
+
+    async def landed(self, transfer_id: str) -> str:
+        """ "" once the KVCache is there, else why it never will be."""
+        future = self._transfers.get(transfer_id)
+        return await asyncio.shield(future) if future else "unknown_transfer"
+
+
+class ScriptedNode(NodeAgentServicer):
+    """One node. `open_reservations` and `running` must be empty when nothing is under way."""
+
+    def __init__(self, node_id: str, cluster: str, kind: str, role: str, fabric: Fabric, script: Script) -> None:
+        self.node_id = node_id
+        self.cluster = cluster
+        self.kind = kind
+        self.role = role
+        self.script = script
+        self.fabric = fabric
+        self.state = pb.NODE_STATE_READY
+        self.layout = LAYOUT
+        self.max_model_len = 4096
+        self.load = pb.Load()
+        self.cache: list[pb.BlocksStored] = []
+        self.agent_address = ""
+        self.engine_url = ""
+        self.open_reservations: set[str] = set()
+        self.aborts: list[tuple[str, str]] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[Mapping[str, str]] = []
+        self.running = 0
+        self._made = 0
+        self._listeners: set[asyncio.Queue[pb.NodeEvent]] = set()
+        self._agent: grpc.aio.Server | None = None
+        self._engine: web.AppRunner | None = None
+
+    def __repr__(self) -> str:
+        return f"<ScriptedNode {self.node_id}, {len(self.open_reservations)} reservations, {self.running} running>"
+
+    # Life
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator["ScriptedNode"]:
+        await self.start_engine()
+        await self.start_agent()
+        try:
+            yield self
+        finally:
+            await self.stop_agent()
+            await self.stop_engine()
+
+    async def start_engine(self, port: int = 0) -> None:
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_post("/v1/chat/completions", self._generate)
+        app.router.add_post("/v1/completions", self._generate)
+        self._engine = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await self._engine.setup()
+        await web.TCPSite(self._engine, "127.0.0.1", port).start()
+        self.engine_url = "http://{}:{}".format(*self._engine.addresses[0][:2])
+
+    async def stop_engine(self) -> None:
+        if self._engine is not None:
+            await self._engine.cleanup()
+            self._engine = None
+
+    async def start_agent(self, address: str = "127.0.0.1:0") -> None:
+        self._agent = grpc.aio.server()
+        add_NodeAgentServicer_to_server(self, self._agent)  # type: ignore[no-untyped-call]
+        port = self._agent.add_insecure_port(address)
+        self.agent_address = f"127.0.0.1:{port}"
+        await self._agent.start()
+
+    async def stop_agent(self) -> None:
+        if self._agent is not None:
+            await self._agent.stop(None)
+            self._agent = None
+
+    # Agent
+
+    def description(self) -> pb.NodeDescription:
+        return pb.NodeDescription(
+            node_id=self.node_id,
+            cluster=self.cluster,
+            cluster_kind=self.kind,
+            role=self.role,
+            state=self.state,
+            engine_url=self.engine_url,
+            model_id="scripted",
+            layout_json=self.layout.to_json(),
+            layout_fingerprint=self.layout.fingerprint,
+            block_size=BLOCK_SIZE,
+            max_model_len=self.max_model_len,
+            load=self.load,
+            boot_id="1",
+        )
+
+    def tell(self, event: pb.NodeEvent) -> None:
+        """Sends an event to everybody who watches."""
+        for queue in self._listeners:
+            queue.put_nowait(event)
+
+    def become(self, state: Any) -> None:
+        self.state = state
+        self.tell(pb.NodeEvent(description=self.description()))
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[pb.NodeEvent]:
+        queue: asyncio.Queue[pb.NodeEvent] = asyncio.Queue()
+        queue.put_nowait(pb.NodeEvent(description=self.description()))
+        queue.put_nowait(pb.NodeEvent(snapshot=pb.CacheSnapshot(groups=self.cache)))
+        self._listeners.add(queue)
+        seq = 0
+        try:
+            while True:
+                event = await self._next_event(queue, request.load_interval_s)
+                seq += event.seq or 1  # a script may skip numbers
+                event.seq = seq
+                yield event
+        finally:
+            self._listeners.discard(queue)
+
+    async def _next_event(self, queue: asyncio.Queue[pb.NodeEvent], load_interval_s: float) -> pb.NodeEvent:
+        try:
+            return await asyncio.wait_for(queue.get(), load_interval_s)
+        except TimeoutError:
+            return pb.NodeEvent(load=self.load)
+
+    async def Reserve(self, request: Any, context: Any) -> pb.Ticket:
+        if fault := _next(self.script.reserve):
+            await context.abort(grpc.StatusCode[fault], "scripted")
+        self._made += 1
+        transfer_id = f"{self.node_id}-t{self._made}"
+        self.open_reservations.add(transfer_id)
+        self.fabric.open(transfer_id)
+        return pb.Ticket(
+            transfer_id=transfer_id,
+            secret=b"s" * 16,
+            num_tokens=request.num_tokens,
+            tokens_digest=request.tokens_digest,
+            endpoints=[pb.Endpoint(kind="tcp", address="127.0.0.1:1", host_id="h")],
+            ttl_s=request.ttl_s,
+            layout_fingerprint=self.layout.fingerprint,
+            node_id=self.node_id,
+            cluster=self.cluster,
+        )
+
+    async def Abort(self, request: Any, context: Any) -> pb.Done:
+        self.aborts.append((request.transfer_id, request.reason))
+        if request.transfer_id in self.open_reservations:
+            self.open_reservations.discard(request.transfer_id)
+            self.fabric.end(request.transfer_id, request.reason)
+        return pb.Done(ok=True)
+
+    # Engine
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        body = await http.json()
+        self.bodies.append(body)
+        self.headers.append(http.headers)
+        self.running += 1
+        try:
+            if body["kv_transfer_params"].get("do_remote_decode"):
+                return await self._prefill(http, body)
+            return await self._decode(http, body)
+        finally:
+            self.running -= 1
+
+    async def _fault(self, http: web.Request, fault: str) -> web.Response | None:
+        if fault in ("", "die_after_first", "stall_after_first"):
+            return None
+        if fault == "hang":
+            await asyncio.sleep(self.script.hang_s)
+            return None
+        if fault in ("die", "drop"):
+            assert http.transport is not None
+            http.transport.abort()
+            if fault == "die":
+                self.become(pb.NODE_STATE_ENGINE_DOWN)
+            raise ConnectionResetError
+        status, _, code = fault.partition(" ")
+        error = {"message": "scripted", "type": "server_error", "param": None, "code": code}
+        return web.json_response({"error": error}, status=int(status))
+
+    async def _prefill(self, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await asyncio.sleep(self.script.prefill_s)
+        if refusal := await self._fault(http, _next(self.script.prefill)):
+            return refusal
+        ticket = body["kv_transfer_params"]["ticket"]
+        self.fabric.end(ticket["transfer_id"])
+        outcome = {
+            "delivered": True,
+            "num_tokens": ticket["num_tokens"],
+            "cached_tokens": self.script.cached_tokens,
+            "bytes_total": 1000,
+            "bytes_before_prefill_end": 900,
+            "prefill_start_s": 0.0,
+            "prefill_end_s": 0.01,
+            "delivered_s": 0.012,
+            "link": "tcp",
+        }
+        choice = {"index": 0, "text": "", "finish_reason": "length"}
+        return web.json_response({"choices": [choice], "usage": {}, "kv_transfer_params": outcome})
+
+    async def _decode(self, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        fault = _next(self.script.decode)
+        params = body["kv_transfer_params"]
+        if refusal := await self._fault(http, fault):
+            return refusal
+        why = await self._load(params)
+        usage: dict[str, Any] = {
+            "prompt_tokens": 7,
+            "completion_tokens": len(self.script.words),
+            "total_tokens": 7 + len(self.script.words),
+            "prompt_tokens_details": {"cached_tokens": 3},
+        }
+        extra = {"kv_transfer_params": {"recomputed": True, "reason": why}} if why else {}
+        if body.get("stream"):
+            return await self._stream(http, body, fault, usage, extra)
+        choice = {"index": 0, "text": "".join(self.script.words), "finish_reason": "stop"}
+        return web.json_response({"id": "x", "choices": [choice], "usage": usage, **extra})
+
+    async def _load(self, params: dict[str, Any]) -> str:
+        if not params.get("do_remote_prefill"):
+            return ""
+        why = await self.fabric.landed(params["transfer_id"]) or self.script.landing_failure
+        if not why:
+            self.open_reservations.discard(params["transfer_id"])
+        return why
+
+    async def _stream(
+        self, http: web.Request, body: dict[str, Any], fault: str, usage: dict[str, Any], extra: dict[str, Any]
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(http)
+        for word in self.script.words:
+            await response.write(_event({"id": "x", "choices": [{"index": 0, "text": word}], "usage": None}))
+            if fault == "stall_after_first":
+                await asyncio.sleep(self.script.hang_s)
+            if fault == "die_after_first":
+                await asyncio.sleep(0.05)
+                assert http.transport is not None
+                http.transport.abort()
+                raise ConnectionResetError
+            await asyncio.sleep(self.script.word_interval_s)
+        if extra:
+            await response.write(_event({"id": "x", "choices": [], **extra}))
+        if (body.get("stream_options") or {}).get("include_usage"):
+            await response.write(_event({"id": "x", "choices": [], "usage": usage, **extra}))
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+def _next(faults: list[str]) -> str:
+    return faults.pop(0) if faults else ""
+
+
+@dataclass
+class Topology:
+    """Nodes of a PrfaaS cluster `east` and a PD cluster `west`."""
+
+    remote: list[ScriptedNode]
+    local: list[ScriptedNode]
+    decode: list[ScriptedNode]
+
+    @property
+    def nodes(self) -> list[ScriptedNode]:
+        return [*self.remote, *self.local, *self.decode]
+
+    def leftovers(self) -> list[str]:
+        """What nodes still hold; must be empty when no request is under way."""
+        return [repr(node) for node in self.nodes if node.open_reservations or node.running]
+
+
+@asynccontextmanager
+async def topology(remote: int = 1, local: int = 1, decode: int = 2) -> AsyncIterator[Topology]:
+    """That many nodes, serving inside the block."""
+    fabric = Fabric()
+    world = Topology(
+        remote=[ScriptedNode(f"r{i}", "east", "prfaas", "prefill", fabric, Script()) for i in range(remote)],
+        local=[ScriptedNode(f"p{i}", "west", "pd", "prefill", fabric, Script()) for i in range(local)],
+        decode=[ScriptedNode(f"d{i}", "west", "pd", "decode", fabric, Script()) for i in range(decode)],
+    )
+    async with AsyncExitStack() as stack:
+        for node in world.nodes:
+            await stack.enter_async_context(node.serving())
+        yield world

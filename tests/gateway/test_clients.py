@@ -1,0 +1,76 @@
+"""Clients as they are: the OpenAI SDK, one that stops reading, one that never finishes its body."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.gateway.worlds import QUICK, on_loop, world
+
+LONG = "the quick brown fox jumps over the lazy dog " * 40
+
+
+@on_loop
+async def test_the_openai_sdk_gets_models_answers_streams_and_errors() -> None:
+    openai = pytest.importorskip("openai")
+    async with world() as w:
+        w.nodes.remote[0].script.cached_tokens = 16
+        async with openai.AsyncOpenAI(base_url=f"{w.gateway.url}/v1", api_key="x", max_retries=0) as client:
+            assert [model.id async for model in client.models.list()] == ["scripted"]
+            whole = await client.completions.create(model="scripted", prompt=LONG)
+            assert whole.choices[0].text == "one two three"
+            assert whole.usage.prompt_tokens_details.cached_tokens == 16
+            stream = await client.completions.create(
+                model="scripted", prompt=LONG, stream=True, stream_options={"include_usage": True}
+            )
+            chunks = [chunk async for chunk in stream]
+            assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == "one two three"
+            assert chunks[-1].usage.prompt_tokens_details.cached_tokens == 16
+            with pytest.raises(openai.NotFoundError, match="does not exist"):
+                await client.chat.completions.create(model="other", messages=[{"role": "user", "content": "x"}])
+            with pytest.raises(openai.BadRequestError) as failure:
+                await client.completions.create(model="scripted", prompt="x", max_tokens=-1)
+            assert failure.value.param == "max_tokens"
+            for node in w.nodes.decode:
+                node.script.decode = ["die_after_first"]
+            with pytest.raises(openai.APIError, match="The decode node failed: stream_broken"):
+                async for _ in await client.completions.create(model="scripted", prompt=LONG, stream=True):
+                    pass
+
+
+@on_loop
+async def test_a_client_that_stops_reading_loses_its_place() -> None:
+    async with world(decode=1, timeouts=replace(QUICK, client_stall_s=0.3)) as w:
+        node = w.nodes.decode[0]
+        node.script.words = ("x" * 100_000,) * 500
+        host, port = w.gateway.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        body = json.dumps({"model": "scripted", "prompt": LONG, "stream": True}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        writer.write(head.encode() + b"\r\n\r\n" + body)
+        assert b"200 OK" in await reader.readline()
+        for _ in range(300):
+            if node.running == 0 and not w.gateway.door.in_flight:
+                break
+            await asyncio.sleep(0.01)
+        await w.settled()
+        (record,) = await w.records()
+        assert (record["status"], record["error"]) == (499, "client stalled")
+        writer.close()
+
+
+@on_loop
+async def test_a_body_that_never_arrives_is_a_408() -> None:
+    async with world(timeouts=replace(QUICK, body_s=0.1)) as w:
+        host, port = w.gateway.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+        )
+        answer = await reader.readuntil(b'"code":"request_timeout"')
+        assert b"408" in answer.split(b"\r\n")[0]
+        writer.close()
+        await w.idle()

@@ -1,0 +1,98 @@
+"""Every mistake in the file names the key, the value and what is allowed; the process ends with 2 and no traceback."""
+
+from pathlib import Path
+
+import pytest
+
+from gateway.cli import main
+from gateway.config import NodeConfig, load, parse
+from gateway.errors import ConfigError
+
+GOOD = """
+[gateway]
+tokenizer_dir = "tok"
+[gateway.timeouts]
+prefill_s = 7
+[[gateway.nodes]]
+agent = "127.0.0.1:7001"
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "gateway.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_good_file_fills_in_defaults(tmp_path: Path) -> None:
+    config = load(write(tmp_path, GOOD))
+    assert config.nodes == (NodeConfig(agent="127.0.0.1:7001"),)
+    assert (config.threshold_tokens, config.timeouts.prefill_s, config.port) == (16_384.0, 7.0, 8000)
+    assert config.tokenizer_dir == tmp_path / "tok"
+    assert config.max_body_bytes == 10 * 1024 * 1024
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("[gateway]\nprot = 1", r"gateway\.prot=1: unknown key \(did you mean 'port'\?\); allowed: .*port"),
+        ("[gateway]\nport = 70000", r"gateway\.port=70000: must be a port number, 0 to 65535"),
+        ("[gateway]\nport = '8000'", r"gateway\.port='8000': must be an integer"),
+        ("[gateway]\nport = true", r"gateway\.port=True: must be an integer"),
+        ("[gateway]\nmax_body_bytes = 0", r"gateway\.max_body_bytes=0: must be an integer above 0"),
+        ("[gateway]\nthreshold_tokens = -1", r"gateway\.threshold_tokens=-1\.0: must be a number of at least 0"),
+        ("[gateway]\nlog_level = 'loud'", r"gateway\.log_level='loud': must be one of debug, info"),
+        ("[gateway]\nrouting = 5", r"gateway\.routing=5: must be a table"),
+        ("[gateway]\nrouting = { placement = 'x' }", r"gateway\.routing\.placement='x': must be one of cache_aware"),
+        ("[gatway]\n[gateway]", r"gatway=\{\}: unknown key \(did you mean 'gateway'\?\)"),
+    ],
+)
+def test_a_bad_value_is_named(tmp_path: Path, change: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(write(tmp_path, GOOD.replace("[gateway]", change, 1)))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"gateway: missing"),
+        ("[gateway]\ntokenizer_dir='x'", r"gateway\.nodes=\[\]: must be at least one"),
+        ("[gateway]\n[[gateway.nodes]]\nagent='a:1'", r"gateway\.tokenizer_dir: missing"),
+        (
+            "[gateway]\ntokenizer_dir='x'\n[[gateway.nodes]]\nagent='nope'",
+            r"nodes\[0\]\.agent='nope': must be host:port",
+        ),
+        ("[gateway]\ntokenizer_dir='x'\nnodes=[{agent='a:1'},{agent='a:1'}]", "every agent once"),
+        ("[gateway]\ntokenizer_dir='x'\nnodes=[{agent='a:1', role='x'}]", r"nodes\[0\]\.role='x': unknown key"),
+        ("[gateway", "gateway.toml: "),
+    ],
+)
+def test_a_bad_file_ends_the_process_with_two_and_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    import re
+
+    path = write(tmp_path, text)
+    assert main(["-c", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error)
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+
+
+def test_a_missing_file_and_a_missing_tokenizer_end_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-c", str(tmp_path / "none.toml")]) == 2
+    assert main(["-c", str(write(tmp_path, GOOD))]) == 2
+    assert "has no tokenizer.json" in capsys.readouterr().err
+
+
+def test_help_names_the_file_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    assert "--config" in capsys.readouterr().out
+
+
+def test_tables_parse_without_a_file() -> None:
+    config = parse({"gateway": {"tokenizer_dir": "t", "nodes": [{"agent": "h:1"}]}}, Path("/base"))
+    assert config.tokenizer_dir == Path("/base/t")

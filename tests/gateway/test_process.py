@@ -1,0 +1,114 @@
+"""The gateway as a process of its own: its first line, its signals, its exit."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+
+from tests.gateway.scripted import Topology, topology
+from tests.gateway.worlds import TEMPLATE, bpe, on_loop
+
+LONG = "the quick brown fox jumps over the lazy dog " * 40
+
+
+def write_config(directory: Path, nodes: Topology) -> Path:
+    bpe().save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": TEMPLATE}))
+    agents = "".join(f'[[gateway.nodes]]\nagent = "{node.agent_address}"\n' for node in nodes.nodes)
+    path = directory / "gateway.toml"
+    path.write_text(f'[gateway]\nport = 0\ntokenizer_dir = "."\nthreshold_tokens = 100\n{agents}')
+    return path
+
+
+@asynccontextmanager
+async def process(directory: Path, nodes: Topology) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """A gateway process that has said where it listens."""
+    running = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "gateway",
+        "-c",
+        str(write_config(directory, nodes)),
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | {"GRPC_VERBOSITY": "ERROR"},
+    )
+    assert running.stdout is not None
+    try:
+        line = (await running.stdout.readline()).decode().strip()
+        assert line.startswith("gateway ready url=http://127.0.0.1:")
+        yield running, line.partition("url=")[2]
+    finally:
+        if running.returncode is None:
+            running.kill()
+            await running.wait()
+        running.stdout.feed_eof()
+        await asyncio.sleep(0)
+
+
+async def until_ready(http: aiohttp.ClientSession) -> None:
+    for _ in range(500):
+        async with http.get("/health") as response:
+            if response.status == 200 and (await response.json())["nodes_ready"] == 3:
+                return
+        await asyncio.sleep(0.01)
+    raise AssertionError("not ready")
+
+
+@on_loop
+async def test_sigterm_lets_streams_finish_refuses_new_ones_and_ends_the_process(tmp_path: Path) -> None:
+    async with topology(decode=1) as nodes, process(tmp_path, nodes) as (running, url):
+        async with aiohttp.ClientSession(url) as http:
+            await until_ready(http)
+            nodes.decode[0].script.word_interval_s = 0.3
+            body = {"model": "scripted", "prompt": LONG, "stream": True}
+            async with http.post("/v1/completions", json=body) as stream:
+                assert stream.status == 200
+                running.send_signal(signal.SIGTERM)
+                await asyncio.sleep(0.1)
+                async with http.post("/v1/completions", json=body) as refused:
+                    assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
+                assert (await stream.read()).endswith(b"data: [DONE]\n\n")
+        finished_at = time.monotonic()
+        assert await running.wait() == 0
+        assert time.monotonic() - finished_at < 2.0
+        assert not nodes.leftovers()
+
+
+@on_loop
+async def test_a_second_signal_ends_streams_too(tmp_path: Path) -> None:
+    async with (
+        topology(decode=1) as nodes,
+        process(tmp_path, nodes) as (running, url),
+        aiohttp.ClientSession(url) as http,
+    ):
+        await until_ready(http)
+        nodes.decode[0].script.word_interval_s = 5.0
+        body = {"model": "scripted", "prompt": LONG, "stream": True}
+        async with http.post("/v1/completions", json=body) as stream:
+            assert stream.status == 200
+            running.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.2)
+            running.send_signal(signal.SIGINT)
+            assert await asyncio.wait_for(running.wait(), 5.0) == 0
+
+
+@on_loop
+async def test_a_port_that_is_taken_is_one_line_and_exit_code_one(tmp_path: Path) -> None:
+    async with topology(decode=1) as nodes:
+        path = write_config(tmp_path, nodes)
+        port = nodes.nodes[0].engine_url.rpartition(":")[2]
+        path.write_text(path.read_text().replace("port = 0", f"port = {port}"))
+        running = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "gateway", "-c", str(path), stderr=asyncio.subprocess.PIPE
+        )
+        _, error = await running.communicate()
+        assert running.returncode == 1
+        assert b"cannot listen on 127.0.0.1:" in error
+        assert b"Traceback" not in error

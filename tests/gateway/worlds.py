@@ -1,0 +1,143 @@
+"""Builders: a small tokenizer, a gateway before scripted nodes, a client."""
+
+import asyncio
+import functools
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from gateway.config import GatewayConfig, NodeConfig, Timeouts
+from gateway.server import Gateway, running
+from gateway.template import ChatTemplate
+from gateway.tokens import TextTokenizer
+from tests.gateway.scripted import Topology, topology
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+QUICK = Timeouts(connect_s=1.0, rpc_s=2.0, prefill_s=5.0, first_token_s=5.0, stream_idle_s=2.0, answer_s=5.0)
+
+
+@functools.cache
+def _trained() -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = "the quick brown fox jumps over the lazy dog and the cat sat on the mat while it rained all day long "
+    tokenizer.train_from_iterator([text * 3, "don't won't 123 456 hello world, hello there"], trainer)
+    return str(tokenizer.to_str())
+
+
+def bpe() -> Tokenizer:
+    """A byte-level BPE with merges and special tokens, trained in milliseconds."""
+    return Tokenizer.from_str(_trained())
+
+
+def text_tokenizer() -> TextTokenizer:
+    template = ChatTemplate(TEMPLATE, {"bos_token": "<s>"}, lambda: datetime(2026, 1, 2, 3, 4, 5))
+    return TextTokenizer(bpe(), template)
+
+
+def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Runs an async test on a loop of its own; a task left behind is an error."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        async def main() -> None:
+            async with asyncio.timeout(30):
+                await test(*args, **kwargs)
+            # A grpc server's own tasks end a few steps after it has stopped.
+            for _ in range(100):
+                left = asyncio.all_tasks() - {asyncio.current_task()}
+                if not left:
+                    return
+                await asyncio.sleep(0.01)
+            raise AssertionError(left)
+
+        asyncio.run(main())
+
+    return run
+
+
+@dataclass
+class World:
+    """A gateway, its nodes, and a client session whose base is the gateway."""
+
+    gateway: Gateway
+    nodes: Topology
+    http: aiohttp.ClientSession
+
+    async def complete(self, prompt: Any = "hello there the quick brown fox", **fields: Any) -> aiohttp.ClientResponse:
+        body = {"model": "scripted", "prompt": prompt, **fields}
+        response = await self.http.post("/v1/completions", json=body)
+        await response.read()
+        return response
+
+    async def settled(self) -> None:
+        """Waits until nothing is under way on any node; raises if something stays."""
+        for _ in range(100):
+            if not self.nodes.leftovers():
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(self.nodes.leftovers())
+
+    async def idle(self) -> None:
+        """Waits until the gateway has closed the account of every request."""
+        await self.gateway.door.wait_idle()
+
+    async def records(self) -> list[dict[str, Any]]:
+        await self.idle()
+
+        async with self.http.get("/prfaas/requests") as response:
+            return [json.loads(line) for line in (await response.text()).splitlines()]
+
+    async def fallbacks(self) -> dict[str, float]:
+        await self.idle()
+        async with self.http.get("/metrics") as response:
+            lines = (await response.text()).splitlines()
+        found = [line for line in lines if line.startswith("prfaas_fallbacks_total{")]
+        return {line.split('"')[1]: float(line.rsplit(" ", 1)[1]) for line in found}
+
+
+def config_for(nodes: Topology, **fields: Any) -> GatewayConfig:
+    config = GatewayConfig(
+        tokenizer_dir=Path("unused"),
+        port=0,
+        served_model="scripted",
+        threshold_tokens=100,
+        timeouts=QUICK,
+        nodes=tuple(NodeConfig(agent=node.agent_address) for node in nodes.nodes),
+    )
+    return replace(config, **fields)
+
+
+@asynccontextmanager
+async def world(
+    remote: int = 1, local: int = 1, decode: int = 2, *, wait: bool = True, **fields: Any
+) -> AsyncIterator[World]:
+    """A gateway before that many scripted nodes."""
+    async with (
+        topology(remote, local, decode) as nodes,
+        running(config_for(nodes, **fields), text_tokenizer(), time.monotonic) as gateway,
+        aiohttp.ClientSession(gateway.url) as http,
+    ):
+        if wait:
+            clusters = gateway.door.clusters
+            assert await clusters.wait_for(lambda: all(node.connected for node in clusters.nodes), 5.0)
+        yield World(gateway, nodes, http)

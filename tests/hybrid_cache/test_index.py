@@ -1,0 +1,71 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared
+from hybrid_cache.index import PrefixIndex
+from hybrid_cache.lookup import MISS, PrefixHit
+from hybrid_cache.prefix_cache import PrefixCache
+from tests.hybrid_cache.builders import FULL, STATE, WINDOW, hashes_of, make_layout, prefill
+
+CHAIN = hashes_of(list(range(40)))
+
+
+def test_hits_are_per_node():
+    index = PrefixIndex(make_layout(FULL))
+    index.apply("a", BlocksStored(0, tuple(CHAIN)))
+    index.apply("b", BlocksStored(0, tuple(CHAIN[:3])))
+    assert index.match_all(CHAIN, 40) == {"a": PrefixHit(40, 40), "b": PrefixHit(12, 12)}
+    assert index.match("c", CHAIN, 40) == MISS
+    index.apply("a", BlocksRemoved(0, tuple(CHAIN[5:])))
+    assert index.match("a", CHAIN, 40) == PrefixHit(20, 20)
+    index.drop("a")
+    assert index.nodes() == ("b",)
+    assert index.match("a", CHAIN, 40) == MISS
+    assert len(index) == 3
+
+
+def test_bits_of_dropped_nodes_are_reused():
+    index = PrefixIndex(make_layout(FULL))
+    for round_ in range(50):
+        index.apply(f"n{round_}", BlocksStored(0, tuple(CHAIN)))
+        index.drop(f"n{round_}")
+    index.apply("last", BlocksStored(0, tuple(CHAIN)))
+    assert max(index._bits.values()) == 1
+
+
+def test_cleared_node_stays_known():
+    index = PrefixIndex(make_layout(FULL))
+    index.apply("a", BlocksStored(0, tuple(CHAIN)))
+    index.apply("a", CacheCleared())
+    assert index.nodes() == ("a",)
+    assert len(index) == 0
+
+
+def test_memory_is_bounded():
+    index = PrefixIndex(make_layout(FULL, STATE), max_blocks=8)
+    index.apply("a", BlocksStored(0, tuple(CHAIN)))
+    index.apply("a", BlocksStored(1, tuple(CHAIN[:2])))
+    assert len(index) == 8
+    assert index.forgotten_blocks == 4
+
+
+def test_foreign_groups_are_refused():
+    with pytest.raises(ValueError, match="group 7"):
+        PrefixIndex(make_layout()).apply("a", BlocksStored(7, ()))
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 2), st.integers(1, 30)), max_size=12))
+def test_index_agrees_with_the_caches_it_hears(prompts):
+    layout = make_layout(FULL, WINDOW, STATE)
+    caches = {name: PrefixCache(layout, 60) for name in "ab"}
+    index = PrefixIndex(layout)
+    for now, (name, variant, length) in enumerate(prompts):
+        tokens = [*range(8), *([variant] * 40)][:length]
+        prefill(caches[name], tokens, now=float(now))
+        for event in caches[name].take_events():
+            index.apply(name, event)
+    for name in index.nodes():
+        for variant in range(3):
+            hashes = hashes_of([*range(8), *([variant] * 40)])
+            assert index.match(name, hashes, 48) == caches[name].match(hashes, 48)

@@ -1,0 +1,376 @@
+"""A node as the gateway knows it: over gRPC, with an engine that works, dies, misbehaves or never comes."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Coroutine, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+import pytest
+
+from hybrid_cache.hashing import block_hashes
+from node import supervisor
+from node.errors import EngineError
+from tests.node.running import BLOCK, RunningNode, config, new_runner, running_node, until
+from transport import messages as m
+from transport.proto import node_pb2 as pb
+
+T = TypeVar("T")
+NUM_TOKENS = 6 * BLOCK
+
+
+class Bench:
+    """One node for all tests of this file that leave it as it was."""
+
+    def __init__(self, runner: asyncio.Runner, node: RunningNode) -> None:
+        self._runner = runner
+        self.node = node
+
+    def run(self, scenario: Coroutine[Any, Any, T]) -> T:
+        return self._runner.run(_bounded(scenario))
+
+
+async def _bounded(scenario: Coroutine[Any, Any, T]) -> T:
+    async with asyncio.timeout(30.0):
+        return await scenario
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with new_runner() as runner:
+        stack = AsyncExitStack()
+        node = runner.run(stack.enter_async_context(running_node(config(tmp_path_factory.mktemp("node")))))
+        yield Bench(runner, node)
+        runner.run(stack.aclose())
+
+
+def alone(scenario: Coroutine[Any, Any, T]) -> T:
+    """For tests whose node is theirs."""
+    with new_runner() as runner:
+        return runner.run(_bounded(scenario))
+
+
+def prompt(first: int, num_tokens: int = NUM_TOKENS) -> list[int]:
+    """Equal `first`, equal beginning."""
+    return [100 + (first * 31 + i * 7) % 150 for i in range(num_tokens)]
+
+
+def reserve_request(first: int, num_tokens: int = NUM_TOKENS, **changes: Any) -> pb.ReserveRequest:
+    hashes = b"".join(block_hashes(prompt(first, num_tokens), BLOCK, b""))
+    return pb.ReserveRequest(num_tokens=num_tokens, block_hashes=hashes, tokens_digest=b"d", **changes)
+
+
+async def refused(call: Any) -> tuple[grpc.StatusCode, str]:
+    """Status code and reason of a call that must fail."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code(), dict(caught.value.trailing_metadata() or ()).get("prfaas-reason", "")
+
+
+async def reservations(node: RunningNode) -> int:
+    description = await node.describe()
+    assert not description.integrity_error
+    return description.pool.reservations
+
+
+async def all_free(node: RunningNode) -> None:
+    async def is_free() -> bool:
+        return await reservations(node) == 0
+
+    await until(is_free)
+
+
+def test_describe(bench: Bench) -> None:
+    description = bench.run(bench.node.describe())
+    assert (description.role, description.state, description.block_size) == ("decode", pb.NODE_STATE_READY, BLOCK)
+    assert description.engine_pid == bench.node.agent.supervisor.pid
+    assert description.pool.pages_total == description.pool.pages_free > 0
+    assert description.layout_fingerprint
+    assert description.integrity_error == ""
+
+
+def test_watch_begins_with_all_there_is_and_goes_on_without_a_gap(bench: Bench) -> None:
+    async def scenario() -> None:
+        stream = bench.node.stub.Watch(pb.WatchRequest(load_interval_s=0.05))
+        first = [await stream.read() for _ in range(2)]
+        assert [event.WhichOneof("event") for event in first] == ["description", "snapshot"]
+        await bench.node.prefill(prompt(1, NUM_TOKENS + 1))
+        events: list[pb.NodeEvent] = first
+        stored: set[bytes] = set()
+        while len(stored) < NUM_TOKENS // BLOCK or events[-1].WhichOneof("event") != "load":
+            events.append(await stream.read())
+            if events[-1].stored.group == 0:
+                joined = events[-1].stored.hashes
+                stored |= {joined[i : i + 32] for i in range(0, len(joined), 32)}
+        assert [event.seq for event in events] == list(range(1, len(events) + 1))
+        stream.cancel()
+        again = bench.node.stub.Watch(pb.WatchRequest())
+        await again.read()
+        snapshot = (await again.read()).snapshot
+        joined = snapshot.groups[0].hashes
+        assert {joined[i : i + 32] for i in range(0, len(joined), 32)} == stored
+        again.cancel()
+
+    bench.run(scenario())
+
+
+def test_a_watcher_that_leaves_is_forgotten(bench: Bench) -> None:
+    async def scenario() -> None:
+        stream = bench.node.stub.Watch(pb.WatchRequest())
+        await stream.read()
+        stream.cancel()
+
+        async def is_forgotten() -> bool:
+            return not bench.node.agent.events._watchers
+
+        await until(is_forgotten)
+
+    bench.run(scenario())
+
+
+def test_reserve_and_abort(bench: Bench) -> None:
+    async def scenario() -> None:
+        node = bench.node
+        ticket = await node.stub.Reserve(reserve_request(2, ttl_s=5.0))
+        assert (ticket.num_tokens, ticket.have_tokens, len(ticket.secret)) == (NUM_TOKENS, 0, 32)
+        assert [endpoint.kind for endpoint in ticket.endpoints] == ["shm", "tcp"]
+        description = await node.describe()
+        assert (description.pool.reservations, description.load.landing) == (1, 1)
+        for reason in ("", "unknown"):  # the second time it is no error
+            done = await node.stub.Abort(pb.AbortRequest(transfer_id=ticket.transfer_id, reason="client_gone"))
+            assert (done.ok, done.reason) == (True, reason)
+            await all_free(node)
+
+    bench.run(scenario())
+
+
+def test_load_and_commit_put_a_prefix_into_the_cache(bench: Bench) -> None:
+    """A node that sends to itself: the state travels, full attention is there already."""
+
+    async def scenario() -> None:
+        node = bench.node
+        await node.prefill(prompt(3, NUM_TOKENS + 1))
+        salted = [bytes(node_hash) for node_hash in _cached_hashes(node)][-NUM_TOKENS // BLOCK :]
+        request = pb.ReserveRequest(num_tokens=NUM_TOKENS, block_hashes=b"".join(salted), prefix_only=True)
+        ticket = await node.stub.Reserve(request)
+        assert ticket.have_tokens == NUM_TOKENS
+        loaded = await node.stub.Load(pb.LoadRequest(block_hashes=request.block_hashes, ticket=ticket))
+        assert loaded.num_tokens == NUM_TOKENS
+        assert loaded.bytes_sent > 0
+        for _ in range(2):
+            done = await node.stub.Commit(pb.TransferRef(transfer_id=ticket.transfer_id))
+            assert (done.ok, done.reason) == (True, "")
+        await all_free(node)
+        done = await node.stub.Commit(pb.TransferRef(transfer_id="nobody's"))
+        assert not done.ok
+        assert "unknown_transfer" in done.reason
+
+    bench.run(scenario())
+
+
+def _cached_hashes(node: RunningNode) -> list[bytes]:
+    joined = node.agent.snapshot_event().snapshot.groups[0].hashes
+    return [joined[i : i + 32] for i in range(0, len(joined), 32)]
+
+
+def test_refusals_carry_a_status_and_a_reason(bench: Bench) -> None:
+    async def scenario() -> None:
+        stub = bench.node.stub
+        fingerprint = (await bench.node.describe()).layout_fingerprint
+        ticket = pb.Ticket(num_tokens=BLOCK, layout_fingerprint=fingerprint)
+        hashes = b"".join(block_hashes(prompt(4, BLOCK), BLOCK, b""))
+        wrong = pb.Ticket(num_tokens=BLOCK, layout_fingerprint="other")
+        code = grpc.StatusCode
+        for call, status, reason in (
+            (stub.Reserve(pb.ReserveRequest()), code.INVALID_ARGUMENT, "bad_request"),
+            (stub.Reserve(pb.ReserveRequest(num_tokens=1 << 63)), code.INVALID_ARGUMENT, "bad_request"),
+            (stub.Reserve(pb.ReserveRequest(num_tokens=1 << 20)), code.RESOURCE_EXHAUSTED, "no_capacity"),
+            (stub.Load(pb.LoadRequest(ticket=ticket, block_hashes=hashes)), code.NOT_FOUND, "not_cached"),
+            (stub.Load(pb.LoadRequest(ticket=ticket, block_hashes=b"x")), code.INVALID_ARGUMENT, "bad_request"),
+            (stub.Load(pb.LoadRequest(ticket=wrong)), code.FAILED_PRECONDITION, "layout_mismatch"),
+        ):
+            assert await refused(call) == (status, reason)
+        assert await reservations(bench.node) == 0
+
+    bench.run(scenario())
+
+
+def test_a_call_that_is_given_up_leaves_nothing(bench: Bench) -> None:
+    async def scenario() -> None:
+        node = bench.node
+        await node.prefill(prompt(5, NUM_TOKENS + 1))
+        hashes = b"".join(_cached_hashes(node)[-NUM_TOKENS // BLOCK :])
+        unreachable = [pb.Endpoint(kind="tcp", address="127.0.0.1:1")]
+        fingerprint = (await node.describe()).layout_fingerprint
+        ticket = pb.Ticket(num_tokens=NUM_TOKENS, layout_fingerprint=fingerprint, endpoints=unreachable)
+        load = node.stub.Load(pb.LoadRequest(ticket=ticket, block_hashes=hashes), timeout=0.2)
+        assert (await refused(load))[0] == grpc.StatusCode.DEADLINE_EXCEEDED
+        commit = await node.stub.Reserve(reserve_request(6, prefix_only=True))
+        waiting = node.stub.Commit(pb.TransferRef(transfer_id=commit.transfer_id), timeout=0.1)
+        assert (await refused(waiting))[0] == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert await reservations(node) >= 1
+        await node.stub.Abort(pb.AbortRequest(transfer_id=commit.transfer_id))
+        await all_free(node)
+        assert node.agent.is_idle()
+
+    bench.run(scenario())
+
+
+HELLO = m.Hello(engine_pid=1, model_id="m", layout_json="{}", max_model_len=1, http_url="")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        m.encode(HELLO),
+        m.encode(m.EndJob(job="j")),
+        m.encode(m.LoadReport(running=9, waiting=9, queued_tokens=9)),
+        b"\x05\x00\x00\x00\xff\xff\xff\xff\xff",
+        b"\xff\xff\xff\xff",
+        m.encode(m.EndJob(job="xy")).replace(b"xy", b"\xff\xfe"),
+    ],
+    ids=["a second engine", "no Hello", "a load without Hello", "no message", "too long", "no text"],
+)
+def test_who_is_not_the_engine_is_hung_up_on(bench: Bench, said: bytes) -> None:
+    async def scenario() -> None:
+        before = await bench.node.describe()
+        reader, writer = await asyncio.open_unix_connection(bench.node.agent.socket.path)
+        writer.write(said)
+        assert await reader.read() == b""
+        writer.close()
+        await writer.wait_closed()
+        after = await bench.node.describe()
+        assert (after.state, after.engine_pid) == (pb.NODE_STATE_READY, before.engine_pid)
+        assert after.load.running == 0
+
+    bench.run(scenario())
+
+
+def test_metrics_and_health(bench: Bench) -> None:
+    async def scenario() -> None:
+        await bench.node.prefill(prompt(7, NUM_TOKENS + 1))
+        bench.node.agent.links._server.landings.counters["rejected:checksum"] += 1
+        status, text = await bench.node.get("/metrics")
+        assert status == 200
+        assert 'prfaas_landing_events_total{event="rejected:checksum"} 1.0' in text
+        assert "prfaas_node_ready 1.0" in text
+        assert 'prfaas_prefill_tokens_total{source="computed"}' in text
+        assert 'prfaas_pool_pages{state="prefix"}' in text
+        status, text = await bench.node.get("/health")
+        assert (status, '"ready"' in text) == (200, True)
+
+    bench.run(scenario())
+
+
+def test_an_engine_that_is_killed_comes_back_and_finds_its_cache(bench: Bench) -> None:
+    async def scenario() -> None:
+        node = bench.node
+        await node.prefill(prompt(8, NUM_TOKENS + 1))
+        held = await node.stub.Reserve(reserve_request(9))
+        before = await node.describe()
+        stream = node.stub.Watch(pb.WatchRequest())
+        await stream.read()
+        os.kill(before.engine_pid, signal.SIGKILL)
+        down = await _next_state(stream, pb.NODE_STATE_ENGINE_DOWN)
+        assert down.engine_pid == 0
+        assert await refused(node.stub.Reserve(reserve_request(10))) == (grpc.StatusCode.UNAVAILABLE, "engine_down")
+        assert (await node.get("/health"))[0] == 503
+        up = await _next_state(stream, pb.NODE_STATE_READY)
+        stream.cancel()
+        assert (up.boot_id, up.engine_pid != before.engine_pid) == (before.boot_id, True)
+        assert node.agent.supervisor.restarts == 1
+        assert await node.prefill(prompt(8, NUM_TOKENS + 1)) == NUM_TOKENS
+        # A reservation nobody had claimed yet outlives the engine.
+        assert (await node.stub.Abort(pb.AbortRequest(transfer_id=held.transfer_id))).reason == ""
+        await all_free(node)
+
+    bench.run(scenario())
+
+
+async def _next_state(stream: Any, state: int) -> pb.NodeDescription:
+    while (event := await stream.read()).description.state != state:
+        pass
+    description: pb.NodeDescription = event.description
+    return description
+
+
+def test_drain_refuses_what_is_new_and_waits_for_what_runs(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running_node(config(tmp_path)) as node:
+            prefix = await node.stub.Reserve(reserve_request(1, prefix_only=True))
+            done = await node.stub.Drain(pb.DrainRequest(timeout_s=0.1))
+            assert (done.ok, done.reason) == (False, "requests still run")
+            assert await refused(node.stub.Reserve(reserve_request(2))) == (grpc.StatusCode.UNAVAILABLE, "draining")
+            assert (await node.get("/health"))[0] == 503
+            drained = asyncio.create_task(_drain(node))
+            commit = asyncio.create_task(_commit(node, prefix.transfer_id))
+            await asyncio.sleep(0.05)
+            assert not drained.done()
+            assert not commit.done(), "what may still land is waited for, not refused"
+            await node.stub.Abort(pb.AbortRequest(transfer_id=prefix.transfer_id))
+            assert (await drained).ok
+            assert not (await commit).ok
+
+    alone(scenario())
+
+
+async def _drain(node: RunningNode) -> pb.Done:
+    done: pb.Done = await node.stub.Drain(pb.DrainRequest(timeout_s=5.0))
+    return done
+
+
+async def _commit(node: RunningNode, transfer_id: str) -> pb.Done:
+    done: pb.Done = await node.stub.Commit(pb.TransferRef(transfer_id=transfer_id))
+    return done
+
+
+def test_an_engine_that_keeps_dying_is_given_up(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        options = {"engine_args": ("--no-such-option",), "engine_max_restarts": 1}
+        async with running_node(config(tmp_path, **options), wait=False) as node:
+            assert (await node.describe()).state == pb.NODE_STATE_STARTING
+            assert await refused(node.stub.Load(pb.LoadRequest())) == (grpc.StatusCode.UNAVAILABLE, "starting")
+            with pytest.raises(EngineError, match="died too often"):
+                await node.agent.wait_ready(20.0)
+            assert (await node.describe()).state == pb.NODE_STATE_ENGINE_DOWN
+            assert node.agent.supervisor.restarts == 1
+
+    alone(scenario())
+
+
+def test_an_arena_that_does_not_fit_is_named_as_the_reason(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running_node(config(tmp_path, cache_bytes=1 << 45), wait=False) as node:
+            with pytest.raises(EngineError, match=f"cache_bytes = {1 << 45}.*bytes free"):
+                await node.agent.wait_ready(20.0)
+            assert node.agent.pages is None
+
+    alone(scenario())
+
+
+def test_an_engine_that_never_says_hello_is_killed_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "engine_command", lambda *_: ["sleep", "60"])
+
+    async def scenario() -> None:
+        async with running_node(config(tmp_path, engine_start_timeout_s=0.1), wait=False) as node:
+            first = asyncio.create_task(_pid_other_than(node, None))
+            silent = await first
+            assert await _pid_other_than(node, silent) != silent
+            with pytest.raises(ProcessLookupError):
+                os.kill(silent, 0)
+
+    alone(scenario())
+
+
+async def _pid_other_than(node: RunningNode, pid: int | None) -> int:
+    async with asyncio.timeout(10.0):
+        while (found := node.agent.supervisor.pid) in (None, pid):  # noqa: ASYNC110 another process
+            await asyncio.sleep(0.01)
+    assert found is not None
+    return found

@@ -1,0 +1,90 @@
+"""The node as a process: how it starts, how it says why it does not, how it ends."""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pd_cluster.__main__ import main
+
+TABLE = """[node]
+node_id = "{name}"
+cluster = "c"
+cluster_kind = "pd"
+role = "decode"
+model = "llama"
+engine = "emulated"
+cache_bytes = 4194304
+run_dir = "{run_dir}"
+drain_timeout_s = 5.0
+{more}
+"""
+
+
+def config_file(tmp_path: Path, name: str = "main", more: str = "") -> str:
+    path = tmp_path / "node.toml"
+    path.write_text(TABLE.format(name=name, run_dir=tmp_path, more=more))
+    return str(path)
+
+
+@contextmanager
+def node(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    name = f"main{time.monotonic_ns()}"
+    command = [sys.executable, "-m", "pd_cluster", "-c", config_file(tmp_path, name)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+    assert not list(Path("/dev/shm").glob(f"prfaas-{name}-*"))
+
+
+def wait_for(process: subprocess.Popen[str], prefix: str) -> None:
+    assert process.stdout is not None
+    while select.select([process.stdout], [], [], 20.0)[0] and (line := process.stdout.readline()):
+        if line.startswith(prefix):
+            return
+    raise AssertionError(f"it never said {prefix!r}")
+
+
+@pytest.mark.parametrize("when", ["node listening", "node ready"])
+def test_sigterm_ends_it_and_its_engine(tmp_path: Path, when: str) -> None:
+    """With a running engine, and with one that is still starting."""
+    with node(tmp_path) as process:
+        wait_for(process, when)
+        (engine,) = _children(process.pid)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(15.0) == 0
+        with pytest.raises(ProcessLookupError):
+            os.kill(engine, 0)
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    while not found:
+        found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return found
+
+
+@pytest.mark.parametrize("key", ["control_port", "transfer_port", "metrics_port"])
+def test_a_port_in_use_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        path = config_file(tmp_path, more=f"{key} = {taken.getsockname()[1]}")
+        assert main(["-c", path]) == 2
+    assert "node main: cannot start: " in capsys.readouterr().err
+
+
+def test_an_engine_that_cannot_work_ends_the_node_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-c", config_file(tmp_path, more="block_size = 8192")]) == 3
+    said = capsys.readouterr().err
+    assert "its engine did not come up: no arena for llama with cache_bytes = 4194304" in said

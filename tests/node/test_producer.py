@@ -1,0 +1,216 @@
+"""Prefill jobs that go wrong: whatever happens, the engine gets an answer and no page stays behind."""
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hybrid_cache.hashing import block_hashes
+from node.errors import NodeRefusal
+from tests.node.handover import BLOCK, HandNode, two_nodes, until
+from transport import messages as m
+
+TOKENS = list(range(100, 161))
+LAST = len(TOKENS) - 1
+
+
+def run(scenario: Coroutine[None, None, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 20.0))
+
+
+async def refusal(node: HandNode) -> str:
+    answer = await node.heard()
+    assert isinstance(answer, m.Refused), answer
+    return answer.reason
+
+
+async def lent(node: HandNode, job: str, tokens: list[int], ticket: m.TicketInfo | None = None) -> m.JobPages:
+    node.begin(job, tokens, len(tokens) - 1, ticket)
+    pages = await node.heard()
+    assert isinstance(pages, m.JobPages), pages
+    return pages
+
+
+async def cache(node: HandNode, tokens: list[int]) -> list[bytes]:
+    """Makes a prefix of whole blocks cached; returns its hashes."""
+    node.begin("warm", tokens, len(tokens))
+    pages = await node.heard()
+    assert isinstance(pages, m.JobPages)
+    node.compute(pages, tokens)
+    node.end("warm")
+    return block_hashes(tokens, BLOCK, b"")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"endpoints": ()}, "no_route"),
+        ({"endpoints": (("shm", "127.0.0.1:1", "another host"),)}, "no_route"),
+        ({"have_tokens": LAST + 1}, "bad_request"),
+        ({"have_tokens": -1}, "bad_request"),
+        ({"layout_fingerprint": "other"}, "layout_mismatch"),
+        ({"num_tokens": LAST - 1}, "digest_mismatch"),
+    ],
+)
+def test_a_ticket_that_cannot_be_used_is_refused_and_holds_nothing(
+    tmp_path: Path, change: dict[str, object], reason: str
+) -> None:
+    async def scenario() -> None:
+        async with two_nodes(tmp_path) as (prefill, decode):
+            ticket = decode.reserve(TOKENS)
+            prefill.begin("job", TOKENS, LAST, msgspec.structs.replace(ticket, **change))
+            assert await refusal(prefill) == reason
+            assert prefill.producer.is_idle()
+            assert prefill.producer.counts.refused == {reason: 1}
+            decode.consumer.abort(ticket.transfer_id, "")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("num_tokens", [0, -1, 1 << 60])
+def test_lengths_that_cannot_be_are_refused(tmp_path: Path, num_tokens: int) -> None:
+    async def scenario() -> None:
+        async with two_nodes(tmp_path) as (prefill, _):
+            message = m.BeginPrefill(job="j", request_id="r", hashes=b"", num_tokens=num_tokens, tokens_digest=b"")
+            prefill.producer.begin(message, prefill, prefill.inbox.put_nowait)
+            assert await refusal(prefill) == "bad_request"
+
+    run(scenario())
+
+
+def test_hashes_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with two_nodes(tmp_path) as (prefill, _):
+            for hashes in (b"short", bytes(64)):
+                message = m.BeginPrefill(job="j", request_id="r", hashes=hashes, num_tokens=20, tokens_digest=b"")
+                prefill.producer.begin(message, prefill, prefill.inbox.put_nowait)
+                assert await refusal(prefill) == "bad_request"
+
+    run(scenario())
+
+
+def test_a_push_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with two_nodes(tmp_path) as (prefill, decode):
+            ticket = decode.reserve(TOKENS)
+            await asyncio.to_thread(prefill.links.close)
+            prefill.begin("job", TOKENS, LAST, ticket)
+            assert await refusal(prefill) == "push_failed"
+            decode.consumer.abort(ticket.transfer_id, "")
+
+    run(scenario())
+
+
+def test_a_job_name_in_use_is_a_broken_engine(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with two_nodes(tmp_path) as (prefill, _):
+            await lent(prefill, "job", TOKENS)
+            with pytest.raises(m.MessageError, match="job"):
+                prefill.begin("job", TOKENS, LAST)
+            prefill.end("job")
+            await lent(prefill, "job", TOKENS)
+            prefill.end("job")
+
+    run(scenario())
+
+
+def test_a_job_may_be_begun_again_while_its_first_push_lets_go(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with two_nodes(tmp_path) as (prefill, decode):
+            first, second = decode.reserve(TOKENS), decode.reserve(TOKENS)
+            await lent(prefill, "job", TOKENS, first)
+            prefill.end("job")
+            pages = await lent(prefill, "job", TOKENS, second)
+            prefill.compute(pages, TOKENS)
+            delivered = await prefill.heard()
+            assert isinstance(delivered, m.Delivered)
+            assert delivered.ok
+            prefill.end("job")
+            for ticket in (first, second):
+                decode.consumer.abort(ticket.transfer_id, "")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_job_that_ends_in_the_moment_it_could_begin_holds_nothing(tmp_path: Path, turns: int) -> None:
+    """Pages become free and the engine gives the waiting job up, a few turns of the loop later."""
+
+    async def scenario() -> None:
+        async with two_nodes(tmp_path) as (prefill, _):
+            await lent(prefill, "big", list(range(13_000)))
+            prefill.begin("late", list(range(20_000, 33_000)), 12_999)
+            await asyncio.sleep(0.01)
+            assert prefill.inbox.empty(), "it must wait"
+            prefill.end("big")
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            prefill.end("late")
+            await until(prefill.producer.is_idle)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("group", "layer"),
+    [(9, 2), (-1, 0), (0, 77), (2, 0)],
+    ids=["no group", "negative group", "no layer", "a state group"],
+)
+def test_layers_that_are_none_are_a_broken_engine(tmp_path: Path, group: int, layer: int) -> None:
+    async def scenario() -> None:
+        async with two_nodes(tmp_path) as (prefill, decode):
+            ticket = decode.reserve(TOKENS)
+            await lent(prefill, "job", TOKENS, ticket)
+            with pytest.raises(m.MessageError):
+                prefill.producer.layer_done(m.LayerDone(job="job", group=group, layer=layer, num_tokens=8), prefill)
+            with pytest.raises(m.MessageError):
+                prefill.producer.state_done(m.StateDone(job="job", group=0, layer=2, num_tokens=1), prefill)
+            prefill.producer.layer_done(m.LayerDone(job="job", group=0, layer=2, num_tokens=1 << 60), prefill)
+            prefill.end("job")
+            decode.consumer.abort(ticket.transfer_id, "")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"endpoints": ()}, "no_route"),
+        ({"have_tokens": 49}, "bad_request"),
+        ({"num_tokens": 0, "have_tokens": 0}, "bad_request"),
+        ({"num_tokens": 47}, "not_cached"),
+    ],
+)
+def test_a_prefix_push_that_cannot_be_is_refused_and_holds_nothing(
+    tmp_path: Path, change: dict[str, object], reason: str
+) -> None:
+    async def scenario() -> None:
+        async with two_nodes(tmp_path) as (source, target):
+            hashes = await cache(source, TOKENS[:48])
+            ticket = target.reserve(TOKENS, 48, prefix_only=True)
+            with pytest.raises(NodeRefusal) as caught:
+                await source.producer.push_prefix(hashes, msgspec.structs.replace(ticket, **change))
+            assert caught.value.label == reason
+            target.consumer.abort(ticket.transfer_id, "")
+
+    run(scenario())
+
+
+def test_a_prefix_push_that_is_given_up_frees_its_pages_when_the_lanes_let_go(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with two_nodes(tmp_path) as (source, target):
+            hashes = await cache(source, TOKENS[:48])
+            ticket = target.reserve(TOKENS, 48, prefix_only=True)
+            await asyncio.to_thread(target.links.close)  # nobody answers: it would wait for seconds
+            push = asyncio.create_task(source.producer.push_prefix(hashes, ticket))
+            await until(lambda: source.producer.sending == 1)
+            assert not source.producer.is_idle()
+            push.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await push
+            await until(source.producer.is_idle)
+            assert source.pages.report().pages_locked == 0
+
+    run(scenario())

@@ -1,0 +1,26 @@
+from pathlib import Path
+
+import pytest
+
+from planner.plan import Options, Problem, pose
+from planner.search import Service
+from planner.site import Site, load_site
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture(scope="session")
+def case_study() -> Site:
+    return load_site(CONFIGS / "case_study.toml")
+
+
+@pytest.fixture(scope="session")
+def of_mean(case_study: Site) -> Problem:
+    """The case study with T(E[L]), all thresholds."""
+    return pose(case_study, Options(service=Service.OF_MEAN))
+
+
+@pytest.fixture(scope="session")
+def exact(case_study: Site) -> Problem:
+    """The case study with E[T(L)]."""
+    return pose(case_study, Options())

@@ -1,0 +1,206 @@
+"""The simulator against closed forms, and against itself."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from planner.admission import AdmissionPolicy
+from planner.placement import PlacementPolicy
+from planner.plan import Options, make_plan
+from planner.profile import DecodeProfile, KvSize
+from planner.queueing import erlang_c
+from planner.routing import RoutingPolicy
+from planner.simulator.outcome import confidence_95
+from planner.simulator.scenario import Pool, Targets
+from planner.simulator.world import simulate
+from planner.trials import Setting, from_workload, judged
+from planner.workload import poisson, read_trace
+from tests.planner.simulator.systems import PUBLISHED, arrivals, case_study_scenario, queue_of, with_link
+from tests.planner.traces import MOONCAKE
+
+
+def waits(scenario, trace_of, seeds: int = 8) -> tuple[float, float]:
+    """Mean prefill wait over seeds, the first fifth of each run left out, and its 95 % half-width."""
+    means = []
+    for seed in range(seeds):
+        trace = trace_of(np.random.default_rng(seed))
+        found = simulate(scenario, trace, seed)
+        means.append(float(found.prefill_wait_s[len(trace) // 5 :].mean()))
+    return float(np.mean(means)), confidence_95(means)
+
+
+def exponential(rng, size):
+    return np.maximum(1.0, np.round(rng.exponential(1000, size)))
+
+
+@pytest.mark.parametrize(("servers", "load"), [(1, 0.5), (3, 0.8)])
+def test_m_m_k(servers, load):
+    def trace(rng):
+        return arrivals(np.cumsum(rng.exponential(1 / (load * servers), 6000)), exponential(rng, 6000))
+
+    mean, half = waits(queue_of(servers), trace)
+    expected = erlang_c(servers, load * servers) / (servers * (1 - load))
+    assert mean == pytest.approx(expected, abs=2 * half)
+    assert half < 0.25 * expected
+
+
+def test_m_d_1():
+    def trace(rng):
+        return arrivals(np.cumsum(rng.exponential(1 / 0.7, 6000)), 1000.0)
+
+    mean, half = waits(queue_of(1), trace)
+    assert mean == pytest.approx(0.7 / (2 * 0.3), abs=2 * half)
+
+
+def test_m_g_1():
+    def lengths(rng, size):
+        return np.where(rng.random(size) < 0.2, 3000.0, 500.0)
+
+    def trace(rng):
+        return arrivals(np.cumsum(rng.exponential(1 / 0.6, 6000)), lengths(rng, 6000))
+
+    mean, half = waits(queue_of(1), trace)
+    expected = 0.6 * (0.2 * 9 + 0.8 * 0.25) / (2 * (1 - 0.6))  # Pollaczek–Khinchine
+    assert mean == pytest.approx(expected, abs=2 * half)
+
+
+def test_zero_load_ttft_is_the_models(case_study):
+    plan = make_plan(case_study, Options.as_in_paper())
+    report = judged(case_study_scenario(case_study), from_workload(case_study, 0.01, 4000), [0])
+    assert report["ttft_mean_s"] == pytest.approx(plan.ttft_mean_s, rel=0.02)
+    assert report["ttft_p90_s"] == pytest.approx(plan.ttft_p90_s, rel=0.03)
+    law = case_study.workload.lengths
+    trace = poisson(law, 1024, 1e-4, 500, np.random.default_rng(3))
+    found = simulate(case_study_scenario(case_study), trace)
+    profile, lengths = case_study.profile, trace.prompt_tokens
+    remote = profile.prefill_on("h200x8").of(lengths) + profile.kv_size().of(lengths) / 12.5e9
+    expected = np.where(lengths > 19_400, remote, profile.prefill_on("h20x8").of(lengths))
+    assert found.ttft_s == pytest.approx(expected, abs=1e-6)
+
+
+def test_below_saturation_utilisation_and_throughput_are_the_closed_forms(case_study):
+    plan = make_plan(case_study, Options.as_in_paper())
+    rate = 0.7 * 3.163
+    trace = poisson(case_study.workload.lengths, 1024, rate, 20_000, np.random.default_rng(0))
+    found = simulate(case_study_scenario(case_study), trace)
+    report = found.report()
+    assert report["throughput_req_per_s"] == pytest.approx(len(trace) / trace.span_s, rel=1e-9)
+    # Against the trace's own lengths: the sample, not the law, is what was served.
+    profile, lengths = case_study.profile, trace.prompt_tokens
+    far = lengths > 19_400
+    prfaas = profile.prefill_on("h200x8").of(lengths[far]).sum() / 4 / trace.span_s
+    pd = profile.prefill_on("h20x8").of(lengths[~far]).sum() / 3 / trace.span_s
+    decode = len(trace) * 1024 * profile.decode_on("h20x8").full_step_s / (5 * 20) / trace.span_s
+    egress = profile.kv_size().of(lengths[far]).sum() / 12.5e9 / trace.span_s
+    expected = {"prfaas_compute": prfaas, "pd_prefill": pd, "pd_decode": decode, "egress": egress}
+    assert report["utilisation"] == pytest.approx(expected, rel=0.01)
+    assert report["egress_mean_gbps"] == pytest.approx(egress * 100, rel=0.01)
+    assert plan.utilisation["pd_decode"] * 0.7 * 3.163 / 3.2406 == pytest.approx(decode, rel=0.02)
+
+
+def test_ttft_under_load_is_near_the_queueing_formula(case_study):
+    plan = make_plan(case_study, Options.as_in_paper())
+    report = judged(case_study_scenario(case_study), from_workload(case_study, 0.8 * 3.24, 12_000), range(3))
+    assert report["ttft_mean_s"] == pytest.approx(3.55, abs=0.24)  # four standard deviations between seeds
+    assert report["ttft_mean_s"] == pytest.approx(plan.loaded_ttft_mean_s, rel=0.08)
+    assert report["ttft_p90_s"] == pytest.approx(plan.loaded_ttft_p90_s, rel=0.08)
+
+
+def test_a_link_is_shared_and_its_capacity_changes():
+    found = simulate(with_link([(0.0, 100.0), (10.0, 50.0)]), arrivals([0.0, 0.0, 9.0], 500.0))
+    # Two flows at 50 B/s have 50 B left each at 9, then three share 100 B/s for a second, and 50 B/s from 10 on.
+    assert found.ttft_s == pytest.approx([11.0, 11.0, 20.0 - 9.0], abs=0.01)
+    assert found.egress_bytes[1.0].sum() <= 1500
+
+
+def test_egress_windows_hold_every_byte():
+    trace = arrivals(np.arange(0.0, 50.0, 5.0), 120.0)
+    found = simulate(with_link([(0.0, 100.0)]), trace)
+    assert found.egress_bytes[1.0].sum() == pytest.approx(9 * 120)  # the last leaves after the horizon
+    assert found.egress_bytes[1.0][:2] == pytest.approx([100, 20])
+    assert found.egress_bytes[10.0][0] == pytest.approx(240)
+
+
+def test_layerwise_streaming_hides_the_transfer(case_study):
+    trace = poisson(case_study.workload.lengths, 1024, 0.01, 300, np.random.default_rng(0))
+    after = simulate(case_study_scenario(case_study, tail_share=1.0), trace).report()
+    while_computing = simulate(case_study_scenario(case_study, tail_share=1 / 60), trace).report()
+    assert while_computing["ttft_mean_s"] < after["ttft_mean_s"] - 0.02
+
+
+def test_tbt_is_the_mean_of_the_longest_tenth():
+    decode = DecodeProfile(max_running=10, step_s=0.0, step_s_per_request=1.0)
+    pool = replace(queue_of(1).pools[0], decode=decode)
+    # Alone a step takes 1 s. The second joins for 5 tokens, with 2 s steps, then the first goes on alone.
+    found = simulate(queue_of(1, pools=[pool]), arrivals([0.0, 10.0], 1.0, np.array([100.0, 5.0])))
+    assert found.tbt_s[1] == pytest.approx(2.0)
+    assert found.tbt_s[0] == pytest.approx((5 * 2 + 5 * 1) / 10, abs=0.06)
+    assert found.e2e_s[0] == pytest.approx(100 + 5, abs=0.01)
+
+
+def mooncake(placer: str, **fields):
+    pool = replace(queue_of(4).pools[0], cache_bytes=2e6)
+    policy = RoutingPolicy(threshold_tokens=1e9, placement=PlacementPolicy(fetch_bytes_per_s=1e9))
+    return queue_of(4, pools=[pool], placer=placer, routing=policy, **fields)
+
+
+@pytest.mark.parametrize("placer", ["random", "least_loaded", "cache_aware", "kvcache_centric"])
+@pytest.mark.parametrize("admission", list(AdmissionPolicy))
+def test_every_request_ends_exactly_once(placer, admission):
+    trace = read_trace(MOONCAKE).faster(0.2)
+    found = simulate(mooncake(placer, admission=admission, targets=Targets(ttft_s=40.0)), trace)
+    report = found.report()
+    assert report["completed"] + report["rejected"] == report["requests"] == len(trace)
+    assert (found.cached_tokens <= found.prompt_tokens).all()
+
+
+def test_the_same_seed_gives_the_same_bytes():
+    trace = read_trace(MOONCAKE)
+    one, two = (json.dumps(simulate(mooncake("random"), trace, 7).report()) for _ in range(2))
+    assert one == two
+    other = simulate(mooncake("random"), trace, 8).report()
+    assert json.dumps(other) != one
+
+
+def test_caches_are_found_and_shorten_prefill():
+    trace = read_trace(MOONCAKE).faster(0.1)
+    cached = simulate(mooncake("kvcache_centric"), trace).report()
+    pool = replace(queue_of(4).pools[0], cache_bytes=0.0)
+    bare = simulate(queue_of(4, pools=[pool]), trace).report()
+    assert cached["hit_ratio"] > 0.02
+    assert bare["hit_ratio"] == 0
+    assert cached["utilisation"]["pd_prefill"] < bare["utilisation"]["pd_prefill"]
+
+
+def test_placement_policies_are_in_mooncakes_order():
+    trace = read_trace(MOONCAKE).spread(np.random.default_rng(0)).faster(0.08)
+    order = ["kvcache_centric", "cache_aware", "least_loaded", "random"]
+    means = [simulate(mooncake(placer), trace).report()["ttft_mean_s"] for placer in order]
+    assert means == sorted(means)
+    assert means[0] < means[2] < means[3]
+
+
+def test_hybrid_states_hit_less_than_attention_alone():
+    trace = read_trace(MOONCAKE)
+    hybrid = simulate(mooncake("cache_aware", kv=KvSize(bytes_per_token=1, fixed_bytes=10_000)), trace).report()
+    attention = simulate(mooncake("cache_aware"), trace).report()
+    assert 0 < hybrid["hit_ratio"] <= attention["hit_ratio"]
+
+
+def test_one_decode_node_does_everything_when_nobody_prefills():
+    pool = Pool(
+        name="pd", kind=queue_of(1).pools[0].kind, num_prefill=0, num_decode=1, prefill=queue_of(1).pools[0].prefill,
+        decode=DecodeProfile(max_running=4, step_s=0.01),
+    )  # fmt: skip
+    found = simulate(queue_of(1, pools=[pool]), arrivals([0.0], 2000.0, 10.0))
+    assert found.ttft_s[0] == pytest.approx(2.0)
+    assert found.routes == {"decode no_prefill": 1}
+
+
+def test_settings_are_what_runs(case_study):
+    scenario = case_study_scenario(case_study, Setting(20_000, 0.25, 2, 6))
+    assert [(pool.num_prefill, pool.num_decode) for pool in scenario.pools] == [(4, 0), (2, 6)]
+    assert (scenario.routing.threshold_tokens, scenario.routing.tie_share) == (20_000, 0.25)
+    assert case_study_scenario(case_study, PUBLISHED).routing.tie_share == 1.0

@@ -1,0 +1,36 @@
+"""Builders of what routing sees, with defaults."""
+
+from typing import Any
+
+from planner.routing import RoutingPolicy
+from planner.views import ClusterKind, LinkView, NodeView, Role, RouteRequest
+
+GB = 10**9
+
+
+def prfaas(node_id: str = "r0", **fields: Any) -> NodeView:
+    defaults: dict[str, Any] = {"cluster": "east", "kind": ClusterKind.PRFAAS, "role": Role.PREFILL}
+    return NodeView(node_id=node_id, **(defaults | fields))
+
+
+def pd_prefill(node_id: str = "p0", **fields: Any) -> NodeView:
+    defaults: dict[str, Any] = {"cluster": "west", "kind": ClusterKind.PD, "role": Role.PREFILL}
+    return NodeView(node_id=node_id, **(defaults | fields))
+
+
+def pd_decode(node_id: str = "d0", **fields: Any) -> NodeView:
+    defaults: dict[str, Any] = {"cluster": "west", "kind": ClusterKind.PD, "role": Role.DECODE, "max_running": 20}
+    return NodeView(node_id=node_id, **(defaults | fields))
+
+
+def link(**fields: Any) -> LinkView:
+    defaults: dict[str, Any] = {"source": "east", "destination": "west", "available_bytes_per_s": 12.5 * GB}
+    return LinkView(**(defaults | fields))
+
+
+def request(num_tokens: int, **fields: Any) -> RouteRequest:
+    return RouteRequest(num_tokens=num_tokens, kv_bytes=fields.pop("kv_bytes", lambda n: 17_280.0 * n), **fields)
+
+
+def policy(threshold_tokens: float = 20_000, **fields: Any) -> RoutingPolicy:
+    return RoutingPolicy(threshold_tokens=threshold_tokens, **fields)

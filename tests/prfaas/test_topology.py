@@ -1,0 +1,72 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.errors import ConfigError as GatewayConfigError
+from node.errors import ConfigError
+from prfaas.errors import TopologyError
+from prfaas.topology import DEFAULT_FILE, load_topology, parse_topology
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "model": {"arch": "llama"},
+        "clusters": [
+            {"name": "far", "kind": "prfaas", "nodes": [{"node_id": "p0", "role": "prefill"}]},
+            {"name": "near", "kind": "pd", "nodes": [{"node_id": "d0", "role": "decode", "chunk_tokens": 64}]},
+        ],
+    }
+    return base | changes
+
+
+def test_the_shipped_file_has_both_kinds_of_cluster() -> None:
+    topology = load_topology(DEFAULT_FILE, Path("state"))
+    assert {(node.cluster_kind, node.role) for node in topology.nodes} == {
+        ("prfaas", "prefill"),
+        ("pd", "prefill"),
+        ("pd", "decode"),
+    }
+
+
+def test_common_settings_reach_every_node_and_its_own_win() -> None:
+    topology = parse_topology(document(node={"chunk_tokens": 32, "cache_bytes": 1 << 20}), Path("state"))
+    assert [(node.node_id, node.cluster, node.chunk_tokens, node.cache_bytes) for node in topology.nodes] == [
+        ("p0", "far", 32, 1 << 20),
+        ("d0", "near", 64, 1 << 20),
+    ]
+    assert topology.nodes[0].model.endswith("/state/models/llama-0")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"modell": {}}, "unknown key 'modell'; allowed are model, gateway, node, clusters"),
+        ({"model": {}}, "give exactly one"),
+        ({"model": {"arch": "gpt5"}}, r"\[model\]: arch = 'gpt5': allowed are kimi_linear, "),
+        ({"model": {"arch": "llama", "seed": "x"}}, r"\[model\]: seed = 'x': it must be of type int"),
+        ({"clusters": []}, "no node has role = 'decode'"),
+        ({"clusters": {}}, "clusters = {}: it must be an array of tables"),
+        ({"node": {"chunk_tokens": 0}}, r"chunk_tokens = 0: allowed is 1 to"),
+        ({"node": {"chunk_token": 1}}, r"unknown key 'chunk_token'"),
+        ({"node": {"chunk_tokens": "many"}}, r"chunk_tokens = 'many': it must be of type int"),
+        ({"gateway": {"prot": 1}}, r"gateway.prot=1: unknown key \(did you mean 'port'\?\)"),
+    ],
+)
+def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((TopologyError, ConfigError, GatewayConfigError), match=message):
+        parse_topology(document(**changes), Path("state"))
+
+
+def test_node_ids_are_unique() -> None:
+    clusters = document()["clusters"]
+    clusters[1]["nodes"][0]["node_id"] = "p0"
+    with pytest.raises(TopologyError, match="node_id = 'p0' is used 2 times"):
+        parse_topology(document(clusters=clusters), Path("state"))
+
+
+def test_a_prfaas_cluster_does_not_decode() -> None:
+    clusters = document()["clusters"]
+    clusters[0]["nodes"][0]["role"] = "decode"
+    with pytest.raises(ConfigError, match="nodes of a PrfaaS cluster only prefill"):
+        parse_topology(document(clusters=clusters), Path("state"))

@@ -1,0 +1,238 @@
+"""Mutual TLS for who is there, AES-GCM for what they say."""
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.transport.helpers import deliver
+from tests.transport.proxy import Proxy
+from transport.certificates import Authority
+from transport.checksum import Integrity
+from transport.client import ClientOptions, TransferClient
+from transport.connection import Connection, Role
+from transport.crypto import TAG_BYTES, Identity, Seal, Sessions, chunk_seal
+from transport.errors import LocalProtocolError, RemoteProtocolError
+from transport.frames import Ack, Ping
+from transport.server import ServerOptions, TransferServer
+from transport.tcp import parse_address
+
+MIXED = [300_000, 0, 20_480, 1, 3_000_000, 70_000] * 3
+MB = 1 << 20
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+def server_of(identity: Identity, **options: object) -> TransferServer:
+    return TransferServer(options=ServerOptions(integrity=Integrity.AEAD, identity=identity, **options))  # type: ignore[arg-type]
+
+
+def client_of(identity: Identity, **options: object) -> TransferClient:
+    options = {"connections": 2, **options}
+    return TransferClient(options=ClientOptions(integrity=Integrity.AEAD, identity=identity, **options))  # type: ignore[arg-type]
+
+
+def test_sealed_ranges_land(authority: Authority) -> None:
+    with server_of(authority.issue("decode")) as server, client_of(authority.issue("prefill")) as client:
+        delivery = deliver(server, client, MIXED)
+        assert all(result is not None and result.ok for result in delivery.wait())
+        assert delivery.equal
+
+
+def test_nothing_readable_crosses_the_wire(authority: Authority) -> None:
+    seen = bytearray()
+
+    class Tap(Proxy):
+        def _relay(self, index: int, source: socket.socket, sink: socket.socket, forward: bool) -> None:
+            class Listening:
+                def sendall(self, data: memoryview) -> None:
+                    seen.extend(data)
+                    sink.sendall(data)
+
+                shutdown = sink.shutdown
+
+            super()._relay(index, source, Listening(), forward)  # type: ignore[arg-type]
+
+    with (
+        server_of(authority.issue("d")) as server,
+        Tap(server.address) as tap,
+        client_of(authority.issue("p")) as client,
+    ):
+        delivery = deliver(server, client, [50_000] * 4, transfer_id="telltale-name", address=tap.address)
+        assert all(result is not None and result.ok for result in delivery.wait())
+        assert len(seen) > 200_000
+        assert b"telltale-name" not in seen
+        assert not any(range_[:64] in seen for range_ in delivery.source.content())
+
+
+@pytest.mark.parametrize("stranger", ["client", "server"])
+def test_a_certificate_of_another_authority_is_refused_by_either_end(
+    authority: Authority, tmp_path: Path, stranger: str
+) -> None:
+    other = Authority(tmp_path / "other")
+    ours, theirs = authority.issue("node"), other.issue("node")
+    server_identity, client_identity = (ours, theirs) if stranger == "client" else (theirs, ours)
+    with server_of(server_identity) as server, client_of(client_identity, peer_timeout_s=1.0) as client:
+        pushed = deliver(server, client, MIXED).push.wait(5)
+        assert pushed is not None
+        assert pushed.reason in ("identity", "peer_lost")
+        assert not pushed.stats.bytes_sent
+        deadline = time.monotonic() + 2
+        while not server.counters["refused:identity"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert server.counters["refused:identity"] > 0
+
+
+def test_a_server_must_be_who_we_meant(authority: Authority) -> None:
+    meant = authority.issue("prefill")
+    identity = Identity(
+        certificate=meant.certificate, key=meant.key, authority=meant.authority, peer_name="another-node"
+    )
+    with server_of(authority.issue("decode")) as server, client_of(identity, peer_timeout_s=1.0) as client:
+        pushed = deliver(server, client, MIXED).push.wait(5)
+        assert pushed is not None
+        assert pushed.reason == "identity"
+        assert "another-node" in pushed.detail
+
+
+def test_without_a_session_nobody_gets_in(authority: Authority) -> None:
+    with server_of(authority.issue("decode")) as server:
+        sender = Connection(
+            Role.SENDER, integrity=Integrity.AEAD, nonce=b"n" * 16, now=0.0, max_chunk_bytes=1000, session=b"guess"
+        )
+        with socket.create_connection(parse_address(server.address), timeout=5) as sock:
+            sock.sendall(sender.data_to_send())
+            assert b"session" in sock.recv(1000)
+
+
+def test_keys_rotate_in_mid_transfer(authority: Authority) -> None:
+    with (
+        server_of(authority.issue("decode")) as server,
+        client_of(authority.issue("prefill"), rotate_keys_s=0.3, egress_bytes_per_s=20e6) as client,
+    ):
+        delivery = deliver(server, client, [MB] * 24)
+        pushed, _ = delivery.wait()
+        assert pushed is not None
+        assert pushed.ok
+        assert pushed.stats.bytes_resent == 0
+        assert delivery.equal
+        assert len(server._sessions._sessions) >= 3
+
+
+def test_a_restarted_receiver_is_met_with_new_keys(authority: Authority) -> None:
+    identity = authority.issue("decode")
+    with client_of(authority.issue("prefill")) as client:
+        with server_of(identity) as server:
+            address = server.address
+            assert all(result is not None and result.ok for result in deliver(server, client, MIXED).wait())
+        host, port = parse_address(address)
+        options = ServerOptions(integrity=Integrity.AEAD, identity=identity)
+        with TransferServer(host, port, options=options) as server:
+            delivery = deliver(server, client, MIXED)
+            assert all(result is not None and result.ok for result in delivery.wait())
+
+
+def test_certificates_replaced_on_disk_serve_the_next_session(authority: Authority) -> None:
+    server_identity, client_identity = authority.issue("decode"), authority.issue("prefill")
+    with server_of(server_identity) as server, client_of(client_identity, rotate_keys_s=0.2) as client:
+        assert all(result is not None and result.ok for result in deliver(server, client, MIXED).wait())
+        for name in ("decode", "prefill"):
+            authority.issue(name)
+        time.sleep(0.3)
+        assert all(r is not None and r.ok for r in deliver(server, client, MIXED, transfer_id="u").wait())
+
+
+def pair() -> Iterator[Connection]:
+    for role in Role:
+        yield Connection(
+            role, integrity=Integrity.AEAD, nonce=role.name[:1].encode() * 16, now=0.0, max_chunk_bytes=1000,
+            session_secret=lambda _: b"secret" * 5,
+        )  # fmt: skip
+
+
+def greet(sender: Connection, receiver: Connection) -> None:
+    receiver.receive_data(sender.data_to_send(), 0.0)
+    receiver.next_event()
+    sender.receive_data(receiver.data_to_send(), 0.0)
+    sender.next_event()
+
+
+def test_replayed_reordered_forged_and_truncated_frames_do_not_open() -> None:
+    for spoil in (
+        lambda a, b: a + a,
+        lambda a, b: b + a,
+        lambda a, b: a[:-1] + bytes([a[-1] ^ 1]) + b,
+        lambda a, b: a[:-1] + b + b"\0",
+        lambda a, b: bytes([a[0], 0, *a[2:]]) + b,
+    ):
+        sender, receiver = pair()
+        greet(sender, receiver)
+        first, second = (receiver.send(Ack(slot=i, ranges=((0, 10),))) for i in range(2))
+        sender.receive_data(spoil(first, second), 0.0)
+
+        def drain(sender: Connection = sender) -> None:
+            for _ in range(3):
+                sender.next_event()
+
+        with pytest.raises(RemoteProtocolError):
+            drain()
+
+
+def test_a_chunk_opens_only_in_its_place_and_under_its_transfer() -> None:
+    sender, receiver = pair()
+    greet(sender, receiver)
+    plain, out, landed = memoryview(b"x" * 500), memoryview(bytearray(500 + TAG_BYTES)), memoryview(bytearray(500))
+    seal = chunk_seal(b"s" * 32, sender.nonces, "t", b"secret")
+    header = sender.seal_chunk(seal, 3, 1000, plain, out)
+    receiver.receive_data(header + bytes(out), 0.0)
+    chunk = receiver.next_event()
+    assert chunk is not None
+    sealed = memoryview(bytearray(516))
+    receiver.take_payload(sealed)
+    receiver.open_chunk(seal, sealed, landed)
+    assert landed == plain
+    with pytest.raises(RemoteProtocolError, match="not authentic"):
+        receiver.open_chunk(chunk_seal(b"s" * 32, sender.nonces, "other", b"secret"), sealed, landed)
+
+
+def test_numbers_of_one_key_are_never_used_twice() -> None:
+    used: list[int] = []
+
+    class Watching(Seal):
+        def seal(self, number: int, plain: bytes, header: bytes) -> bytes:
+            used.append(number)
+            return super().seal(number, plain, header)
+
+    sender, receiver = pair()
+    greet(sender, receiver)
+    sender._seal_out = Watching(b"k" * 16)
+    for _ in range(70_000):
+        sender.send(Ping(token=1))
+    assert len(set(used)) == len(used) == 70_000
+
+
+def test_sessions_end() -> None:
+    sessions = Sessions(life_s=10.0)
+    session = sessions.grant(now=0.0)
+    assert sessions.secret_of(session.id, 9.9) == session.secret
+    assert sessions.secret_of(session.id, 10.0) is None
+    assert sessions.secret_of(b"?" * 16, 0.0) is None
+
+
+def test_sealed_mode_needs_an_identity() -> None:
+    with pytest.raises(ValueError, match="needs an identity"):
+        ServerOptions(integrity=Integrity.AEAD)
+    with pytest.raises(ValueError, match="needs an identity"):
+        ClientOptions(integrity=Integrity.AEAD)
+    sender = Connection(Role.SENDER, integrity=Integrity.AEAD, nonce=b"s" * 16, now=0.0, max_chunk_bytes=10)
+    receiver = next(c for c in pair() if c.role is Role.RECEIVER)
+    receiver.receive_data(sender.data_to_send(), 0.0)
+    receiver.next_event()
+    sender.receive_data(receiver.data_to_send(), 0.0)
+    with pytest.raises(LocalProtocolError, match="session"):
+        sender.next_event()

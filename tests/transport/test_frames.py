@@ -1,0 +1,73 @@
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transport import frames
+from transport.errors import RemoteProtocolError
+from transport.frames import HEADER, Chunk, Frame, Hello, decode, encode
+
+u16, u32, u64 = st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+offset = st.integers(0, frames.MAX_TRANSFER_BYTES)
+text, blob = st.text(max_size=200), st.binary(max_size=200)
+spans = st.lists(st.tuples(offset, offset).map(lambda p: (min(p), max(p))), max_size=40).map(tuple)
+pairs = st.lists(st.tuples(offset, offset), max_size=40).map(tuple)
+length = st.integers(1, frames.MAX_CHUNK_BYTES)
+
+ANY_FRAME: st.SearchStrategy[Frame] = st.one_of(
+    st.builds(Hello, version_min=u16, version_max=u16, integrity=text, nonce=blob, session=blob),
+    st.builds(frames.Welcome, version=u16, integrity=text, nonce=blob, max_chunk_bytes=u32),
+    st.builds(frames.Goodbye, code=text, detail=text),
+    st.builds(
+        frames.Open, slot=u32, transfer_id=text, proof=blob, total_bytes=u64, num_ranges=u32,
+        manifest_digest=blob, arena_path=text, placement=pairs,
+    ),
+    st.builds(frames.Accept, slot=u32, missing=spans),
+    st.builds(frames.Refuse, slot=u32, code=text, detail=text),
+    st.builds(
+        Chunk, slot=u32, offset=st.integers(0, 2**40), length=length, checksum=u64, sealed=st.booleans()
+    ),
+    st.builds(frames.Reference, slot=u32, offset=offset, checksum=u64, extents=pairs),
+    st.builds(frames.Ack, slot=u32, ranges=spans),
+    st.builds(frames.Nack, slot=u32, offset=offset, length=u32, code=text),
+    st.builds(frames.Cancel, slot=u32, code=text, detail=text),
+    st.builds(frames.Abort, slot=u32, leave=st.booleans(), detail=text),
+    st.builds(frames.Ping, token=u32),
+    st.builds(frames.Pong, token=u32),
+)  # fmt: skip
+
+
+@given(ANY_FRAME, u32)
+def test_what_is_encoded_is_decoded(frame: Frame, seq: int) -> None:
+    data = memoryview(encode(frame, seq))
+    kind, flags, got_seq, body_bytes = HEADER.unpack_from(data)
+    assert got_seq == seq & 0xFFFF
+    assert body_bytes == len(data) - HEADER.size <= frames.MAX_BODY_BYTES
+    assert decode(kind, flags, data[HEADER.size :]) == frame
+
+
+@given(ANY_FRAME, st.data())
+def test_a_truncated_body_is_refused(frame: Frame, data: st.DataObject) -> None:
+    whole = memoryview(encode(frame, 0))
+    kept = data.draw(st.integers(HEADER.size, len(whole) - 1)) if len(whole) > HEADER.size else None
+    if kept is not None:
+        with pytest.raises(RemoteProtocolError):
+            decode(whole[0], whole[1], whole[HEADER.size : kept])
+
+
+@given(st.integers(0, 255), st.integers(0, 255), st.binary(max_size=200))
+def test_any_body_is_a_frame_or_a_protocol_error(kind: int, flags: int, body: bytes) -> None:
+    with contextlib.suppress(RemoteProtocolError):
+        decode(kind, flags, memoryview(body))
+
+
+def test_an_absurd_count_is_refused_before_it_is_believed() -> None:
+    body = (0).to_bytes(4, "little") + (2**32 - 1).to_bytes(4, "little")
+    with pytest.raises(RemoteProtocolError, match="entries"):
+        decode(5, 0, memoryview(body))
+
+
+def test_a_stranger_is_recognised() -> None:
+    with pytest.raises(RemoteProtocolError, match="not a PrfaaS sender"):
+        decode(1, 0, memoryview(b"GET / HTTP/1.1\r\n"))

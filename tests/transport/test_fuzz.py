@@ -1,0 +1,83 @@
+"""Bytes from strangers: whatever comes, an end answers with a frame or a protocol error, in bounded time and memory.
+
+TRANSPORT_FUZZ_INPUTS sets how many inputs the bulk test takes (a million take about two minutes).
+"""
+
+import os
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.transport.test_frames import ANY_FRAME
+from transport.checksum import Integrity
+from transport.connection import BUFFER_BYTES, Connection, Role, State
+from transport.errors import TransportError
+from transport.frames import HEADER, Frame, encode
+
+NUM_INPUTS = int(os.environ.get("TRANSPORT_FUZZ_INPUTS", "10000"))
+
+
+def end(role: Role, *, greeted: bool) -> Connection:
+    connection = Connection(role, integrity=Integrity.CHECKSUM, nonce=b"n" * 16, now=0.0, max_chunk_bytes=1 << 16)
+    if greeted:
+        other = Role.RECEIVER if role is Role.SENDER else Role.SENDER
+        peer = Connection(other, integrity=Integrity.CHECKSUM, nonce=b"m" * 16, now=0.0, max_chunk_bytes=1 << 16)
+        for _ in range(2):
+            for here, there in ((peer, connection), (connection, peer)):
+                if data := here.data_to_send():
+                    there.receive_data(data, 0.0)
+                    there.next_event()
+        assert connection.state is State.OPEN
+    return connection
+
+
+def feed(connection: Connection, data: bytes) -> bool:
+    """False when the connection gave up. Takes at most one event a byte: an end cannot be made to spin."""
+    view, events, sink = memoryview(data), 0, memoryview(bytearray(1 << 17))
+    try:
+        while view:
+            view = view[connection.receive_data(view, 0.0) :]
+            while True:
+                while connection.payload_left and connection.payload_buffered:
+                    connection.take_payload(sink)
+                if connection.payload_left or connection.next_event() is None:
+                    break
+                events += 1
+                assert events <= len(data)
+        connection.data_to_send()
+    except TransportError:
+        assert connection.state is State.CLOSED
+        return False
+    return True
+
+
+def test_a_million_inputs_or_as_many_as_asked_for() -> None:
+    rng = np.random.default_rng(1)
+    survivors = 0
+    for _ in range(NUM_INPUTS // 100):
+        role = Role.SENDER if rng.random() < 0.5 else Role.RECEIVER
+        greeted = rng.random() < 0.8
+        connection, seq = end(role, greeted=greeted), 1 if greeted else 0
+        for _ in range(100):
+            body = rng.bytes(int(rng.integers(0, 60)))
+            header = HEADER.pack(int(rng.integers(0, 16)), int(rng.integers(0, 2)), seq & 0xFFFF, len(body))
+            seq += 1
+            if not feed(connection, header + body if rng.random() < 0.9 else body):
+                connection, seq = end(role, greeted=True), 1
+            else:
+                survivors += 1
+    assert survivors > 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.one_of(ANY_FRAME, st.binary(max_size=300)), max_size=12), st.sampled_from(list(Role)), st.booleans())
+def test_any_mixture_of_frames_and_noise(parts: list[Frame | bytes], role: Role, greeted: bool) -> None:
+    data = b"".join(part if isinstance(part, bytes) else encode(part, i + greeted) for i, part in enumerate(parts))
+    feed(end(role, greeted=greeted), data)
+
+
+def test_a_long_body_is_refused_before_it_is_awaited() -> None:
+    connection = end(Role.RECEIVER, greeted=True)
+    assert not feed(connection, HEADER.pack(4, 0, 1, (1 << 32) - 1))
+    assert len(connection._buffer) == BUFFER_BYTES

@@ -1,0 +1,120 @@
+"""The governor against a model of a link: a rate, a queue, and connections that each reach so much."""
+
+import pytest
+
+from transport.governor import Governor
+from transport.link import LinkState
+
+RTT_S = 0.04
+STEP_S = 0.02
+
+
+class Pipe:
+    """A bottleneck of `rate` with a queue; `per_connection` is what one connection reaches by itself."""
+
+    def __init__(self, rate: float, per_connection: float = 1e12) -> None:
+        self.rate = rate
+        self.per_connection = per_connection
+        self.queue = 0.0
+        self.now = 0.0
+        self.delays: list[float] = []
+        self.carried = 0.0
+
+    def run(self, governor: Governor, seconds: float, min_rtt_s: float = RTT_S) -> None:
+        """Lets the governor steer for a while; an unpaced sender offers twice the rate, as bbr does while it probes."""
+        self.delays, self.carried = [], 0.0
+        for _ in range(round(seconds / STEP_S)):
+            plan = governor.plan
+            offered = min(plan.pace_bytes_per_s or 2 * self.rate, plan.connections * self.per_connection)
+            total = self.queue + offered * STEP_S
+            delivered = min(total, self.rate * STEP_S)
+            self.queue = min(total - delivered, self.rate * RTT_S * 5)
+            self.now += STEP_S
+            rtt_s = min_rtt_s + self.queue / self.rate
+            state = LinkState(
+                peer="p", at=self.now, connections=plan.connections, goodput_bytes_per_s=delivered / STEP_S,
+                rtt_s=rtt_s, min_rtt_s=min_rtt_s, queued_bytes=1 << 30,
+            )  # fmt: skip
+            governor.on_sample(state, self.now, busy=True)
+            self.delays.append(rtt_s - min_rtt_s)
+            self.carried += delivered
+        self.goodput = self.carried / seconds
+
+
+def test_it_fills_the_pipe_without_a_standing_queue() -> None:
+    pipe, governor = Pipe(60e6), Governor(4, 64)
+    pipe.run(governor, 2.0)
+    pipe.run(governor, 10.0)
+    assert pipe.goodput > 0.95 * 60e6
+    assert sum(pipe.delays) / len(pipe.delays) < RTT_S
+    assert governor.plan.connections == 4
+
+
+def test_a_narrower_link_is_met_with_a_slower_pace() -> None:
+    pipe, governor = Pipe(60e6), Governor(4, 64)
+    pipe.run(governor, 5.0)
+    pipe.rate = 12e6
+    pipe.run(governor, 1.5)
+    pipe.run(governor, 5.0)
+    assert max(pipe.delays) < 2 * RTT_S
+    assert pipe.goodput > 0.9 * 12e6
+
+
+def test_a_wider_link_is_found() -> None:
+    pipe, governor = Pipe(12e6), Governor(4, 64)
+    pipe.run(governor, 5.0)
+    pipe.rate = 60e6
+    pipe.run(governor, 3.0)
+    pipe.run(governor, 5.0)
+    assert pipe.goodput > 0.9 * 60e6
+
+
+def test_connections_that_loss_holds_back_become_more() -> None:
+    pipe, governor = Pipe(60e6, per_connection=2e6), Governor(4, 64)
+    governor.expect_loss_based()
+    assert governor.plan.connections == 16
+    pipe.run(governor, 5.0)
+    assert governor.plan.connections >= 30
+    assert pipe.goodput > 0.6 * 60e6
+
+
+def test_connections_that_bring_nothing_stay_few() -> None:
+    class Elsewhere(Pipe):
+        """Something else is slow, the disk or the peer: no queue, and no gain from more connections."""
+
+        def run(self, governor: Governor, seconds: float, min_rtt_s: float = RTT_S) -> None:
+            for _ in range(round(seconds / STEP_S)):
+                self.now += STEP_S
+                connections = governor.plan.connections
+                state = LinkState(
+                    peer="p", at=self.now, connections=connections, goodput_bytes_per_s=5e6,
+                    rtt_s=RTT_S, min_rtt_s=RTT_S, queued_bytes=1 << 30,
+                )  # fmt: skip
+                governor.on_sample(state, self.now, busy=True)
+
+    governor = Governor(4, 64)
+    elsewhere = Elsewhere(60e6)
+    for _ in range(10):
+        elsewhere.run(governor, 4.0)
+        assert governor.plan.connections <= 8
+
+
+def test_a_short_link_and_an_idle_one_are_left_alone() -> None:
+    pipe, governor = Pipe(60e6), Governor(4, 64)
+    pipe.run(governor, 2.0, min_rtt_s=50e-6)
+    assert governor.plan.pace_bytes_per_s is None
+    idle = LinkState(peer="p", at=0.0, rtt_s=0.5, min_rtt_s=0.04)
+    assert governor.on_sample(idle, 3.0, busy=False) == governor.plan
+
+
+@pytest.mark.parametrize("pause_s", [0.5, 60.0])
+def test_a_pause_does_not_pass_for_a_narrow_link(pause_s: float) -> None:
+    pipe, governor = Pipe(60e6), Governor(4, 64)
+    pipe.run(governor, 5.0)
+    pace = governor.plan.pace_bytes_per_s
+    pipe.now += pause_s
+    quiet = LinkState(peer="p", at=pipe.now, connections=4, rtt_s=2 * RTT_S, min_rtt_s=RTT_S)
+    governor.on_sample(quiet, pipe.now, busy=False)
+    for step in range(4):  # the first samples after the pause still show the old round trip and no goodput
+        governor.on_sample(quiet, pipe.now + step * STEP_S, busy=True)
+    assert governor.plan.pace_bytes_per_s == pace

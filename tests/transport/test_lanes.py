@@ -1,0 +1,186 @@
+"""The scheduler: whose bytes leave next, on which lane."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transport.errors import RemoteProtocolError
+from transport.frames import Abort, Accept, Ack, Cancel, Nack
+from transport.lanes import MAX_REJECTED_CHUNKS, LaneScheduler, Transfer, Urgency
+from transport.transfer import Manifest, Outbox
+
+CHUNK = 1 << 20
+
+
+def transfer(scheduler: LaneScheduler, slot: int, megabytes: int = 10, **more: object) -> Transfer:
+    made = Transfer(
+        slot=slot, transfer_id=f"t{slot}", secret=b"s", outbox=Outbox(Manifest([CHUNK] * megabytes)), **more
+    )  # type: ignore[arg-type]  # fmt: skip
+    scheduler.add(made)
+    scheduler.ready(made, range(megabytes))
+    made.outbox.accept([(0, megabytes * CHUNK)])
+    return made
+
+
+def scheduler_with(lanes: int = 1) -> LaneScheduler:
+    scheduler = LaneScheduler(chunk_bytes=CHUNK, window_bytes=1 << 40)
+    for lane in range(lanes):
+        scheduler.lane_up(lane)
+    return scheduler
+
+
+def served(scheduler: LaneScheduler, batches: int, lane: int = 0) -> list[int]:
+    """Slots in the order in which their bytes left."""
+    return [piece.transfer.slot for _ in range(batches) for piece in scheduler.next_batch(lane).pieces]
+
+
+def test_urgent_before_normal_before_bulk() -> None:
+    scheduler = scheduler_with()
+    for slot, urgency in enumerate((Urgency.BULK, Urgency.NORMAL, Urgency.URGENT)):
+        transfer(scheduler, slot, 1, urgency=urgency)
+    order = served(scheduler, 40)
+    assert sorted(set(order), key=order.index) == [2, 1, 0]
+
+
+def test_the_earliest_deadline_goes_first() -> None:
+    scheduler = scheduler_with()
+    for slot, deadline in enumerate((30.0, 10.0, 20.0)):
+        transfer(scheduler, slot, 1, deadline=deadline)
+    order = served(scheduler, 40)
+    assert sorted(set(order), key=order.index) == [1, 2, 0]
+
+
+def test_tenants_share_by_weight() -> None:
+    scheduler = scheduler_with()
+    heavy = transfer(scheduler, 0, 100, tenant="a", weight=3.0)
+    light = transfer(scheduler, 1, 100, tenant="b", weight=1.0)
+    while heavy.outbox.bytes_sent < 60 * CHUNK:
+        scheduler.next_batch(0)
+    assert heavy.outbox.bytes_sent / light.outbox.bytes_sent == pytest.approx(3.0, rel=0.1)
+
+
+def test_a_tenant_that_was_away_does_not_come_back_with_credit() -> None:
+    scheduler = scheduler_with()
+    old = transfer(scheduler, 0, 100, tenant="a")
+    while old.outbox.bytes_sent < 50 * CHUNK:
+        scheduler.next_batch(0)
+    new = transfer(scheduler, 1, 100, tenant="b")
+    for _ in range(20):
+        scheduler.next_batch(0)
+    assert new.outbox.bytes_sent <= old.outbox.bytes_sent - 50 * CHUNK + 2 * CHUNK
+
+
+def test_a_lost_lane_gives_its_chunks_to_the_others() -> None:
+    scheduler = scheduler_with(2)
+    t = transfer(scheduler, 0, 4)
+    first = scheduler.next_batch(0).pieces[0]
+    scheduler.lane_down(0)
+    again = scheduler.next_batch(1)
+    assert again.pieces[0].start == first.start
+    assert t.outbox.bytes_resent == first.stop - first.start
+
+
+def test_answers_to_what_was_never_sent_are_refused() -> None:
+    scheduler = scheduler_with()
+    transfer(scheduler, 0)
+    piece = scheduler.next_batch(0).pieces[0]
+    for frame in (
+        Ack(slot=0, ranges=((piece.start, piece.stop + 1),)),
+        Nack(slot=0, offset=7, length=5, code="checksum"),
+        Accept(slot=0, missing=((0, 1 << 40),)),
+    ):
+        with pytest.raises(RemoteProtocolError):
+            scheduler.on_frame(0, frame)
+
+
+def test_a_chunk_that_never_passes_ends_the_transfer() -> None:
+    scheduler = scheduler_with()
+    t = transfer(scheduler, 0, 1)
+    for _ in range(1000):
+        if t.outcome is not None:
+            break
+        for piece in scheduler.next_batch(0).pieces:
+            if t.outcome is None:
+                nack = Nack(slot=0, offset=piece.start, length=piece.stop - piece.start, code="checksum")
+                scheduler.on_frame(0, nack)
+    assert t.outcome is not None
+    assert t.outcome.code == "checksum"
+    assert t.outbox.rejected_chunks == MAX_REJECTED_CHUNKS + 1
+
+
+def test_a_full_window_takes_no_more_until_it_is_acknowledged() -> None:
+    scheduler = LaneScheduler(chunk_bytes=CHUNK, window_bytes=2 * CHUNK)
+    scheduler.lane_up(0)
+    t = transfer(scheduler, 0)
+    sent = []
+    while batch := scheduler.next_batch(0).pieces:
+        sent += batch
+    assert t.outbox.bytes_sent <= 2 * CHUNK
+    scheduler.on_frame(0, Ack(slot=0, ranges=((sent[0].start, sent[0].stop),)))
+    assert scheduler.next_batch(0).pieces
+
+
+def test_the_end_of_a_transfer_is_told_where_it_was_opened() -> None:
+    scheduler = scheduler_with(2)
+    t = transfer(scheduler, 0)
+    scheduler.next_batch(0)
+    scheduler.abort(t, "over")
+    assert [type(n) for n in scheduler.next_batch(0).notices] == [Abort]
+    assert not scheduler.next_batch(1).notices
+    assert scheduler.take_settled() == [t]
+
+
+def test_memory_in_use_is_not_reported_free() -> None:
+    scheduler = scheduler_with()
+    t = transfer(scheduler, 0)
+    t.writing = 1
+    scheduler.on_frame(0, Cancel(slot=0, code="cancelled"))
+    assert scheduler.take_settled() == []
+    t.writing = 0
+    assert scheduler.take_settled() == [t]
+
+
+def test_chunks_shrink_towards_the_end_and_on_slow_lanes() -> None:
+    scheduler = scheduler_with(4)
+    transfer(scheduler, 0, 4)
+    assert scheduler.next_batch(0).num_bytes == CHUNK // 2
+    scheduler = scheduler_with()
+    scheduler.lane_bytes_per_s = 2e6
+    transfer(scheduler, 0, 100)
+    assert scheduler.next_batch(0).num_bytes == 200_000
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["send", "ack", "nack", "down"])), max_size=60))
+def test_no_byte_is_ever_forgotten(steps: list[tuple[int, str]]) -> None:
+    scheduler = LaneScheduler(chunk_bytes=300_000)
+    for lane in range(4):
+        scheduler.lane_up(lane)
+    t = transfer(scheduler, 0, 3)
+    flying: dict[int, list[tuple[int, int]]] = {lane: [] for lane in range(4)}
+
+    def step(lane: int, action: str) -> None:
+        if action == "send":
+            flying[lane] += [(piece.start, piece.stop) for piece in scheduler.next_batch(lane).pieces]
+        elif action == "down":
+            scheduler.lane_down(lane)
+            scheduler.lane_up(lane)
+            flying[lane] = []
+        elif flying[lane]:
+            start, stop = flying[lane].pop(0)
+            answer = Ack(slot=0, ranges=((start, stop),)) if action == "ack" else None
+            scheduler.on_frame(lane, answer or Nack(slot=0, offset=start, length=stop - start, code="checksum"))
+
+    for lane, action in steps:
+        step(lane, action)
+        if t.outcome is None:
+            box = t.outbox
+            assert box.bytes_queued + box.bytes_in_flight + box.acked.num_bytes == 3 * CHUNK
+    for _ in range(1000):
+        if t.outcome is not None:
+            break
+        for lane in range(4):
+            step(lane, "send")
+            step(lane, "ack")
+    assert t.outcome is not None
+    assert t.outcome.ok

@@ -1,0 +1,57 @@
+import pytest
+
+from transport.pacing import DailyBudget, TokenBucket
+
+
+def test_bucket_refills_with_time() -> None:
+    bucket = TokenBucket(bytes_per_s=100, burst_bytes=50)
+    bucket.on_sent(150, now=0.0)
+    assert bucket.next_send_time(0.0) == pytest.approx(1.0)
+    assert bucket.next_send_time(1.0) == 1.0
+
+
+def test_average_holds_whatever_the_sizes() -> None:
+    bucket, now, sent = TokenBucket(bytes_per_s=1000, burst_bytes=10), 0.0, 0
+    for size in [1, 700, 3, 250, 46] * 20:
+        now = bucket.next_send_time(now)
+        bucket.on_sent(size, now)
+        sent += size
+    now = bucket.next_send_time(now)
+    assert sent / now == pytest.approx(1000, rel=0.01)
+
+
+def test_idle_time_earns_no_more_than_the_burst() -> None:
+    bucket = TokenBucket(bytes_per_s=100, burst_bytes=50)
+    bucket.on_sent(0, now=0.0)
+    bucket.on_sent(100, now=1000.0)
+    assert bucket.next_send_time(1000.0) == pytest.approx(1000.5)
+
+
+def test_a_new_rate_holds_from_now_on() -> None:
+    bucket = TokenBucket(bytes_per_s=100, burst_bytes=1)
+    bucket.on_sent(101, now=0.0)
+    bucket.set_rate(1000, now=0.5)
+    assert bucket.next_send_time(0.5) == pytest.approx(0.55)
+
+
+def test_a_clock_that_jumps_back_earns_nothing() -> None:
+    bucket = TokenBucket(bytes_per_s=100, burst_bytes=10)
+    bucket.on_sent(110, now=50.0)
+    assert bucket.next_send_time(10.0) == pytest.approx(11.0)
+
+
+@pytest.mark.parametrize(("rate", "burst"), [(0, 1), (1, 0), (-1, 1)])
+def test_refuses_what_is_no_rate(rate: float, burst: float) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        TokenBucket(rate, burst)
+
+
+def test_a_daily_budget_holds_from_step_to_step_and_over_midnight() -> None:
+    budget = DailyBudget(((8 * 3600, 10e6), (20 * 3600, 50e6)))
+    assert [budget.at(h * 3600) for h in (0, 7.99, 8, 19.99, 20, 23.9)] == [50e6, 50e6, 10e6, 10e6, 50e6, 50e6]
+
+
+@pytest.mark.parametrize("steps", [(), ((5, 1.0), (4, 1.0)), ((0, 0.0),), ((86_400, 1.0),), ((-1, 1.0),)])
+def test_refuses_what_is_no_day(steps: tuple[tuple[float, float], ...]) -> None:
+    with pytest.raises(ValueError, match="must"):
+        DailyBudget(steps)

@@ -1,0 +1,180 @@
+"""Real processes: what dies, dies hard. TRANSPORT_TRANSFERS sets how many transfers the last test makes."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from tests.transport.helpers import SECRET, Memory, deliver
+from tests.transport.proxy import Proxy
+from transport.client import ClientOptions, TransferClient
+from transport.server import ServerOptions, TransferServer
+from transport.tcp import TcpOptions
+
+MB = 1 << 20
+SIZES = [MB] * 24
+
+SENDER = """
+import sys, time
+from tests.transport.helpers import SECRET, Memory
+from transport.client import ClientOptions, TransferClient
+sizes = [1 << 20] * 24
+client = TransferClient(options=ClientOptions(connections=3, egress_bytes_per_s=20e6))
+push = client.open(sys.argv[1], "t", SECRET, sizes, Memory(sizes, fill=True, seed=1))
+push.ready_all()
+push.wait()
+"""
+
+RECEIVER = """
+import sys, time
+from tests.transport.helpers import SECRET, Memory
+from transport.server import TransferServer
+sizes = [1 << 20] * 24
+server = TransferServer("127.0.0.1", int(sys.argv[1])).start()
+server.expect("t", SECRET, sizes, Memory(sizes))
+print(server.address, flush=True)
+time.sleep(60)
+"""
+
+
+@contextmanager
+def process(code: str, *args: str) -> Iterator[subprocess.Popen[str]]:
+    child = subprocess.Popen([sys.executable, "-c", code, *args], stdout=subprocess.PIPE, text=True)
+    try:
+        yield child
+    finally:
+        child.send_signal(signal.SIGCONT)
+        child.kill()
+        child.communicate()
+
+
+def wait_until(condition: object, timeout_s: float = 15.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_killed_sender_is_replaced_and_only_the_rest_is_sent() -> None:
+    target, done = Memory(SIZES, seed=2), threading.Event()
+    with TransferServer() as server:
+        landing = server.expect("t", SECRET, SIZES, target, on_done=lambda _: done.set())
+        with process(SENDER, server.address) as sender:
+            wait_until(lambda: landing.bytes_landed > 6 * MB)
+            os.kill(sender.pid, signal.SIGKILL)
+        source = Memory(SIZES, fill=True, seed=1)
+        with TransferClient() as client:
+            push = client.open(server.address, "t", SECRET, SIZES, source)
+            push.ready_all()
+            result = push.wait(10)
+            assert result is not None
+            assert result.ok
+            assert result.stats.bytes_resumed >= 6 * MB
+        assert done.wait(5)
+        assert source.content() == target.content()
+
+
+def test_a_killed_sender_that_nobody_replaces_is_noticed() -> None:
+    results: list[str] = []
+    with TransferServer() as server:
+        landing = server.expect(
+            "t", SECRET, SIZES, Memory(SIZES), on_done=lambda r: results.append(r.reason), orphan_timeout_s=0.2
+        )
+        with process(SENDER, server.address) as sender:
+            wait_until(lambda: landing.bytes_landed > 2 * MB)
+            os.kill(sender.pid, signal.SIGKILL)
+            wait_until(lambda: results)
+    assert results == ["sender_lost"]
+
+
+def test_a_killed_receiver_is_noticed_and_a_new_one_at_the_same_address_served() -> None:
+    with process(RECEIVER, "0") as receiver:
+        assert receiver.stdout is not None
+        address = receiver.stdout.readline().strip()
+        options = ClientOptions(connections=3, egress_bytes_per_s=20e6, peer_timeout_s=1.0)
+        with TransferClient(options=options) as client:
+            push = client.open(address, "t", SECRET, SIZES, Memory(SIZES, fill=True))
+            push.ready_all()
+            wait_until(lambda: push.stats.bytes_acked > 4 * MB)
+            os.kill(receiver.pid, signal.SIGKILL)
+            result = push.wait(10)
+            assert result is not None
+            assert result.reason == "peer_lost"
+            with process(RECEIVER, address.rpartition(":")[2]) as again:
+                assert again.stdout is not None
+                assert again.stdout.readline().strip() == address
+                client.set_egress_budget(None)
+                push = client.open(address, "t", SECRET, SIZES, Memory(SIZES, fill=True))
+                push.ready_all()
+                result = push.wait(10)
+                assert result is not None
+                assert result.ok
+
+
+def test_a_stopped_receiver_is_not_waited_for_for_ever() -> None:
+    tcp = TcpOptions(dead_after_s=0.8)
+    options = ClientOptions(connections=2, egress_bytes_per_s=20e6, peer_timeout_s=0.5, tcp=tcp)
+    with process(RECEIVER, "0") as receiver, TransferClient(options=options) as client:
+        assert receiver.stdout is not None
+        push = client.open(receiver.stdout.readline().strip(), "t", SECRET, SIZES, Memory(SIZES, fill=True))
+        push.ready_all()
+        wait_until(lambda: push.stats.bytes_acked > 2 * MB)
+        os.kill(receiver.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        result = push.wait(15)
+        assert result is not None
+        assert result.reason == "peer_lost"
+        assert time.monotonic() - started < 8
+
+
+def test_one_connection_at_a_hundredth_of_the_speed_holds_nobody_up() -> None:
+    with (
+        TransferServer() as server,
+        Proxy(server.address, bytes_per_s=40e6) as proxy,
+        TransferClient(options=ClientOptions(connections=4, chunk_bytes=MB)) as client,
+    ):
+        proxy.slow[0] = 0.4e6
+        started = time.monotonic()
+        delivery = deliver(server, client, [MB] * 32, address=proxy.address)
+        pushed, _ = delivery.wait(30)
+        assert pushed is not None
+        assert pushed.ok
+        # Striped over four connections, the slow one would need 20 s for its quarter.
+        assert time.monotonic() - started < 12
+        assert delivery.equal
+
+
+def test_many_transfers_with_connections_dying_at_random() -> None:
+    count, rng = int(os.environ.get("TRANSPORT_TRANSFERS", "100")), np.random.default_rng(5)
+    sizes = [20_480, 300_000, 1]
+    with (
+        TransferServer(options=ServerOptions()) as server,
+        Proxy(server.address) as proxy,
+        TransferClient(options=ClientOptions(connections=3)) as client,
+    ):
+        stop = threading.Event()
+
+        def kill() -> None:
+            while not stop.wait(0.03):
+                if proxy.pairs:
+                    proxy.cut(int(rng.integers(max(0, len(proxy.pairs) - 3), len(proxy.pairs))))
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        try:
+            deliveries = []
+            for i in range(count):
+                deliveries.append(deliver(server, client, sizes, transfer_id=str(i), address=proxy.address))
+                if i % 10 == 9:
+                    assert all(result is not None and result.ok for d in deliveries[-10:] for result in d.wait())
+        finally:
+            stop.set()
+            killer.join()
+        assert all(d.equal for d in deliveries)
+        assert server.counters["landed"] == count

@@ -1,0 +1,128 @@
+"""Transfers between two nodes of one host: the receiver copies from the sender's arena file."""
+
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.transport.helpers import SECRET, Memory
+from transport.client import ClientOptions, TransferClient
+from transport.errors import LocalProtocolError
+from transport.landings import LandingResult
+from transport.server import ServerOptions, TransferServer
+from transport.shm import ArenaSource, copy_extents, merge_extents, open_arena
+
+SIZES = [300_000, 0, 20_480, 1, 3_000_000] * 2
+
+
+class Arena:
+    """A source memory in a file, as an agent's arena is."""
+
+    def __init__(self, path: Path, sizes: list[int]) -> None:
+        self.memory = Memory(sizes, fill=True)
+        path.write_bytes(self.memory.buffer)
+        with path.open("r+b") as file:
+            self.map = mmap.mmap(file.fileno(), 0)
+        self.source = ArenaSource(str(path), memoryview(self.map), self.memory.segments)
+
+    def close(self) -> None:
+        self.source.arena.release()
+        self.map.close()
+
+
+@pytest.fixture
+def arena(tmp_path: Path) -> Iterator[Arena]:
+    arena = Arena(tmp_path / "arena", SIZES)
+    yield arena
+    arena.close()
+
+
+def push(arena: Arena, server: TransferServer, client: TransferClient) -> tuple[Memory, list[LandingResult], str]:
+    target, results, landed = Memory(SIZES, seed=2), [], threading.Event()
+    server.expect("t", SECRET, SIZES, target, on_done=lambda result: (results.append(result), landed.set()))
+    push = client.open(server.address, "t", SECRET, SIZES, arena.source, same_host=True)
+    push.ready_all()
+    result = push.wait(10)
+    assert result is not None
+    landed.wait(1)
+    return target, results, result.reason
+
+
+def test_bytes_are_copied_out_of_the_arena(arena: Arena, tmp_path: Path) -> None:
+    with TransferServer(options=ServerOptions(arena_dirs=(str(tmp_path),))) as server, TransferClient() as client:
+        target, results, reason = push(arena, server, client)
+        assert reason == ""
+        assert results[0].ok
+        assert target.content() == arena.memory.content()
+
+
+def test_the_same_source_serves_tcp(arena: Arena) -> None:
+    with TransferServer() as server, TransferClient() as client:
+        target = Memory(SIZES, seed=2)
+        server.expect("t", SECRET, SIZES, target)
+        push = client.open(server.address, "t", SECRET, SIZES, arena.source)
+        push.ready_all()
+        result = push.wait(10)
+        assert result is not None
+        assert result.ok
+        assert target.content() == arena.memory.content()
+
+
+def test_an_arena_outside_the_allowed_places_is_not_read(arena: Arena) -> None:
+    with TransferServer(options=ServerOptions(arena_dirs=("/proc",))) as server, TransferClient() as client:
+        _, _, reason = push(arena, server, client)
+        assert reason == "arena_not_readable"
+
+
+def test_a_link_out_of_the_allowed_place_is_not_followed(tmp_path: Path) -> None:
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (tmp_path / "secret").write_text("x")
+    (inside / "arena").symlink_to(tmp_path / "secret")
+    with pytest.raises(PermissionError):
+        open_arena(str(inside / "arena"), [str(inside)])
+    os.mkfifo(inside / "pipe")
+    with pytest.raises(PermissionError, match="regular file"):
+        open_arena(str(inside / "pipe"), [str(inside)])
+
+
+def test_bytes_that_changed_after_ready_do_not_land(arena: Arena, tmp_path: Path) -> None:
+    class Moving(ArenaSource):
+        def extents(self, index: int, skip: int, size: int) -> list[tuple[int, int]]:
+            extents = super().extents(index, skip, size)
+            for start, length in extents:
+                self.arena[start : start + length] = os.urandom(length)
+            return extents
+
+    moving = Moving(arena.source.path, arena.source.arena, arena.source.segments)
+    with TransferServer(options=ServerOptions(arena_dirs=(str(tmp_path),))) as server, TransferClient() as client:
+        server.expect("t", SECRET, SIZES, Memory(SIZES))
+        push = client.open(server.address, "t", SECRET, SIZES, moving, same_host=True)
+        push.ready_all()
+        result = push.wait(10)
+        assert result is not None
+        assert result.reason == "checksum"
+        assert server.counters["rejected:checksum"] > 0
+
+
+def test_a_truncated_arena_is_a_rejected_chunk_not_a_crash(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 100)
+    fd = open_arena(str(path), [str(tmp_path)])
+    try:
+        assert copy_extents(fd, [(0, 100)], [memoryview(bytearray(60)), memoryview(bytearray(40))])
+        assert not copy_extents(fd, [(50, 100)], [memoryview(bytearray(100))])
+    finally:
+        os.close(fd)
+
+
+def test_shared_memory_needs_an_arena() -> None:
+    with TransferClient(options=ClientOptions()) as client, pytest.raises(LocalProtocolError):
+        client.open("127.0.0.1:1", "t", SECRET, [1], Memory([1]), same_host=True)
+
+
+def test_neighbouring_extents_merge() -> None:
+    assert merge_extents([(0, 10), (10, 5), (20, 1)]) == [(0, 15), (20, 1)]

@@ -1,0 +1,380 @@
+"""Server and client over real sockets."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from tests.transport.helpers import SECRET, Memory, deliver
+from tests.transport.proxy import Proxy
+from transport.checksum import Integrity
+from transport.client import ClientOptions, TransferClient
+from transport.errors import Closed, LocalProtocolError
+from transport.lanes import Urgency
+from transport.server import ServerOptions, TransferServer
+from transport.tcp import TcpOptions, format_address, parse_address
+
+MIXED = [300_000, 0, 20_480, 1, 3_000_000, 70_000] * 3
+MB = 1 << 20
+
+
+def client_of(connections: int = 4, **options: object) -> TransferClient:
+    return TransferClient(options=ClientOptions(connections=connections, **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("integrity", [Integrity.NONE, Integrity.CHECKSUM])
+@pytest.mark.parametrize("connections", [1, 4])
+def test_ranges_land_in_their_pages(integrity: Integrity, connections: int) -> None:
+    options = ServerOptions(integrity=integrity)
+    with TransferServer(options=options) as server, client_of(connections, integrity=integrity) as client:
+        delivery = deliver(server, client, MIXED)
+        pushed, landed = delivery.wait()
+        assert delivery.equal
+        assert pushed is not None
+        assert landed is not None
+        assert pushed.ok
+        assert landed.ok
+        assert landed.bytes_landed == pushed.stats.bytes_sent == sum(MIXED)
+        assert not delivery.landing.missing()
+        assert server.num_connections <= connections
+
+
+def test_bytes_leave_as_ranges_become_ready() -> None:
+    sizes = [100_000] * 8
+    with TransferServer() as server, client_of() as client:
+        delivery = deliver(server, client, sizes, ready=False)
+        for i in (3, 0, 7, 1, 2, 6, 5, 4):
+            delivery.push.ready(i)
+            delivery.push.ready(i)
+            deadline = time.monotonic() + 5
+            while not delivery.landing.inbox.landed.covers(i * 100_000, (i + 1) * 100_000):
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+        pushed, _ = delivery.wait()
+        assert pushed is not None
+        assert pushed.ok
+        assert delivery.equal
+
+
+def test_many_small_ranges_out_of_order_share_system_calls() -> None:
+    sizes = [20_480] * 600
+    with TransferServer() as server, client_of(2) as client:
+        delivery = deliver(server, client, sizes, ready=False)
+        delivery.push.ready([*range(0, 600, 2), *range(1, 600, 2)])
+        pushed, _ = delivery.wait()
+        assert pushed is not None
+        assert pushed.ok
+        assert pushed.stats.chunks >= 600
+        assert delivery.equal
+
+
+def test_transfers_share_their_connections() -> None:
+    with TransferServer() as server, client_of(3) as client:
+        deliveries = [deliver(server, client, [200_000] * 5, transfer_id=f"t{i}") for i in range(20)]
+        assert all(result is not None and result.ok for d in deliveries for result in d.wait())
+        assert all(d.equal for d in deliveries)
+        assert server.num_connections <= 3
+        assert server.counters["landed"] == 20
+
+
+def test_a_cut_connection_costs_its_chunks_only() -> None:
+    sizes = [MB] * 48
+    with TransferServer() as server, Proxy(server.address, bytes_per_s=60e6) as proxy, client_of() as client:
+        delivery = deliver(server, client, sizes, address=proxy.address)
+        proxy.wait_for(12 * MB)
+        proxy.cut(0)
+        pushed, landed = delivery.wait()
+        assert pushed is not None
+        assert landed is not None
+        assert pushed.ok
+        assert landed.ok
+        assert 0 < pushed.stats.bytes_resent < 16 * MB
+        assert delivery.equal
+
+
+def test_all_connections_cut_and_the_rest_is_resumed() -> None:
+    sizes = [MB] * 32
+    with TransferServer() as server, Proxy(server.address, bytes_per_s=50e6) as proxy, client_of(2) as client:
+        delivery = deliver(server, client, sizes, address=proxy.address)
+        for size in (8 * MB, 20 * MB):
+            proxy.wait_for(size)
+            for index in range(len(proxy.pairs)):
+                proxy.cut(index)
+        pushed, _ = delivery.wait()
+        assert pushed is not None
+        assert pushed.ok
+        assert len(proxy.pairs) >= 4
+        assert delivery.equal
+
+
+def test_another_sender_finishes_what_the_first_left() -> None:
+    sizes = [MB] * 24
+    with TransferServer() as server, Proxy(server.address, bytes_per_s=100e6) as proxy:
+        with client_of(2) as first:
+            delivery = deliver(server, first, sizes, address=proxy.address)
+            proxy.wait_for(8 * MB)
+        pushed = delivery.push.wait(1)
+        assert pushed is not None
+        assert pushed.reason == "closing"
+        assert delivery.landing.outcome is None
+        with client_of(2) as second:
+            push = second.open(server.address, "t", SECRET, sizes, delivery.source)
+            push.ready_all()
+            result = push.wait(10)
+            assert result is not None
+            assert result.ok
+            assert 0 < result.stats.bytes_resumed == 24 * MB - result.stats.bytes_sent
+        assert delivery.landed.wait(5)
+        assert delivery.equal
+
+
+def test_cancel_gives_the_memory_back_at_once_though_the_link_is_stuck() -> None:
+    with TransferServer() as server, Proxy(server.address, bytes_per_s=20e6) as proxy, client_of(2) as client:
+        delivery = deliver(server, client, [4 * MB] * 4, address=proxy.address)
+        proxy.wait_for(2 * MB)
+        proxy.stalled |= {0, 1}
+        time.sleep(0.1)
+        started = time.monotonic()
+        server.cancel("t", "client went away")
+        assert delivery.landed.wait(5)
+        assert time.monotonic() - started < 0.25
+        assert delivery.results[0].reason == "cancelled"
+        proxy.stalled.clear()
+        pushed = delivery.push.wait(10)
+        assert pushed is not None
+        assert (pushed.reason, pushed.detail) == ("cancelled", "client went away")
+        again = deliver(server, client, MIXED, transfer_id="u", address=proxy.address)
+        assert all(result is not None and result.ok for result in again.wait())
+        assert again.equal
+
+
+def test_abort_ends_both_sides_and_the_connections_live_on() -> None:
+    with TransferServer() as server, Proxy(server.address, bytes_per_s=20e6) as proxy, client_of(2) as client:
+        delivery = deliver(server, client, [4 * MB] * 4, address=proxy.address)
+        proxy.wait_for(2 * MB)
+        delivery.push.abort("no more")
+        pushed, landed = delivery.wait(5)
+        assert pushed is not None
+        assert landed is not None
+        assert (pushed.reason, landed.reason) == ("aborted", "aborted")
+        assert deliver(server, client, MIXED, transfer_id="u", address=proxy.address).wait()[1] is not None
+        assert len(proxy.pairs) == 2
+
+
+def test_wrong_secret_unknown_transfer_and_wrong_sizes_are_refused_and_counted() -> None:
+    with TransferServer() as server, client_of() as client:
+        delivery = deliver(server, client, MIXED, secret=b"guess")
+        pushed = delivery.push.wait(5)
+        assert pushed is not None
+        assert pushed.reason == "bad_secret"
+        for transfer_id, sizes, reason in (("x", MIXED, "unknown_transfer"), ("t", [5], "manifest_mismatch")):
+            push = client.open(server.address, transfer_id, SECRET, sizes, Memory(sizes))
+            result = push.wait(5)
+            assert result is not None
+            assert result.reason == reason
+            assert server.counters[f"refused:{reason}"] == 1
+        assert server.counters["refused:bad_secret"] == 1
+        assert delivery.landing.bytes_landed == 0
+
+
+def test_integrity_modes_must_agree() -> None:
+    with TransferServer() as server, client_of(integrity=Integrity.NONE) as client:
+        pushed = deliver(server, client, MIXED).push.wait(5)
+        assert pushed is not None
+        assert pushed.reason == "integrity_mode"
+
+
+def test_nobody_there_is_said_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = format_address(*probe.getsockname()[:2])
+    with client_of(peer_timeout_s=0.5) as client:
+        started = time.monotonic()
+        push = client.open(address, "t", SECRET, [10], Memory([10]))
+        result = push.wait(5)
+        assert result is not None
+        assert result.reason == "peer_lost"
+        assert "refused" in result.detail
+        assert 0.4 < time.monotonic() - started < 2.0
+
+
+def test_a_peer_that_falls_silent_is_noticed_by_both_ends() -> None:
+    tcp = TcpOptions(dead_after_s=0.6)
+    with (
+        TransferServer(options=ServerOptions(tcp=tcp)) as server,
+        Proxy(server.address, bytes_per_s=20e6) as proxy,
+        client_of(2, tcp=tcp, peer_timeout_s=0.3) as client,
+    ):
+        delivery = deliver(server, client, [4 * MB] * 4, address=proxy.address, orphan_timeout_s=0.3)
+        proxy.wait_for(2 * MB)
+        proxy.stalled |= set(range(100))
+        started = time.monotonic()
+        pushed, landed = delivery.wait(10)
+        assert pushed is not None
+        assert landed is not None
+        assert (pushed.reason, landed.reason) == ("peer_lost", "sender_lost")
+        assert time.monotonic() - started < 4.0
+
+
+def test_deadlines_hold_at_both_ends() -> None:
+    done = threading.Event()
+    with TransferServer() as server, client_of() as client:
+        landing = server.expect("t", SECRET, [10], Memory([10]), on_done=lambda _: done.set(), deadline_s=0.2)
+        push = client.open(server.address, "t", SECRET, [10], Memory([10]), deadline_s=5.0)
+        assert done.wait(2)
+        assert landing.result().reason == "deadline"
+        result = push.wait(2)
+        assert result is not None
+        assert result.reason == "deadline"
+        server.expect("u", SECRET, [10], Memory([10]))
+        late = client.open(server.address, "u", SECRET, [10], Memory([10]), deadline_s=0.2).wait(2)
+        assert late is not None
+        assert late.reason == "deadline"
+
+
+def test_strangers_and_babble_are_turned_away() -> None:
+    with TransferServer() as server, client_of() as client:
+        for words in (b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100, bytes(range(256)) * 20):
+            with socket.create_connection(parse_address(server.address), timeout=5) as sock:
+                sock.sendall(words)
+                while sock.recv(1000):
+                    pass
+        assert server.counters["lost_connections"] == 3
+        assert all(result is not None and result.ok for result in deliver(server, client, MIXED).wait())
+
+
+def test_the_budget_is_kept_and_may_change() -> None:
+    with TransferServer() as server, client_of(2, egress_bytes_per_s=20e6) as client:
+        started = time.monotonic()
+        delivery = deliver(server, client, [MB] * 10)
+        assert all(result is not None and result.ok for result in delivery.wait())
+        assert 5e6 < 10 * MB / (time.monotonic() - started) < 24e6
+        client.set_egress_budget(60e6)
+        started = time.monotonic()
+        deliver(server, client, [MB] * 20, transfer_id="u").wait()
+        # A loaded machine may well send less than it is allowed to; never more.
+        assert 5e6 < 20 * MB / (time.monotonic() - started) < 70e6
+
+
+def test_the_link_is_described_while_it_works() -> None:
+    with TransferServer() as server, client_of(2, egress_bytes_per_s=30e6) as client:
+        delivery = deliver(server, client, [MB] * 16)
+        time.sleep(0.35)
+        state = client.link(server.address)
+        assert state.connections == 2
+        assert state.congestion_control
+        assert 15e6 < state.goodput_bytes_per_s < 60e6
+        assert 0 < state.queued_bytes < 16 * MB
+        assert 0.1 < state.estimate_s(0) < 2.0
+        delivery.wait()
+        assert [link.peer for link in client.links()] == [server.address]
+
+
+def test_urgent_overtakes_bulk() -> None:
+    order: list[str] = []
+    with TransferServer() as server, client_of(2, egress_bytes_per_s=20e6) as client:
+        for name, urgency in (("bulk", Urgency.BULK), ("urgent", Urgency.URGENT)):
+            sizes = [MB] * 4
+            server.expect(name, SECRET, sizes, Memory(sizes))
+            push = client.open(
+                server.address, name, SECRET, sizes, Memory(sizes), urgency=urgency,
+                on_done=lambda result: order.append(result.transfer_id),
+            )  # fmt: skip
+            push.ready_all()
+        push.wait(5)
+        deadline = time.monotonic() + 5
+        while len(order) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert order == ["urgent", "bulk"]
+
+
+def test_callbacks_may_raise_and_call_back() -> None:
+    with TransferServer() as server, client_of() as client:
+        for name in "ab":
+            server.expect(name, SECRET, [10], Memory([10]), on_done=lambda _: server.cancel("nothing"))
+        second: list[object] = []
+
+        def then(_: object) -> None:
+            push = client.open(server.address, "b", SECRET, [10], Memory([10]), on_done=second.append)
+            push.ready(0)
+            raise RuntimeError("a callback's own fault")
+
+        client.open(server.address, "a", SECRET, [10], Memory([10]), on_done=then).ready(0)
+        deadline = time.monotonic() + 5
+        while not second and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert second
+
+
+def test_a_source_that_fails_ends_its_push_only() -> None:
+    with TransferServer() as server, client_of() as client:
+        server.expect("t", SECRET, [10], Memory([10]))
+        push = client.open(server.address, "t", SECRET, [10], lambda i: [memoryview(b"short")])
+        push.ready(0)
+        result = push.wait(5)
+        assert result is not None
+        assert result.reason == "aborted"
+        assert all(r is not None and r.ok for r in deliver(server, client, MIXED, transfer_id="u").wait())
+
+
+def test_closed_means_closed() -> None:
+    server, client = TransferServer().start(), client_of()
+    delivery = deliver(server, client, [MB] * 4, ready=False)
+    time.sleep(0.05)
+    client.close()
+    client.close()
+    server.close()
+    server.close()
+    pushed, landed = delivery.wait(1)
+    assert pushed is not None
+    assert landed is not None
+    assert (pushed.reason, landed.reason) == ("closing", "cancelled")
+    with pytest.raises(Closed):
+        client.open(server.address, "t", SECRET, [1], Memory([1]))
+    with pytest.raises(Closed):
+        server.expect("t", SECRET, [1], Memory([1]))
+
+
+def test_an_id_is_expected_once() -> None:
+    with TransferServer() as server:
+        server.expect("t", SECRET, [1], Memory([1]))
+        with pytest.raises(LocalProtocolError, match="expected already"):
+            server.expect("t", SECRET, [1], Memory([1]))
+
+
+@pytest.mark.parametrize("address", ["localhost", ":80", "host:", "host:99999", "host:-1"])
+def test_refuses_what_is_no_address(address: str) -> None:
+    with pytest.raises(ValueError, match="not host:port"):
+        parse_address(address)
+
+
+def test_ipv6_addresses_keep_their_brackets() -> None:
+    assert parse_address("[::1]:80") == ("::1", 80)
+    assert format_address("::1", 80) == "[::1]:80"
+
+
+def test_peers_beyond_the_cap_are_closed_unless_busy() -> None:
+    servers = [TransferServer().start() for _ in range(4)]
+    try:
+        with client_of(2, max_peers=2) as client:
+            for i, server in enumerate(servers):
+                assert all(r is not None and r.ok for r in deliver(server, client, MIXED, transfer_id=str(i)).wait())
+            assert len(client.links()) == 2
+            deadline = time.monotonic() + 5
+            while servers[0].num_connections and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert servers[0].num_connections == 0
+            assert all(r is not None and r.ok for r in deliver(servers[0], client, MIXED, transfer_id="x").wait())
+    finally:
+        for server in servers:
+            server.close()
+
+
+def test_idle_peers_are_closed_and_come_back() -> None:
+    with TransferServer() as server, client_of(2, idle_timeout_s=0.2) as client:
+        deliver(server, client, MIXED).wait()
+        deadline = time.monotonic() + 5
+        while server.num_connections and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert server.num_connections == 0
+        assert all(r is not None and r.ok for r in deliver(server, client, MIXED, transfer_id="u").wait())

@@ -1,0 +1,168 @@
+"""The sending end: lanes to every peer, shared by all transfers to it.
+
+A peer has up to N lanes, each a thread with one connection that asks the scheduler for work, sends it, and reads what
+the receiver says in between. Lanes connect when there is work for them, stay connected (pinging) afterwards, and come
+back with backoff when they break; what they had on their way is sent again by whoever is there.
+"""
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from transport.errors import Closed, LocalProtocolError
+from transport.lanes import Urgency
+from transport.link import LinkState
+from transport.pacing import DailyBudget
+from transport.peer import ClientOptions, Peer, budget_now
+from transport.push import OnPushed, Push, PushResult
+from transport.shm import ArenaSource
+from transport.sieve import Sieve
+from transport.transfer import Manifest, RangeViews
+
+__all__ = ["ClientOptions", "OnPushed", "Push", "PushResult", "TransferClient"]
+
+HOUSEKEEPING_S: Final = 0.03  # less than a round trip of a long link: its queue fills within one
+IDLE_HOUSEKEEPING_S: Final = 1.0
+
+
+class TransferClient:
+    """Sends transfers to any number of peers. Callbacks come from transport threads and must not block."""
+
+    def __init__(self, *, options: ClientOptions | None = None) -> None:
+        self.options = options or ClientOptions()
+        self._lock = threading.Condition()
+        self._peers: dict[tuple[str, bool], Peer] = {}
+        self._default_budget = self.options.egress_bytes_per_s
+        self._sieve: Sieve[tuple[str, bool]] = Sieve()
+        self._leaving: list[Peer] = []  # evicted, their threads not joined yet
+        self._closing = False
+        self._keeper = threading.Thread(target=self._keep_time, name="kv-client", daemon=True)
+        self._keeper.start()
+
+    def open(
+        self,
+        address: str,
+        transfer_id: str,
+        secret: bytes,
+        sizes: Iterable[int],
+        source: RangeViews,
+        *,
+        on_done: OnPushed | None = None,
+        same_host: bool = False,
+        deadline_s: float = float("inf"),
+        urgency: Urgency = Urgency.NORMAL,
+        tenant: str = "",
+        weight: float = 1.0,
+        placement: Sequence[tuple[int, int]] = (),
+    ) -> "Push":
+        """Begins a transfer whose range i, of `sizes[i]` bytes, lies in `source(i)` once `push.ready(i)` says so.
+
+        The memory must stay as it is until `on_done(PushResult)`. With `same_host` the source must be an ArenaSource,
+        and the receiver copies the bytes itself.
+        """
+        if same_host and not isinstance(source, ArenaSource):
+            raise LocalProtocolError("a transfer on the same host needs an ArenaSource")
+        if weight <= 0:
+            raise ValueError(f"weight {weight} must be positive")
+        manifest = Manifest(sizes)
+        deadline = time.monotonic() + deadline_s
+        with self._lock:  # a peer cannot be evicted between being found and being given work
+            push = self._peer(address, same_host).open(
+                manifest,
+                source,
+                on_done,
+                transfer_id=transfer_id,
+                secret=secret,
+                urgency=urgency,
+                deadline=deadline,
+                tenant=tenant,
+                weight=weight,
+                placement=tuple(placement),
+            )
+            evicted = self._evict()
+        for peer in evicted:
+            peer.stop()
+        return push
+
+    def link(self, address: str, *, same_host: bool = False) -> LinkState:
+        """The link to a peer as last sampled (every 0.1 s while something is under way)."""
+        peer = self._peers.get((address, same_host))
+        return peer.link() if peer is not None else LinkState(peer=address, at=time.monotonic())
+
+    def links(self) -> list[LinkState]:
+        """Every TCP link there is."""
+        return [peer.link() for (_, same_host), peer in list(self._peers.items()) if not same_host]
+
+    def set_egress_budget(self, bytes_per_s: float | DailyBudget | None, address: str | None = None) -> None:
+        """Changes the budget of one peer, or of all there are and will be."""
+        with self._lock:
+            if address is None:
+                self._default_budget = bytes_per_s
+            peers = [p for (known, same_host), p in self._peers.items() if not same_host and address in (None, known)]
+        for peer in peers:
+            peer.budget = bytes_per_s
+            peer.set_budget(budget_now(bytes_per_s))
+
+    def close(self) -> None:
+        """Fails what is under way, ends all connections, joins every thread. Idempotent."""
+        with self._lock:
+            self._closing = True
+            peers = [*self._peers.values(), *self._leaving]
+            self._lock.notify_all()
+        for peer in peers:
+            peer.stop()
+        for peer in peers:
+            peer.join()
+        if self._keeper is not threading.current_thread():
+            self._keeper.join()
+
+    def __enter__(self) -> "TransferClient":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _peer(self, address: str, same_host: bool) -> "Peer":
+        """With the lock held."""
+        if self._closing:
+            raise Closed("the client is closed")
+        key = (address, same_host)
+        if key not in self._peers:
+            self._peers[key] = Peer(address, same_host, self.options, self._default_budget)
+        self._sieve.touch(key)
+        self._lock.notify_all()
+        return self._peers[key]
+
+    def _evict(self) -> list["Peer"]:
+        """Peers to close, since there are too many; with the lock held."""
+        evicted = []
+        while len(self._peers) > self.options.max_peers:
+            key = self._sieve.evict(lambda key: not self._peers[key].busy)
+            if key is None:
+                break
+            evicted.append(self._peers.pop(key))
+        self._leaving += evicted
+        return evicted
+
+    def _retire_idle(self, now: float) -> list["Peer"]:
+        idle = [key for key, peer in self._peers.items() if now - peer.busy_at > self.options.idle_timeout_s]
+        for key in idle:
+            self._sieve.remove(key)
+            self._leaving.append(self._peers.pop(key))
+        return self._leaving
+
+    def _keep_time(self) -> None:
+        while True:
+            with self._lock:
+                if self._closing:
+                    return
+                busy = any(peer.busy for peer in self._peers.values())
+                self._lock.wait(HOUSEKEEPING_S if busy else IDLE_HOUSEKEEPING_S)
+                leaving, self._leaving = self._retire_idle(time.monotonic()), []
+                peers = list(self._peers.values())
+            for peer in leaving:
+                peer.stop()
+                peer.join()
+            for peer in peers:
+                peer.keep(time.monotonic())

@@ -1,0 +1,25 @@
+"""What both ends of node.proto agree on beside its messages."""
+
+from typing import Final
+
+from transport.messages import TicketInfo
+from transport.proto import node_pb2 as pb
+
+MAX_CONTROL_BYTES: Final = 256 << 20  # a snapshot of 8M blocks; hashes are 32 bytes
+REASON_KEY: Final = "prfaas-reason"  # trailing metadata of a refusal: the label to count it under
+
+
+def ticket_info(ticket: pb.Ticket) -> TicketInfo:
+    """The message as a value."""
+    return TicketInfo(
+        transfer_id=ticket.transfer_id,
+        secret=ticket.secret,
+        num_tokens=ticket.num_tokens,
+        have_tokens=ticket.have_tokens,
+        tokens_digest=ticket.tokens_digest,
+        endpoints=tuple((each.kind, each.address, each.host_id) for each in ticket.endpoints),
+        ttl_s=ticket.ttl_s,
+        layout_fingerprint=ticket.layout_fingerprint,
+        node_id=ticket.node_id,
+        cluster=ticket.cluster,
+    )

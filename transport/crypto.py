@@ -1,0 +1,170 @@
+"""Who is there, and what only they can read: mutual TLS for the control connection, AES-128-GCM for everything else.
+
+    sender                                   receiver
+      | TLS 1.3, both certificates ----------->  |   the same port: a TLS record begins with 0x16, a Hello with 0x01
+      |  <------------ session id, secret, life  |
+      | Hello(session id, nonce) ------------->  |   any number of data connections, until the session ends
+      |  <--------------------- Welcome(nonce)   |
+
+    connection key = HMAC(session secret, direction, nonces)                     seals all frames but Chunk
+    chunk key      = HMAC(session secret, transfer secret, transfer id, nonces)  seals the payloads, header as
+    associated data
+
+The nonce of a frame is its number in its direction: under one key no number comes twice, a resent chunk takes a new
+one, and a frame that was replayed, reordered or dropped does not open. ssl sockets for the data would cost a CPU second
+per GB more.
+"""
+
+import hmac
+import os
+import socket
+import ssl
+import struct
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from transport.errors import ConnectionRefused, RemoteProtocolError
+from transport.frames import Code
+
+TAG_BYTES: Final = 16
+KEY_BYTES: Final = 16
+SESSION_ID_BYTES: Final = 16
+SESSION_SECRET_BYTES: Final = 32
+TLS_RECORD: Final = 0x16
+MAX_SESSIONS: Final = 4096
+_GRANT: Final = struct.Struct(f"<{SESSION_ID_BYTES}s{SESSION_SECRET_BYTES}sd")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """PEM files: our certificate and key, and the authority that signs those of our peers. Read anew for every
+    session.
+    """
+
+    certificate: Path
+    key: Path
+    authority: Path
+    peer_name: str = ""  # the name that a server's certificate must carry; empty: any that the authority signed
+
+    def server_context(self) -> ssl.SSLContext:
+        return self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+
+    def client_context(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = bool(self.peer_name)
+        return self._load(context)
+
+    def _load(self, context: ssl.SSLContext) -> ssl.SSLContext:
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.load_cert_chain(self.certificate, self.key)
+        context.load_verify_locations(self.authority)
+        context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a control connection agreed on."""
+
+    id: bytes
+    secret: bytes
+    ends_at: float
+
+
+class Sessions:
+    """The sessions that a listener has granted; the oldest go first."""
+
+    def __init__(self, life_s: float) -> None:
+        self._life_s = life_s
+        self._sessions: OrderedDict[bytes, Session] = OrderedDict()
+
+    def grant(self, now: float) -> Session:
+        session = Session(os.urandom(SESSION_ID_BYTES), os.urandom(SESSION_SECRET_BYTES), now + self._life_s)
+        self._sessions[session.id] = session
+        while len(self._sessions) > MAX_SESSIONS or next(iter(self._sessions.values())).ends_at <= now:
+            self._sessions.popitem(last=False)
+        return session
+
+    def secret_of(self, session_id: bytes, now: float) -> bytes | None:
+        session = self._sessions.get(session_id)
+        return session.secret if session is not None and now < session.ends_at else None
+
+
+def request_session(sock: socket.socket, identity: Identity, timeout_s: float, now: float) -> Session:
+    """Over a fresh connection, which is used up. Raises OSError, ConnectionRefused when a certificate is not
+    accepted.
+    """
+    try:
+        context = identity.client_context()
+        sock.settimeout(timeout_s)
+        grant = b""
+        with context.wrap_socket(sock, server_hostname=identity.peer_name or None) as tls:
+            while len(grant) < _GRANT.size and (part := tls.recv(_GRANT.size - len(grant))):
+                grant += part
+    except ssl.SSLError as exc:
+        raise ConnectionRefused(Code.IDENTITY, str(exc)) from exc
+    finally:
+        sock.close()
+    if len(grant) < _GRANT.size:
+        raise ConnectionRefused(Code.IDENTITY, "the receiver granted no session")
+    session_id, secret, life_s = _GRANT.unpack(grant)
+    return Session(session_id, secret, now + life_s)
+
+
+def grant_session(sock: socket.socket, identity: Identity, session: Session, timeout_s: float, now: float) -> None:
+    """The other end of request_session(). Raises OSError (ssl.SSLError when the certificate is not accepted)."""
+    sock.settimeout(timeout_s)
+    with identity.server_context().wrap_socket(sock, server_side=True) as tls:
+        tls.sendall(_GRANT.pack(session.id, session.secret, session.ends_at - now))
+        tls.recv(1)  # until the sender hangs up: closing first might lose what it has not read
+
+
+class Seal:
+    """AES-128-GCM under one key; the caller never uses a number twice."""
+
+    __slots__ = ("_aead",)
+
+    def __init__(self, key: bytes) -> None:
+        self._aead = AESGCM(key)
+
+    def seal(self, number: int, plain: bytes, header: bytes) -> bytes:
+        return self._aead.encrypt(_nonce(number), plain, header)
+
+    def open(self, number: int, sealed: bytes, header: bytes) -> bytes:
+        try:
+            return self._aead.decrypt(_nonce(number), sealed, header)
+        except InvalidTag as exc:
+            raise RemoteProtocolError(f"frame {number} is not authentic") from exc
+
+    def seal_into(self, number: int, plain: memoryview, header: bytes, out: memoryview) -> None:
+        """`out` is TAG_BYTES longer than `plain`."""
+        self._aead.encrypt_into(_nonce(number), plain, header, out)
+
+    def open_into(self, number: int, sealed: memoryview, header: bytes, out: memoryview) -> None:
+        """When this raises, `out` holds bytes that nobody vouches for."""
+        try:
+            self._aead.decrypt_into(_nonce(number), sealed, header, out)
+        except InvalidTag as exc:
+            raise RemoteProtocolError(f"chunk in frame {number} is not authentic") from exc
+
+
+def connection_seal(session_secret: bytes, nonces: bytes, direction: str) -> Seal:
+    return Seal(_derive(session_secret, b"connection", direction.encode(), nonces))
+
+
+def chunk_seal(session_secret: bytes, nonces: bytes, transfer_id: str, transfer_secret: bytes) -> Seal:
+    return Seal(_derive(session_secret, b"chunk", transfer_secret, transfer_id.encode(), nonces))
+
+
+def _derive(secret: bytes, *parts: bytes) -> bytes:
+    message = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+    return hmac.digest(secret, message, "sha256")[:KEY_BYTES]
+
+
+def _nonce(number: int) -> bytes:
+    return number.to_bytes(12, "little")

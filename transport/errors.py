@@ -1,0 +1,45 @@
+"""What can go wrong on a link.
+
+TransportError
+├── ProtocolError
+│   ├── LocalProtocolError     the caller asked for something the state does not allow
+│   └── RemoteProtocolError    the peer sent something it must not send
+├── ConnectionRefused          the peer answered the handshake with a reason
+├── PeerLost                   no connection, or a silent one, past its deadline
+└── Closed                     the client or server was closed
+
+The outcome of a transfer is a value (`PushResult`, `LandingResult`), not an exception: it arrives in a callback.
+"""
+
+
+class TransportError(Exception):
+    """Base of everything this package raises."""
+
+
+class ProtocolError(TransportError):
+    """Someone broke the protocol."""
+
+
+class LocalProtocolError(ProtocolError):
+    """We did: an intent that is not possible in the present state."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer did. The connection is beyond repair; its transfers go on over another one."""
+
+
+class ConnectionRefused(TransportError):
+    """The peer said goodbye; `code` is one of `frames.Code`."""
+
+    def __init__(self, code: str, detail: str = "") -> None:
+        super().__init__(f"{code}: {detail}" if detail else code)
+        self.code = code
+        self.detail = detail
+
+
+class PeerLost(TransportError):
+    """The connection broke or stayed silent for too long."""
+
+
+class Closed(TransportError):
+    """Used after close()."""

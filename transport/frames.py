@@ -1,0 +1,379 @@
+"""Frames: what two ends of a connection say to each other.
+
+    0      1       2      4              8
+    | kind | flags | seq  | body length  | body ...            little endian
+
+`seq` counts the frames of one direction (mod 2^16): a frame that is missing, repeated or out of place ends the
+connection, and its chunks are sent again over another one. A Chunk is followed by its payload, which is not part of the
+body, so that the driver can read it straight into its final place. A transfer is one line of bytes, its ranges laid end
+to end; chunks, acknowledgements and resumption speak of offsets in that line and never of ranges.
+
+    sender                                        receiver
+      | Hello(versions, nonce) ------------------->  |
+      |  <------------------- Welcome(version, nonce) |   or Goodbye(code)
+      | Open(slot, transfer, proof, manifest) ------> |
+      |  <------------------- Accept(slot, missing)   |   or Refuse(slot, code)
+      | Chunk(slot, offset) payload ---------------> |
+      |  <------------------- Ack(slot, ranges)       |   or Nack(slot, range, code)
+      | Abort(slot) / <---------------- Cancel(slot)  |
+      | Ping / Pong, both ways                        |
+
+Every length that a peer states is checked against a limit before a byte of it is awaited.
+"""
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final, TypeAlias
+
+from transport.errors import RemoteProtocolError
+
+MAGIC: Final = 0x50664B56  # "VKfP"
+VERSION_MIN: Final = 1
+VERSION_MAX: Final = 1
+
+HEADER: Final = struct.Struct("<BBHI")
+CHUNK: Final = struct.Struct("<BBHIIIQQ")  # header and body of a Chunk in one go: it is the one hot frame
+CHUNK_BODY_BYTES: Final = CHUNK.size - HEADER.size
+
+MAX_BODY_BYTES: Final = 64 << 10
+MAX_CHUNK_BYTES: Final = 16 << 20
+MAX_TRANSFER_BYTES: Final = 1 << 46
+MAX_RANGES: Final = 1 << 24
+MAX_LIST: Final = 4000  # entries of an Ack, an Accept or a Reference: 16 bytes each keep a body under its limit
+MAX_TEXT_BYTES: Final = 1024
+MAX_BLOB_BYTES: Final = 1024
+
+FLAG_SEALED: Final = 1  # the payload is AEAD ciphertext and 16 bytes longer than `length`
+
+
+class Code(StrEnum):
+    """Why something was refused, cancelled or given up. Counters are labelled with these."""
+
+    VERSION = "version"
+    INTEGRITY_MODE = "integrity_mode"
+    PROTOCOL = "protocol"
+    TOO_MANY = "too_many_connections"
+    CLOSING = "closing"
+    UNKNOWN_TRANSFER = "unknown_transfer"
+    BAD_SECRET = "bad_secret"
+    MANIFEST = "manifest_mismatch"
+    CHECKSUM = "checksum"
+    ARENA = "arena_not_readable"
+    CANCELLED = "cancelled"
+    ABORTED = "aborted"
+    DEADLINE = "deadline"
+    SENDER_LOST = "sender_lost"
+    PEER_LOST = "peer_lost"
+    IDENTITY = "identity"
+    SESSION = "session"
+    SEAL = "seal"
+    OUT_OF_BOUNDS = "out_of_bounds"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """First frame of a sender."""
+
+    version_min: int
+    version_max: int
+    integrity: str
+    nonce: bytes
+    session: bytes = b""  # names a key that was agreed over the control connection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """The receiver's answer; `max_chunk_bytes` bounds every Chunk of this connection."""
+
+    version: int
+    integrity: str
+    nonce: bytes
+    max_chunk_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodbye:
+    """The connection ends, and why."""
+
+    code: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open:
+    """Binds `slot` of this connection to a transfer. `proof` shows the secret without telling it."""
+
+    slot: int
+    transfer_id: str
+    proof: bytes
+    total_bytes: int
+    num_ranges: int
+    manifest_digest: bytes
+    arena_path: str = ""  # same host: where References point into
+    placement: tuple[tuple[int, int], ...] = ()  # one-sided write: (offset in the segment, length) of each range
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accept:
+    """The transfer may flow; only `missing` need travel. May name more than is missing, never less."""
+
+    slot: int
+    missing: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse:
+    """The transfer may not flow."""
+
+    slot: int
+    code: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """`length` bytes of payload follow; they belong at `offset` of the transfer's line of bytes."""
+
+    slot: int
+    offset: int
+    length: int
+    checksum: int
+    sealed: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """A chunk whose bytes lie in the sender's arena file, at `extents` (start, length): same host only."""
+
+    slot: int
+    offset: int
+    checksum: int
+    extents: tuple[tuple[int, int], ...]
+
+    @property
+    def length(self) -> int:
+        return sum(length for _, length in self.extents)
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ack:
+    """`ranges` [start, stop) have landed and were verified."""
+
+    slot: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nack:
+    """A chunk came but does not count; send it again."""
+
+    slot: int
+    offset: int
+    length: int
+    code: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """Receiver: the transfer is over, its bytes have no place any more."""
+
+    slot: int
+    code: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """Sender: the transfer is over. With `leave`, only this sender goes; another may finish the landing."""
+
+    slot: int
+    leave: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ping:
+    """Asks for a Pong with the same token."""
+
+    token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pong:
+    """Answers a Ping."""
+
+    token: int
+
+
+Frame: TypeAlias = (
+    Hello | Welcome | Goodbye | Open | Accept | Refuse | Chunk | Reference | Ack | Nack | Cancel | Abort | Ping | Pong
+)
+
+# The body of a frame is its fields in this order. Chunk has its own struct.
+_U8, _U16, _U32, _U64, _BOOL = "B", "H", "I", "Q", "?"
+_TEXT, _BLOB, _PAIRS, _SPANS = "text", "blob", "pairs", "spans"
+_FIELDS: Final[dict[type[Frame], tuple[tuple[str, str], ...]]] = {
+    Hello: (("version_min", _U16), ("version_max", _U16), ("integrity", _TEXT), ("nonce", _BLOB), ("session", _BLOB)),
+    Welcome: (("version", _U16), ("integrity", _TEXT), ("nonce", _BLOB), ("max_chunk_bytes", _U32)),
+    Goodbye: (("code", _TEXT), ("detail", _TEXT)),
+    Open: (
+        ("slot", _U32),
+        ("transfer_id", _TEXT),
+        ("proof", _BLOB),
+        ("total_bytes", _U64),
+        ("num_ranges", _U32),
+        ("manifest_digest", _BLOB),
+        ("arena_path", _TEXT),
+        ("placement", _PAIRS),
+    ),
+    Accept: (("slot", _U32), ("missing", _SPANS)),
+    Refuse: (("slot", _U32), ("code", _TEXT), ("detail", _TEXT)),
+    Reference: (("slot", _U32), ("offset", _U64), ("checksum", _U64), ("extents", _PAIRS)),
+    Ack: (("slot", _U32), ("ranges", _SPANS)),
+    Nack: (("slot", _U32), ("offset", _U64), ("length", _U32), ("code", _TEXT)),
+    Cancel: (("slot", _U32), ("code", _TEXT), ("detail", _TEXT)),
+    Abort: (("slot", _U32), ("leave", _BOOL), ("detail", _TEXT)),
+    Ping: (("token", _U32),),
+    Pong: (("token", _U32),),
+}
+_KINDS: Final[dict[type[Frame], int]] = {
+    Hello: 1, Welcome: 2, Goodbye: 3, Open: 4, Accept: 5, Refuse: 6, Chunk: 7, Reference: 8,
+    Ack: 9, Nack: 10, Cancel: 11, Abort: 12, Ping: 13, Pong: 14,
+}  # fmt: skip
+_TYPES: Final = {kind: frame for frame, kind in _KINDS.items()}
+CHUNK_KIND: Final = _KINDS[Chunk]
+_FIRST_BYTES: Final = struct.Struct("<I")
+
+
+def encode(frame: Frame, seq: int) -> bytes:
+    """The bytes of a frame (of a Chunk: without its payload)."""
+    if isinstance(frame, Chunk):
+        return encode_chunk(frame.slot, frame.offset, frame.length, frame.checksum, seq, frame.sealed)
+    body = b"".join(_ENCODERS[kind](getattr(frame, name)) for name, kind in _FIELDS[type(frame)])
+    if isinstance(frame, Hello):
+        body = _FIRST_BYTES.pack(MAGIC) + body
+    return HEADER.pack(_KINDS[type(frame)], 0, seq & 0xFFFF, len(body)) + body
+
+
+def encode_chunk(slot: int, offset: int, length: int, checksum: int, seq: int, sealed: bool = False) -> bytes:
+    """The 32 bytes before a chunk's payload."""
+    flags = FLAG_SEALED if sealed else 0
+    return CHUNK.pack(CHUNK_KIND, flags, seq & 0xFFFF, CHUNK_BODY_BYTES, slot, length, offset, checksum)
+
+
+def decode(kind: int, flags: int, body: memoryview) -> Frame:
+    """The frame of a whole body. Raises RemoteProtocolError on anything malformed."""
+    frame_type = _TYPES.get(kind)
+    if frame_type is None:
+        raise RemoteProtocolError(f"unknown frame kind {kind}")
+    try:
+        return _decode_chunk(flags, body) if frame_type is Chunk else _decode_fields(frame_type, body)
+    except (struct.error, UnicodeDecodeError, ValueError, IndexError) as exc:
+        raise RemoteProtocolError(f"malformed {frame_type.__name__}: {exc}") from exc
+
+
+def _decode_chunk(flags: int, body: memoryview) -> Chunk:
+    if len(body) != CHUNK_BODY_BYTES:
+        raise ValueError(f"body of {len(body)} bytes")
+    slot, length, offset, checksum = struct.unpack("<IIQQ", body)
+    if not 0 < length <= MAX_CHUNK_BYTES or offset + length > MAX_TRANSFER_BYTES:
+        raise ValueError(f"length {length} at offset {offset}")
+    return Chunk(slot=slot, offset=offset, length=length, checksum=checksum, sealed=bool(flags & FLAG_SEALED))
+
+
+def _decode_fields(frame_type: type[Frame], body: memoryview) -> Frame:
+    reader = _Reader(body)
+    if frame_type is Hello and reader.number(_U32) != MAGIC:
+        raise ValueError("not a PrfaaS sender")
+    values = {name: reader.read(kind) for name, kind in _FIELDS[frame_type]}
+    if reader.left:
+        raise ValueError(f"{reader.left} bytes too many")
+    return frame_type(**values)
+
+
+class _Reader:
+    """Takes fields off a body, one after the other."""
+
+    def __init__(self, body: memoryview) -> None:
+        self._body = body
+        self._at = 0
+
+    @property
+    def left(self) -> int:
+        return len(self._body) - self._at
+
+    def read(self, kind: str) -> Any:
+        if kind == _TEXT:
+            return str(self.blob(MAX_TEXT_BYTES), "utf-8")
+        if kind == _BLOB:
+            return self.blob(MAX_BLOB_BYTES)
+        if kind in (_PAIRS, _SPANS):
+            return self.pairs(ordered=kind == _SPANS)
+        return self.number(kind)
+
+    def number(self, kind: str) -> int:
+        size = struct.calcsize("<" + kind)
+        value: int = struct.unpack("<" + kind, self._take(size))[0]
+        return value
+
+    def blob(self, limit: int) -> bytes:
+        size = self.number(_U16)
+        if size > limit:
+            raise ValueError(f"field of {size} bytes, at most {limit}")
+        return bytes(self._take(size))
+
+    def pairs(self, *, ordered: bool) -> tuple[tuple[int, int], ...]:
+        count = self.number(_U32)
+        if count > MAX_LIST:
+            raise ValueError(f"{count} entries, at most {MAX_LIST}")
+        pairs = tuple(struct.iter_unpack("<QQ", self._take(16 * count)))
+        if any(max(pair) > MAX_TRANSFER_BYTES for pair in pairs):
+            raise ValueError("an offset beyond any transfer")
+        if ordered and any(start > stop for start, stop in pairs):
+            raise ValueError("a range that ends before it begins")
+        return pairs
+
+    def _take(self, size: int) -> memoryview:
+        if size > self.left:
+            raise ValueError("body too short")
+        self._at += size
+        return self._body[self._at - size : self._at]
+
+
+def _encode_blob(value: bytes, limit: int = MAX_BLOB_BYTES) -> bytes:
+    if len(value) > limit:
+        raise ValueError(f"field of {len(value)} bytes, at most {limit}")
+    return struct.pack("<H", len(value)) + value
+
+
+def _encode_text(value: str) -> bytes:
+    return _encode_blob(value.encode(), MAX_TEXT_BYTES)
+
+
+def _encode_pairs(pairs: tuple[tuple[int, int], ...]) -> bytes:
+    if len(pairs) > MAX_LIST:
+        raise ValueError(f"{len(pairs)} entries, at most {MAX_LIST}")
+    return struct.pack("<I", len(pairs)) + b"".join(struct.pack("<QQ", *pair) for pair in pairs)
+
+
+def _number_encoder(kind: str) -> Callable[[Any], bytes]:
+    return lambda value: struct.pack("<" + kind, value)
+
+
+_ENCODERS: Final[dict[str, Callable[[Any], bytes]]] = {
+    _TEXT: _encode_text,
+    _BLOB: _encode_blob,
+    _PAIRS: _encode_pairs,
+    _SPANS: _encode_pairs,
+    **{kind: _number_encoder(kind) for kind in (_U8, _U16, _U32, _U64, _BOOL)},
+}

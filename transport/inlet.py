@@ -1,0 +1,346 @@
+"""The receiving end of one connection: a thread that reads chunks straight into the memory of their landing."""
+
+import logging
+import os
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Final
+
+from transport.checksum import Integrity, digest, transfer_seed
+from transport.connection import BULK_BYTES, NONCE_BYTES, Connection, Role, State
+from transport.crypto import TLS_RECORD, Seal, chunk_seal
+from transport.errors import PeerLost, RemoteProtocolError, TransportError
+from transport.frames import (
+    Abort,
+    Accept,
+    Ack,
+    Chunk,
+    Code,
+    Frame,
+    Goodbye,
+    Hello,
+    Nack,
+    Open,
+    Reference,
+)
+from transport.landings import Claim
+from transport.shm import advance, copy_extents, open_arena, scatter
+from transport.tcp import (
+    prepare,
+    receive_now,
+    receive_some,
+    send_some,
+    shut,
+    wait_readable,
+)
+
+if TYPE_CHECKING:
+    from transport.server import TransferServer
+
+log = logging.getLogger(__name__)
+
+MAX_PENDING_ACKS: Final = 1000
+SEND_TIMEOUT_S: Final = 2.0  # acknowledgements are tiny: a peer that takes none for this long reads nothing
+
+
+class Inlet(threading.Thread):
+    """Reads one connection to its end."""
+
+    def __init__(self, server: "TransferServer", sock: socket.socket, who: int) -> None:
+        super().__init__(name=f"kv-inlet-{who}", daemon=True)
+        self.who = who
+        self._server = server
+        self._sock = sock
+        options = server.options
+        self._connection = Connection(
+            Role.RECEIVER,
+            integrity=options.integrity,
+            nonce=os.urandom(NONCE_BYTES),
+            now=time.monotonic(),
+            max_chunk_bytes=options.max_chunk_bytes,
+            dead_after_s=options.tcp.dead_after_s,
+            session_secret=server.secret_of,
+        )
+        self._seals: dict[int, Seal] = {}
+        self._sealed = memoryview(b"")  # where sealed payloads lie until they are opened
+        self._send_lock = threading.Lock()
+        self._seeds: dict[int, int] = {}
+        self._arenas: dict[int, str] = {}  # slot -> path
+        self._arena_fds: dict[str, int] = {}
+        self._acks: dict[int, list[tuple[int, int]]] = {}
+        self._num_acks = 0
+        self._sink = memoryview(b"")
+        self._plain = memoryview(b"")
+
+    def stop(self) -> None:
+        shut(self._sock)
+
+    def say(self, frame: Frame) -> None:
+        """Sends a frame from any thread; a peer that takes nothing loses its connection."""
+        with self._send_lock:
+            try:
+                if self._connection.state is State.OPEN:
+                    self._send_all(self._connection.send(frame))
+            except (OSError, PeerLost):
+                self.stop()
+
+    def run(self) -> None:
+        try:
+            prepare(self._sock, self._server.options.tcp)
+            if self._speaks_tls():
+                self._server.grant(self._sock)
+            else:
+                self._serve()
+        except (OSError, TransportError) as exc:
+            self._say_goodbye(exc)
+        except ValueError as exc:  # what ssl makes of a socket that close() has shut meanwhile
+            log.debug("connection %d ended: %s", self.who, exc)
+        finally:
+            self._server.left(self)
+            self._sock.close()
+            for fd in self._arena_fds.values():
+                os.close(fd)
+
+    def _speaks_tls(self) -> bool:
+        first = bytearray(1)
+        while not (size := receive_now(self._sock, memoryview(first), socket.MSG_PEEK)):
+            if size == 0:
+                raise PeerLost("nothing was said")
+            now = time.monotonic()
+            self._connection.on_timer(now)
+            wait_readable([self._sock.fileno()], self._connection.next_timer() - now)
+        return first[0] == TLS_RECORD
+
+    def _say_goodbye(self, exc: Exception) -> None:
+        log.debug("connection %d ended: %s", self.who, exc)
+        self._server.count("lost_connections")
+        with self._send_lock:
+            try:
+                data = self._connection.data_to_send()
+                if self._connection.state is State.OPEN:
+                    data += self._connection.send(Goodbye(code=Code.PROTOCOL, detail=str(exc)[:500]))
+                self._send_all(data)
+            except (OSError, PeerLost):
+                pass  # it is gone already
+
+    def _serve(self) -> None:
+        while True:
+            event = self._connection.next_event()
+            if event is not None:
+                self._handle(event)
+                if self._num_acks >= MAX_PENDING_ACKS:
+                    self._flush()
+                continue
+            self._flush()
+            if not self._read():
+                return
+
+    def _read(self) -> bool:
+        """Waits for bytes; False at the end of the stream."""
+        buffer = self._connection.receive_buffer()
+        while (size := receive_now(self._sock, buffer)) is None:
+            now = time.monotonic()
+            self._connection.on_timer(now)
+            wait_readable([self._sock.fileno()], self._connection.next_timer() - now)
+        self._connection.received(size, time.monotonic())
+        return size > 0
+
+    def _flush(self) -> None:
+        """Acknowledges what has landed since the last time, in as few frames as possible."""
+        acks, self._acks, self._num_acks = self._acks, {}, 0
+        with self._send_lock:
+            data = self._connection.data_to_send()
+            for slot, ranges in acks.items():
+                data += self._connection.send(Ack(slot=slot, ranges=tuple(ranges)))
+            if data:
+                self._send_all(data)
+
+    def _send_all(self, data: bytes) -> None:
+        give_up_at = time.monotonic() + SEND_TIMEOUT_S
+        view = memoryview(data)
+        while view:
+            view = view[send_some(self._sock, [view]) :]
+            if view and time.monotonic() > give_up_at:
+                raise PeerLost("the peer does not read")
+
+    # frames
+
+    def _handle(self, frame: Frame) -> None:
+        match frame:
+            case Chunk():
+                self._receive_chunk(frame)
+            case Reference():
+                self._copy_reference(frame)
+            case Open():
+                self._open(frame)
+            case Abort():
+                self._abort(frame)
+            case Hello():
+                pass  # the connection has answered it
+
+    def _open(self, frame: Open) -> None:
+        with self._server.changed:
+            reply = self._server.landings.open(self.who, frame, self._connection.nonces, time.monotonic())
+            self._server.changed.notify_all()
+        self._seeds[frame.slot] = transfer_seed(frame.transfer_id, self._connection.nonces)
+        if isinstance(reply, Accept) and self._server.options.integrity is Integrity.AEAD:
+            secret = self._server.landings.secret_of(frame.transfer_id)
+            connection = self._connection
+            self._seals[frame.slot] = chunk_seal(
+                connection.session_secret, connection.nonces, frame.transfer_id, secret
+            )
+        if frame.arena_path:
+            self._arenas[frame.slot] = frame.arena_path
+        self._flush()
+        self.say(reply)
+        self._server.settle()
+
+    def _abort(self, frame: Abort) -> None:
+        with self._server.changed:
+            notices = self._server.landings.abort(self.who, frame, time.monotonic())
+            self._server.changed.notify_all()
+        self._seeds.pop(frame.slot, None)
+        self._seals.pop(frame.slot, None)
+        self._arenas.pop(frame.slot, None)
+        notices.pop(self.who, None)
+        self._server.tell(notices)
+        self._server.settle()
+
+    def _receive_chunk(self, chunk: Chunk) -> None:
+        self._server.received_bytes += chunk.length
+        if chunk.sealed:
+            self._receive_sealed(chunk)
+            return
+        claim = self._server.claim(self.who, chunk, self._sink_of)
+        claim = self._fill(claim)
+        if claim is not None:
+            verified = self._verify(chunk, claim)
+            self._finish(claim, verified)
+
+    def _receive_sealed(self, chunk: Chunk) -> None:
+        """Into a buffer of ours first, and from there, opened, into its place: which is ours for that moment only."""
+        size = self._connection.payload_left
+        if len(self._sealed) < size:
+            self._sealed = memoryview(bytearray(size))
+        sealed = self._sealed[:size]
+        self._read_past([sealed])
+        seal = self._seals.get(chunk.slot)
+        claim = self._server.claim(self.who, chunk, self._sink_of) if seal is not None else None
+        if claim is None or seal is None:
+            return
+        try:
+            self._open_sealed(seal, sealed, claim)
+        except RemoteProtocolError:
+            self._server.count(f"rejected:{Code.SEAL}")
+            raise
+        self._finish(claim, True)
+
+    def _open_sealed(self, seal: Seal, sealed: memoryview, claim: Claim) -> None:
+        if len(claim.views) == 1:
+            self._connection.open_chunk(seal, sealed, claim.views[0])
+            return
+        length = claim.stop - claim.start
+        plain = self._plain_of(length)[:length]
+        self._connection.open_chunk(seal, sealed, plain)
+        scatter(plain, claim.views)
+
+    def _read_past(self, views: list[memoryview]) -> None:
+        while self._connection.payload_buffered:
+            advance(views, self._connection.take_payload(views[0]))
+        while self._connection.payload_left:
+            self._read_payload(views)
+
+    def _fill(self, claim: Claim | None) -> Claim | None:
+        """Reads the payload into its place, or past it; None when the landing failed meanwhile."""
+        connection = self._connection
+        views = list(claim.views) if claim is not None else self._sink_views()
+        while connection.payload_buffered:
+            advance(views, connection.take_payload(views[0]))
+        while connection.payload_left:
+            if claim is not None and claim.void:
+                self._withdraw(claim)
+                claim, views = None, self._sink_views()
+            self._read_payload(views)
+        return claim
+
+    def _read_payload(self, views: list[memoryview]) -> None:
+        connection = self._connection
+        left = connection.payload_left
+        bulk = left > BULK_BYTES
+        # Behind a small chunk there is likely another one: take what is there in the same call.
+        into = views if bulk or len(views) > 256 else [*views, connection.receive_buffer()]
+        size = receive_some(self._sock, into, socket.MSG_WAITALL if bulk else 0)
+        now = time.monotonic()
+        if size is None:
+            connection.on_timer(now)
+            return
+        if size == 0:
+            raise PeerLost("the connection ended in mid-chunk")
+        connection.payload_received(min(size, left), now)
+        advance(views, min(size, left))
+        if size > left:
+            connection.received(size - left, now)
+
+    def _copy_reference(self, frame: Reference) -> None:
+        length = frame.length
+        if not 0 < length <= self._server.options.max_chunk_bytes:
+            raise PeerLost(f"reference to {length} bytes")
+        fd = self._arena_fd(frame.slot)
+        if fd is None:
+            self.say(Nack(slot=frame.slot, offset=frame.offset, length=length, code=Code.ARENA))
+            return
+        claim = self._server.claim(self.who, frame, self._sink_of)
+        if claim is None:
+            return
+        complete = copy_extents(fd, frame.extents, claim.views)
+        self._server.received_bytes += length
+        self._finish(claim, complete and self._verify(frame, claim))
+
+    def _arena_fd(self, slot: int) -> int | None:
+        path = self._arenas.get(slot, "")
+        if path not in self._arena_fds:
+            try:
+                self._arena_fds[path] = open_arena(path, self._server.options.arena_dirs)
+            except OSError as exc:
+                log.warning("cannot read arena %s of a sender: %s", path, exc)
+                return None
+        return self._arena_fds[path]
+
+    def _verify(self, frame: Chunk | Reference, claim: Claim) -> bool:
+        if self._server.options.integrity is Integrity.NONE:
+            return True
+        return digest(claim.views, self._seeds[claim.slot], claim.start) == frame.checksum
+
+    def _finish(self, claim: Claim, verified: bool) -> None:
+        with self._server.lock:
+            reply = self._server.landings.finish(claim, verified, time.monotonic())
+            settled = claim.landing.outcome is not None
+        if isinstance(reply, Ack):
+            self._acks.setdefault(claim.slot, []).append((claim.start, claim.stop))
+            self._num_acks += 1
+        elif reply is not None:
+            self.say(reply)
+        if settled:
+            self._server.settle()
+
+    def _withdraw(self, claim: Claim) -> None:
+        with self._server.lock:
+            self._server.landings.withdraw(claim)
+        self._server.settle()
+
+    def _plain_of(self, size: int) -> memoryview:
+        """Not the sink: that may be a part of a chunk's place."""
+        if len(self._plain) < size:
+            self._plain = memoryview(bytearray(size))
+        return self._plain
+
+    def _sink_views(self) -> list[memoryview]:
+        left = self._connection.payload_left
+        return [self._sink_of(left)[:left]]
+
+    def _sink_of(self, size: int) -> memoryview:
+        """Memory for bytes that have no other place; allocated when first needed, at most one chunk long."""
+        if len(self._sink) < size:
+            self._sink = memoryview(bytearray(size))
+        return self._sink

@@ -1,0 +1,386 @@
+"""What a receiver expects, and what becomes of it: the pure registry behind a listener.
+
+    expect ──> waiting ──Open──> landing ──last chunk──> done
+                  └───────┬─────────┘
+           cancel, deadline, Abort, sender lost ──────> failed
+
+A landing that ended settles only when no connection writes into its memory any more; its owner hears of it then, and
+only then may give the memory away.
+"""
+
+import hmac
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from transport.errors import LocalProtocolError, RemoteProtocolError
+from transport.frames import MAX_LIST, Abort, Accept, Ack, Cancel, Code, Nack, Open, Refuse
+from transport.lanes import Outcome
+from transport.transfer import Inbox, Manifest, RangeViews, proof_of
+
+# Ended landings are remembered, so that a sender whose last acknowledgement was lost hears "complete", not "unknown".
+MAX_REMEMBERED: Final = 4096
+MAX_SLOTS: Final = 1 << 16
+MAX_ACTIVE: Final = 1 << 14
+SEGMENT_PREFIX: Final = "segment:"
+WRITE_DEADLINE_S: Final = 600.0
+WRITE_ORPHAN_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LandingResult:
+    """How a landing ended."""
+
+    transfer_id: str
+    ok: bool
+    reason: str  # empty, or a frames.Code
+    detail: str
+    bytes_total: int
+    bytes_landed: int
+    duplicate_bytes: int
+    chunks: int
+    rejected_chunks: int
+    first_byte_at: float  # on the clock of the listener (time.monotonic); 0 = nothing came
+    done_at: float
+
+
+OnLanded = Callable[[LandingResult], None]
+SinkOf = Callable[[int], memoryview]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Landing:
+    """One expected transfer. `bytes_landed` and `missing()` may be read at any time."""
+
+    transfer_id: str
+    secret: bytes = field(repr=False)
+    inbox: Inbox
+    targets: RangeViews | None
+    on_done: OnLanded | None
+    deadline: float
+    orphan_timeout_s: float
+    outcome: Outcome | None = None
+    senders: set[int] = field(default_factory=set)  # connections that opened it
+    orphaned_at: float = float("inf")
+    first_byte_at: float = 0.0
+    done_at: float = 0.0
+
+    @property
+    def bytes_total(self) -> int:
+        return self.inbox.manifest.total_bytes
+
+    @property
+    def bytes_landed(self) -> int:
+        return self.inbox.landed.num_bytes
+
+    def missing(self) -> list[tuple[int, int]]:
+        """What has not landed, as offsets of the transfer's line of bytes."""
+        return self.inbox.missing()
+
+    def expires_at(self) -> float:
+        return min(self.deadline, self.orphaned_at + self.orphan_timeout_s)
+
+    def result(self) -> LandingResult:
+        outcome = self.outcome or Outcome()
+        return LandingResult(
+            transfer_id=self.transfer_id,
+            ok=outcome.ok,
+            reason=outcome.code,
+            detail=outcome.detail,
+            bytes_total=self.bytes_total,
+            bytes_landed=self.bytes_landed,
+            duplicate_bytes=self.inbox.duplicate_bytes,
+            chunks=self.inbox.chunks,
+            rejected_chunks=self.inbox.rejected_chunks,
+            first_byte_at=self.first_byte_at,
+            done_at=self.done_at,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right of one connection to write one chunk, into `views`."""
+
+    landing: Landing
+    who: int
+    slot: int
+    start: int
+    stop: int
+    views: list[memoryview]
+
+    @property
+    def void(self) -> bool:
+        """The landing failed while the chunk was coming in."""
+        return self.landing.outcome is not None and not self.landing.outcome.ok
+
+
+@dataclass(frozen=True, slots=True)
+class Rivals:
+    """These connections write into the same place; end them, then ask again."""
+
+    who: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Memory that whoever knows the secret may write into, without being expected."""
+
+    view: memoryview
+    secret: bytes = field(repr=False)
+
+
+class Landings:
+    """All landings of one listener."""
+
+    def __init__(self) -> None:
+        self.segments: dict[str, Segment] = {}
+        self._active: dict[str, Landing] = {}
+        self._ended: OrderedDict[str, Landing] = OrderedDict()
+        self._slots: dict[int, dict[int, Landing]] = {}  # connection -> slot -> landing
+        self._unsettled: list[Landing] = []
+        self.counters: Counter[str] = Counter()
+
+    # what the owner of the memory does
+
+    def expect(
+        self,
+        transfer_id: str,
+        secret: bytes,
+        sizes: Iterable[int],
+        targets: RangeViews,
+        *,
+        on_done: OnLanded | None,
+        deadline: float,
+        orphan_timeout_s: float = float("inf"),
+    ) -> Landing:
+        if transfer_id in self._active:
+            raise LocalProtocolError(f"transfer {transfer_id} is expected already")
+        landing = Landing(
+            transfer_id=transfer_id,
+            secret=secret,
+            inbox=Inbox(Manifest(sizes)),
+            targets=targets,
+            on_done=on_done,
+            deadline=deadline,
+            orphan_timeout_s=orphan_timeout_s,
+        )
+        self._ended.pop(transfer_id, None)
+        self._active[transfer_id] = landing
+        return landing
+
+    def cancel(self, transfer_id: str, detail: str, now: float, code: Code = Code.CANCELLED) -> dict[int, Cancel]:
+        """Ends a landing; returns what to tell which connection. Unknown or ended ids are fine."""
+        landing = self._active.get(transfer_id)
+        return {} if landing is None else self._end(landing, Outcome(code, detail), now)
+
+    def expire(self, now: float) -> dict[int, list[Cancel]]:
+        """Ends what is past its deadline or has been without a sender for too long."""
+        notices: dict[int, list[Cancel]] = {}
+        for landing in [x for x in self._active.values() if x.expires_at() <= now]:
+            late = landing.deadline <= now
+            outcome = Outcome(Code.DEADLINE if late else Code.SENDER_LOST, "nothing more came in time")
+            for who, notice in self._end(landing, outcome, now).items():
+                notices.setdefault(who, []).append(notice)
+        return notices
+
+    def next_deadline(self) -> float:
+        return min((x.expires_at() for x in self._active.values()), default=float("inf"))
+
+    def secret_of(self, transfer_id: str) -> bytes:
+        return (self._active.get(transfer_id) or self._ended[transfer_id]).secret
+
+    def active_ids(self) -> list[str]:
+        return list(self._active)
+
+    def take_settled(self) -> list[Landing]:
+        """Landings that ended and into which nobody writes any more."""
+        settled = [x for x in self._unsettled if not x.inbox.num_writers]
+        self._unsettled = [x for x in self._unsettled if x.inbox.num_writers]
+        for landing in settled:
+            landing.targets = None
+        return settled
+
+    # what connections do
+
+    def connected(self, who: int) -> None:
+        self._slots[who] = {}
+
+    def disconnected(self, who: int, now: float) -> None:
+        """The connection is gone: what it was writing does not count."""
+        for landing in set(self._slots.pop(who, {}).values()):
+            landing.inbox.leave(who)
+            landing.senders.discard(who)
+            if not landing.senders:
+                landing.orphaned_at = now
+
+    def open(self, who: int, frame: Open, nonces: bytes, now: float) -> Accept | Refuse:
+        """Binds a slot of a connection to a landing, if the sender can show the secret."""
+        landing = self._active.get(frame.transfer_id) or self._ended.get(frame.transfer_id)
+        if landing is None and frame.transfer_id.startswith(SEGMENT_PREFIX):
+            expected = self._expect_write(frame, nonces, now)
+            if isinstance(expected, Code):
+                self.counters[f"refused:{expected}"] += 1
+                return Refuse(slot=frame.slot, code=expected)
+            landing = expected
+        refusal = _refusal(landing, frame, nonces)
+        if refusal is not None or landing is None:
+            code = refusal or Code.UNKNOWN_TRANSFER
+            self.counters[f"refused:{code}"] += 1
+            return Refuse(slot=frame.slot, code=code)
+        if landing.outcome is not None and not landing.outcome.ok:
+            return Refuse(slot=frame.slot, code=landing.outcome.code, detail=landing.outcome.detail)
+        slots = self._slots[who]
+        if len(slots) >= MAX_SLOTS:
+            raise RemoteProtocolError(f"more than {MAX_SLOTS} transfers on one connection")
+        slots[frame.slot] = landing
+        landing.senders.add(who)
+        landing.orphaned_at = float("inf")
+        if landing.inbox.complete:
+            self._end(landing, Outcome(), now)
+        return Accept(slot=frame.slot, missing=_few(landing.missing()))
+
+    def abort(self, who: int, frame: Abort, now: float) -> dict[int, Cancel]:
+        """The sender is through with a slot: with its part of the transfer, or with all of it."""
+        landing = self._slots[who].pop(frame.slot, None)
+        if landing is None:
+            return {}
+        if landing not in self._slots[who].values():
+            landing.senders.discard(who)
+        if not landing.senders:
+            landing.orphaned_at = now
+        if frame.leave or landing.outcome is not None:
+            return {}
+        return self._end(landing, Outcome(Code.ABORTED, frame.detail), now)
+
+    def begin(self, who: int, slot: int, start: int, stop: int, sink_of: SinkOf, now: float) -> Claim | Rivals | None:
+        """A chunk is about to come in: where it goes. None: nowhere, read past it.
+
+        Parts that have landed before go into `sink_of(length of the chunk)`.
+        """
+        landing = self._slots[who].get(slot)
+        if landing is None or (landing.targets is None and not landing.inbox.complete):
+            return None
+        if stop > landing.bytes_total:
+            raise RemoteProtocolError(f"chunk ends at {stop} of {landing.bytes_total} bytes")
+        if landing.outcome is not None and not landing.outcome.ok:
+            return None
+        if rivals := landing.inbox.rivals(start, stop):
+            return Rivals(tuple(rivals))
+        landing.inbox.begin(who, start, stop)
+        landing.first_byte_at = landing.first_byte_at or now
+        return Claim(landing, who, slot, start, stop, _places(landing, start, stop, sink_of))
+
+    def finish(self, claim: Claim, verified: bool, now: float) -> Ack | Nack | None:
+        """The chunk is in its place (or, not verified, it is as if it had never come)."""
+        landing = claim.landing
+        if landing.outcome is not None and not landing.outcome.ok:
+            landing.inbox.leave(claim.who)
+            return None
+        landing.inbox.finish(claim.who, verified)
+        if not verified:
+            self.counters["rejected:checksum"] += 1
+            return Nack(slot=claim.slot, offset=claim.start, length=claim.stop - claim.start, code=Code.CHECKSUM)
+        if landing.inbox.complete:
+            self._end(landing, Outcome(), now)
+        return Ack(slot=claim.slot, ranges=((claim.start, claim.stop),))
+
+    def withdraw(self, claim: Claim) -> None:
+        """The chunk did not come to its end."""
+        claim.landing.inbox.leave(claim.who)
+
+    # inside
+
+    def _expect_write(self, frame: Open, nonces: bytes, now: float) -> Landing | Code:
+        """A one-sided write into a segment becomes a landing of its own, once secret and bounds are right."""
+        segment = self.segments.get(segment_of(frame.transfer_id))
+        if segment is None or len(self._active) >= MAX_ACTIVE:
+            return Code.UNKNOWN_TRANSFER
+        expected = proof_of(segment.secret, frame.transfer_id, frame.manifest_digest, nonces)
+        if not hmac.compare_digest(expected, frame.proof):
+            return Code.BAD_SECRET
+        if any(offset + length > len(segment.view) for offset, length in frame.placement):
+            return Code.OUT_OF_BOUNDS
+        targets = [[segment.view[offset : offset + length]] for offset, length in frame.placement]
+        return self.expect(
+            frame.transfer_id,
+            segment.secret,
+            [length for _, length in frame.placement],
+            targets,
+            on_done=None,
+            deadline=now + WRITE_DEADLINE_S,
+            orphan_timeout_s=WRITE_ORPHAN_S,
+        )
+
+    def _end(self, landing: Landing, outcome: Outcome, now: float) -> dict[int, Cancel]:
+        if self._active.pop(landing.transfer_id, None) is None:
+            return {}
+        landing.outcome = outcome
+        landing.done_at = now
+        self._ended[landing.transfer_id] = landing
+        while len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+        self._unsettled.append(landing)
+        self.counters["landed" if outcome.ok else f"failed:{outcome.code}"] += 1
+        if outcome.ok:
+            return {}
+        return {
+            who: Cancel(slot=slot, code=outcome.code, detail=outcome.detail)
+            for who, slots in self._slots.items()
+            for slot, bound in slots.items()
+            if bound is landing
+        }
+
+
+def write_id(segment: str, unique: str) -> str:
+    """The transfer id of a one-sided write."""
+    return f"{SEGMENT_PREFIX}{segment}:{unique}"
+
+
+def segment_of(transfer_id: str) -> str:
+    return transfer_id.removeprefix(SEGMENT_PREFIX).rpartition(":")[0]
+
+
+def _refusal(landing: Landing | None, frame: Open, nonces: bytes) -> Code | None:
+    if landing is None:
+        return Code.UNKNOWN_TRANSFER
+    manifest = landing.inbox.manifest
+    expected = proof_of(landing.secret, frame.transfer_id, frame.manifest_digest, nonces)
+    if not hmac.compare_digest(expected, frame.proof):
+        return Code.BAD_SECRET
+    if frame.manifest_digest != manifest.digest or frame.total_bytes != manifest.total_bytes:
+        return Code.MANIFEST
+    return None
+
+
+def _places(landing: Landing, start: int, stop: int, sink_of: SinkOf) -> list[memoryview]:
+    """Memory for `[start, stop)`: the landing's own where bytes are missing, the sink where they have landed."""
+    manifest, landed = landing.inbox.manifest, landing.inbox.landed
+    gaps = landed.gaps(start, stop)
+    if gaps == [(start, stop)] and landing.targets is not None:
+        return manifest.views(landing.targets, start, stop)
+    views: list[memoryview] = []
+    sink = sink_of(stop - start)
+    at = start
+    for begin, end in [*gaps, (stop, stop)]:
+        if at < begin:
+            views.append(sink[at - start : begin - start])
+        if begin < end and landing.targets is not None:
+            views += manifest.views(landing.targets, begin, end)
+        at = end
+    return views
+
+
+def _few(missing: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """At most MAX_LIST ranges that cover all that is missing: the smallest gaps between them are closed first."""
+    if len(missing) <= MAX_LIST:
+        return tuple(missing)
+    gaps = sorted(range(1, len(missing)), key=lambda i: missing[i][0] - missing[i - 1][1])
+    joined = set(gaps[: len(missing) - MAX_LIST])
+    few: list[tuple[int, int]] = []
+    for i, (start, stop) in enumerate(missing):
+        if i in joined:
+            few[-1] = (few[-1][0], stop)
+        else:
+            few.append((start, stop))
+    return tuple(few)

@@ -1,0 +1,295 @@
+"""Which bytes leave next, and on which connection: the sender's pure scheduler.
+
+A lane is one connection to the peer. Lanes ask for work when they have room for it, so a fast lane takes more chunks
+than a slow one (work stealing; static stripes would finish with the slowest). What they get:
+
+    urgent before normal before bulk      strictly
+    inside a class, tenants by weight     the one with the least bytes sent per weight so far
+    inside a tenant                       earliest deadline first, then first come
+    inside a transfer                     the order in which ranges became ready, that is layer order
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Final
+
+from transport.frames import Abort, Accept, Ack, Cancel, Code, Frame, Nack, Refuse
+from transport.transfer import Manifest, Outbox
+
+MIN_CHUNK_BYTES: Final = 128 << 10
+MAX_BATCH_CHUNKS: Final = 64
+CHUNK_S: Final = 0.1  # how long a chunk may take
+# A chunk that fails its checksum this often does so for a reason that another try will not cure.
+MAX_REJECTED_CHUNKS: Final = 16
+
+
+class Urgency(IntEnum):
+    URGENT = 0
+    NORMAL = 1
+    BULK = 2  # cache rebalancing: takes what is left
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a transfer ended, for one end. `code` is empty when it went well."""
+
+    code: str = ""
+    detail: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.code
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Transfer:
+    """A transfer as the scheduler sees it."""
+
+    slot: int
+    transfer_id: str
+    secret: bytes
+    outbox: Outbox
+    urgency: Urgency = Urgency.NORMAL
+    deadline: float = float("inf")
+    tenant: str = ""
+    weight: float = 1.0
+    arena_path: str = ""
+    placement: tuple[tuple[int, int], ...] = ()
+    outcome: Outcome | None = None
+    opened_on: set[int] = field(default_factory=set)
+    writing: int = 0  # lanes that are reading the source memory at this moment
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.outbox.manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A chunk to send: `[start, stop)` of a transfer."""
+
+    transfer: Transfer
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a lane sends next: notices, then openings, then chunks."""
+
+    notices: tuple[Frame, ...] = ()
+    opens: tuple[Transfer, ...] = ()
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.stop - piece.start for piece in self.pieces)
+
+    def __bool__(self) -> bool:
+        return bool(self.notices or self.opens or self.pieces)
+
+
+@dataclass(slots=True)
+class _Lane:
+    notices: deque[Frame] = field(default_factory=deque)
+    in_flight_bytes: int = 0
+
+
+class LaneScheduler:
+    """All transfers to one peer, shared by all lanes to it."""
+
+    def __init__(self, *, chunk_bytes: int, window_bytes: int = 64 << 20) -> None:
+        self.chunk_bytes = chunk_bytes
+        self.window_bytes = window_bytes  # sent but not acknowledged, per lane
+        self.lane_bytes_per_s = float("inf")  # what a lane carries, where known
+        self.burst_bytes = float("inf")  # what the egress budget lets leave at once
+        self._lanes: dict[int, _Lane] = {}
+        self._transfers: dict[int, Transfer] = {}
+        self._sent_by_weight: dict[tuple[Urgency, str], float] = {}
+        self._settled: list[Transfer] = []
+
+    # transfers
+
+    def add(self, transfer: Transfer) -> None:
+        self._transfers[transfer.slot] = transfer
+        flow = (transfer.urgency, transfer.tenant)
+        # A tenant that was away does not come back with credit from the time it was away.
+        others = [self._sent_by_weight[f] for f in self._active_flows() if f[0] == flow[0] and f != flow]
+        floor = min(others, default=0.0)
+        self._sent_by_weight[flow] = max(self._sent_by_weight.get(flow, 0.0), floor)
+
+    def ready(self, transfer: Transfer, indexes: Iterable[int]) -> None:
+        if transfer.outcome is None:
+            transfer.outbox.ready(indexes)
+
+    def abort(self, transfer: Transfer, detail: str, *, leave: bool = False, code: str = Code.ABORTED) -> None:
+        """Ends a transfer from our side; with `leave` the landing stays open for another sender."""
+        if transfer.outcome is None:
+            self._finish(transfer, Outcome(code, detail), Abort(slot=transfer.slot, leave=leave, detail=detail))
+
+    def expire(self, now: float) -> None:
+        """Gives up what is past its deadline."""
+        for transfer in [t for t in self._transfers.values() if t.deadline <= now]:
+            self.abort(transfer, "the sender's deadline passed", code=Code.DEADLINE)
+
+    def fail_all(self, code: Code, detail: str) -> None:
+        for transfer in list(self._transfers.values()):
+            self._finish(transfer, Outcome(code, detail))
+
+    def next_deadline(self) -> float:
+        return min((t.deadline for t in self._transfers.values()), default=float("inf"))
+
+    def take_settled(self) -> list[Transfer]:
+        """Transfers that ended and whose source memory nobody reads any more."""
+        settled = [t for t in self._settled if not t.writing]
+        self._settled = [t for t in self._settled if t.writing]
+        return settled
+
+    @property
+    def num_transfers(self) -> int:
+        return len(self._transfers)
+
+    @property
+    def bytes_queued(self) -> int:
+        """Ready to leave, not yet on any lane."""
+        return sum(t.outbox.bytes_queued for t in self._transfers.values())
+
+    @property
+    def bytes_in_flight(self) -> int:
+        return sum(lane.in_flight_bytes for lane in self._lanes.values())
+
+    def lanes_wanted(self) -> int:
+        """How many lanes have something to do now."""
+        if any(not t.outbox.accepted and not t.opened_on for t in self._transfers.values()):
+            return max(1, self._lanes_for_bytes())
+        return self._lanes_for_bytes()
+
+    def lanes_useful(self, bytes_per_lane: int) -> int:
+        """How many lanes are worth having for what is still to come, ready or not."""
+        left = sum(t.manifest.total_bytes - t.outbox.acked.num_bytes for t in self._transfers.values())
+        return max(1, -(-left // bytes_per_lane)) if self._transfers else 0
+
+    def _lanes_for_bytes(self) -> int:
+        queued = sum(t.outbox.bytes_queued for t in self._transfers.values() if t.outbox.accepted)
+        return -(-queued // min(MIN_CHUNK_BYTES, self.chunk_bytes))
+
+    # lanes
+
+    def lane_up(self, lane: int) -> None:
+        self._lanes[lane] = _Lane()
+
+    def lane_down(self, lane: int) -> None:
+        """Its chunks go back to the queue; nothing is known of what it carried."""
+        self._lanes.pop(lane, None)
+        for transfer in self._transfers.values():
+            transfer.opened_on.discard(lane)
+            transfer.outbox.on_lane_lost(lane)
+
+    def lane_in_flight(self, lane: int) -> int:
+        """Bytes that were sent on a lane and not answered yet."""
+        state = self._lanes.get(lane)
+        return state.in_flight_bytes if state is not None else 0
+
+    def next_batch(self, lane: int) -> Batch:
+        """Work for a lane that has room; an empty batch when there is none."""
+        state = self._lanes[lane]
+        notices = tuple(state.notices)
+        state.notices.clear()
+        opens = [t for t in self._transfers.values() if not t.outbox.accepted and not t.opened_on]
+        pieces = self._pieces_for(lane, state)
+        for piece in pieces:
+            if lane not in piece.transfer.opened_on and piece.transfer not in opens:
+                opens.append(piece.transfer)
+        for transfer in opens:
+            transfer.opened_on.add(lane)
+        return Batch(notices, tuple(opens), tuple(pieces))
+
+    def on_frame(self, lane: int, frame: Frame) -> None:
+        """Whatever a receiver may say about a transfer. Raises RemoteProtocolError; the lane is lost then."""
+        slot = getattr(frame, "slot", None)
+        transfer = self._transfers.get(slot) if slot is not None else None
+        match frame:
+            case Ack():
+                self._on_ack(lane, frame, transfer)
+            case Nack():
+                self._release_window(lane, frame.length)
+                if transfer is not None:
+                    self._on_nack(lane, frame, transfer)
+            case Accept() if transfer is not None:
+                transfer.outbox.accept(frame.missing)
+                self._finish_if_complete(transfer)
+            case Refuse() | Cancel() if transfer is not None:
+                self._finish(transfer, Outcome(frame.code, frame.detail))
+
+    # inside
+
+    def _active_flows(self) -> set[tuple[Urgency, str]]:
+        return {(t.urgency, t.tenant) for t in self._transfers.values()}
+
+    def _pieces_for(self, lane: int, state: _Lane) -> list[Piece]:
+        sendable = [t for t in self._transfers.values() if t.outbox.accepted and t.outbox.bytes_queued]
+        limit = self._chunk_limit(sendable)
+        pieces: list[Piece] = []
+        room = min(limit, self.window_bytes - state.in_flight_bytes)
+        while room > 0 and sendable and len(pieces) < MAX_BATCH_CHUNKS:
+            transfer = min(sendable, key=self._rank)
+            chunk = transfer.outbox.take(room, lane)
+            if chunk is None:
+                sendable.remove(transfer)
+                continue
+            size = chunk[1] - chunk[0]
+            pieces.append(Piece(transfer, *chunk))
+            self._sent_by_weight[transfer.urgency, transfer.tenant] += size / transfer.weight
+            state.in_flight_bytes += size
+            room -= size
+        return pieces
+
+    def _chunk_limit(self, sendable: list[Transfer]) -> int:
+        """Smaller chunks towards the end, so that no lane is left with a large one when the others are through.
+
+        And on slow lanes: a chunk is what an urgent transfer has to wait for, and what a lost connection costs.
+        """
+        queued = sum(t.outbox.bytes_queued for t in sendable)
+        share = queued // (2 * max(1, len(self._lanes)))
+        limit = min(share, self.lane_bytes_per_s * CHUNK_S, self.burst_bytes)
+        return int(min(self.chunk_bytes, max(limit, MIN_CHUNK_BYTES)))
+
+    def _rank(self, transfer: Transfer) -> tuple[int, float, float, int]:
+        sent = self._sent_by_weight[transfer.urgency, transfer.tenant]
+        return (transfer.urgency, sent, transfer.deadline, transfer.slot)
+
+    def _on_ack(self, lane: int, ack: Ack, transfer: Transfer | None) -> None:
+        for start, stop in ack.ranges:
+            self._release_window(lane, stop - start)
+            if transfer is not None:
+                transfer.outbox.on_acked(lane, start, stop)
+        if transfer is not None:
+            self._finish_if_complete(transfer)
+
+    def _on_nack(self, lane: int, nack: Nack, transfer: Transfer) -> None:
+        transfer.outbox.on_rejected(lane, nack.offset, nack.offset + nack.length)
+        if transfer.outbox.rejected_chunks > MAX_REJECTED_CHUNKS or nack.code == Code.ARENA:
+            self.abort(transfer, f"chunk at {nack.offset} was rejected: {nack.code}", code=nack.code)
+
+    def _release_window(self, lane: int, size: int) -> None:
+        if (state := self._lanes.get(lane)) is not None:
+            state.in_flight_bytes = max(0, state.in_flight_bytes - size)
+
+    def _finish_if_complete(self, transfer: Transfer) -> None:
+        if transfer.outbox.complete:
+            self._finish(transfer, Outcome())
+
+    def _finish(self, transfer: Transfer, outcome: Outcome, notice: Abort | None = None) -> None:
+        """Lanes tell the receiver that the slot is free, when they next have something to say."""
+        if self._transfers.pop(transfer.slot, None) is None:
+            return
+        transfer.outcome = outcome
+        self._settled.append(transfer)
+        notice = notice or Abort(slot=transfer.slot, leave=True)
+        for lane in transfer.opened_on & self._lanes.keys():
+            self._lanes[lane].notices.append(notice)
+        flow = (transfer.urgency, transfer.tenant)
+        if flow not in self._active_flows():
+            self._sent_by_weight.pop(flow, None)

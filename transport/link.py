@@ -1,0 +1,221 @@
+"""What a link can carry at this moment, from the kernel's own account of its connections (TCP_INFO).
+
+sockets --tcp_info()--> {lane: TcpInfo} --LinkMonitor.sample(now)--> LinkState
+"""
+
+import math
+import socket
+import struct
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+_STRUCT: Final = struct.Struct("=8B24I4Q6I4Q2I2Q6I")  # linux/tcp.h, struct tcp_info, up to tcpi_rehash
+# Position of each field in the tuple; an older kernel writes fewer bytes, the rest reads 0.
+_FLAGS = 7
+_SND_MSS, _SACKED, _RTT = 10, 13, 23
+_PACING_RATE, _BYTES_ACKED = 32, 34
+_NOTSENT, _MIN_RTT = 38, 39
+_DELIVERY_RATE, _BUSY, _RWND_LIMITED, _SNDBUF_LIMITED = 42, 43, 44, 45
+_BYTES_SENT, _BYTES_RETRANS = 48, 49
+_APP_LIMITED_BIT: Final = 1
+
+SMOOTHING_S: Final = 0.3  # a change of the link shows within a second
+MIN_WINDOW_S: Final = 0.1  # of the goodput; two round trips where they are longer
+ESTIMATES_KEPT: Final = 20
+RTT_INFLATION_LIMIT: Final = 2.0  # times min RTT: the queue before the bottleneck holds a round trip
+RETRANSMIT_LIMIT: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TcpInfo:
+    """The part of struct tcp_info that says something about the link. Seconds and bytes."""
+
+    rtt_s: float
+    min_rtt_s: float
+    delivery_rate: float
+    app_limited: bool
+    bytes_delivered: int  # acknowledged, holes of lost packets left out
+    bytes_sent: int
+    bytes_retransmitted: int
+    notsent_bytes: int
+    busy_s: float
+    peer_limited_s: float  # of the busy time: waiting for the receiver's window or our own send buffer
+    pacing_rate: float
+
+
+def tcp_info(sock: socket.socket) -> TcpInfo:
+    raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 512)
+    return parse_tcp_info(raw)
+
+
+def parse_tcp_info(raw: bytes) -> TcpInfo:
+    f = _STRUCT.unpack(raw.ljust(_STRUCT.size, b"\0")[: _STRUCT.size])
+    return TcpInfo(
+        rtt_s=f[_RTT] / 1e6,
+        min_rtt_s=0.0 if f[_MIN_RTT] == 0xFFFFFFFF else f[_MIN_RTT] / 1e6,
+        delivery_rate=float(f[_DELIVERY_RATE]),
+        app_limited=bool(f[_FLAGS] & _APP_LIMITED_BIT),
+        bytes_delivered=f[_BYTES_ACKED] + f[_SACKED] * f[_SND_MSS],
+        bytes_sent=f[_BYTES_SENT],
+        bytes_retransmitted=f[_BYTES_RETRANS],
+        notsent_bytes=f[_NOTSENT],
+        busy_s=f[_BUSY] / 1e6,
+        peer_limited_s=(f[_RWND_LIMITED] + f[_SNDBUF_LIMITED]) / 1e6,
+        pacing_rate=float(f[_PACING_RATE]),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkState:
+    """The egress link to one peer, smoothed over about SMOOTHING_S."""
+
+    peer: str
+    at: float  # seconds, on the clock of whoever sampled
+    connections: int = 0
+    congestion_control: str = ""
+    available_bytes_per_s: float = 0.0  # what a busy sender gets; 0 = not known yet
+    goodput_bytes_per_s: float = 0.0  # acknowledged by the peer's kernel
+    budget_bytes_per_s: float = 0.0  # egress budget; 0 = none
+    retransmit_ratio: float = 0.0
+    rtt_s: float = 0.0
+    min_rtt_s: float = 0.0
+    estimate_error: float = 0.0  # mean of |predicted - actual| / actual, over recent transfers
+    queued_bytes: int = 0  # ready to leave and not acknowledged yet
+    bytes_total: int = 0
+    retransmitted_bytes_total: int = 0
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the available bandwidth in use, 0 to 1."""
+        return min(1.0, self.goodput_bytes_per_s / self.available_bytes_per_s) if self.available_bytes_per_s else 0.0
+
+    @property
+    def rtt_inflation(self) -> float:
+        """RTT over the smallest one seen; 1 = no queue."""
+        return max(1.0, self.rtt_s / self.min_rtt_s) if self.min_rtt_s else 1.0
+
+    @property
+    def queueing_delay_s(self) -> float:
+        return max(0.0, self.rtt_s - self.min_rtt_s)
+
+    @property
+    def congested(self) -> bool:
+        """The early signal: the link loses or queues more than it should."""
+        # On a loopback or a LAN a few ms of scheduling noise multiply min RTT without meaning anything.
+        inflated = self.rtt_inflation > RTT_INFLATION_LIMIT and self.queueing_delay_s > 0.01
+        return inflated or self.retransmit_ratio > RETRANSMIT_LIMIT
+
+    @property
+    def drain_s(self) -> float:
+        """Predicted time until what is queued now has arrived; inf while nothing is known."""
+        return self.estimate_s(0)
+
+    def estimate_s(self, num_bytes: int) -> float:
+        """Predicted time for `num_bytes` more, behind what is queued; inf while nothing is known."""
+        rate = self.available_bytes_per_s
+        if self.budget_bytes_per_s:
+            rate = min(rate, self.budget_bytes_per_s)
+        return (self.queued_bytes + num_bytes) / rate + self.rtt_s if rate else math.inf
+
+
+class LinkMonitor:
+    """Turns samples of all connections to a peer into a LinkState."""
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+        self._last: dict[int, TcpInfo] = {}
+        self._last_at: float | None = None
+        self._acked: deque[tuple[float, int]] = deque()  # (when, bytes acknowledged so far)
+        self._state = LinkState(peer=peer, at=0.0)
+        self._min_rtt_s = 0.0
+        self._estimate_error = 0.0
+        self._estimates = 0
+
+    def on_arrived(self, predicted_s: float, actual_s: float) -> None:
+        """A transfer for which estimate_s() had said `predicted_s` took `actual_s`."""
+        if not (0 < predicted_s < math.inf and actual_s > 0):
+            return
+        error = abs(predicted_s - actual_s) / actual_s
+        self._estimates += 1
+        self._estimate_error += (error - self._estimate_error) / min(self._estimates, ESTIMATES_KEPT)
+
+    @property
+    def state(self) -> LinkState:
+        return self._state
+
+    def sample(
+        self,
+        infos: Mapping[int, TcpInfo],
+        now: float,
+        *,
+        queued_bytes: int = 0,
+        budget_bytes_per_s: float = 0.0,
+        congestion_control: str = "",
+    ) -> LinkState:
+        """`infos` by lane; a lane that reconnects takes a new key."""
+        old = self._state
+        elapsed = 0.0 if self._last_at is None else now - self._last_at
+        acked = sum(info.bytes_delivered - self._before(lane, "bytes_delivered") for lane, info in infos.items())
+        sent = sum(info.bytes_sent - self._before(lane, "bytes_sent") for lane, info in infos.items())
+        resent = sum(
+            info.bytes_retransmitted - self._before(lane, "bytes_retransmitted") for lane, info in infos.items()
+        )
+        self._last, self._last_at = dict(infos), now
+        keep = math.exp(-elapsed / SMOOTHING_S)
+        goodput = self._goodput(old.bytes_total + max(0, acked), now, max(MIN_WINDOW_S, 2 * old.rtt_s))
+        ratio = _blend(old.retransmit_ratio, resent / sent if sent else 0.0, keep)
+        rtt_s, self._min_rtt_s = _rtts(infos, old, self._min_rtt_s)
+        self._state = LinkState(
+            peer=self._peer,
+            at=now,
+            connections=len(infos),
+            congestion_control=congestion_control,
+            available_bytes_per_s=_available(infos, old.available_bytes_per_s, goodput, keep),
+            goodput_bytes_per_s=goodput,
+            budget_bytes_per_s=budget_bytes_per_s,
+            retransmit_ratio=ratio,
+            rtt_s=rtt_s,
+            min_rtt_s=self._min_rtt_s,
+            estimate_error=self._estimate_error,
+            queued_bytes=queued_bytes,
+            bytes_total=old.bytes_total + max(0, acked),
+            retransmitted_bytes_total=old.retransmitted_bytes_total + max(0, resent),
+        )
+        return self._state
+
+    def _goodput(self, acked: int, now: float, window_s: float) -> float:
+        """Over the last `window_s`, as far as there are samples."""
+        self._acked.append((now, acked))
+        while len(self._acked) > 2 and self._acked[1][0] <= now - window_s:
+            self._acked.popleft()
+        since, before = self._acked[0]
+        return (acked - before) / (now - since) if now > since else 0.0
+
+    def _before(self, lane: int, name: str) -> int:
+        info = self._last.get(lane)
+        return 0 if info is None else getattr(info, name)
+
+
+def _blend(old: float, new: float, keep: float) -> float:
+    return keep * old + (1 - keep) * new
+
+
+def _rtts(infos: Mapping[int, TcpInfo], old: LinkState, min_rtt_s: float) -> tuple[float, float]:
+    known = [info for info in infos.values() if info.rtt_s and info.min_rtt_s]
+    if not known:
+        return old.rtt_s, min_rtt_s
+    smallest = min(info.min_rtt_s for info in known)
+    rtt_s = sorted(info.rtt_s for info in known)[len(known) // 2]
+    return rtt_s, min(smallest, min_rtt_s or smallest)
+
+
+def _available(infos: Mapping[int, TcpInfo], old: float, goodput: float, keep: float) -> float:
+    """Connections that the network held back show what it can carry; those that had nothing to send show nothing."""
+    limited = [info for info in infos.values() if not info.app_limited and info.delivery_rate]
+    if limited and 2 * len(limited) >= len(infos):
+        rate = sum(info.delivery_rate for info in limited) * len(infos) / len(limited)
+        return _blend(old, max(rate, goodput), keep) if old else rate
+    # A trickle over an idle link is not all that it can carry: without such a sample nothing is known.
+    return max(old, goodput) if old else 0.0

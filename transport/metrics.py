@@ -1,0 +1,70 @@
+"""Links and transfers for Prometheus: read when scraped, so that nothing is counted twice or in between."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from transport.client import TransferClient
+from transport.link import LinkState
+from transport.server import TransferServer
+
+_GAUGES: Final = {
+    "available_bytes_per_second": ("What a busy sender gets", "available_bytes_per_s"),
+    "goodput_bytes_per_second": ("Acknowledged by the peer", "goodput_bytes_per_s"),
+    "budget_bytes_per_second": ("Egress budget, 0 = none", "budget_bytes_per_s"),
+    "utilisation_ratio": ("Share of the available bandwidth in use", "utilisation"),
+    "retransmit_ratio": ("Retransmitted share of what was sent", "retransmit_ratio"),
+    "rtt_seconds": ("Median round trip of the connections", "rtt_s"),
+    "min_rtt_seconds": ("Smallest round trip seen", "min_rtt_s"),
+    "queued_bytes": ("Ready to leave, not acknowledged", "queued_bytes"),
+    "drain_seconds": ("Predicted time until the queue has arrived", "drain_s"),
+    "estimate_error_ratio": ("Mean relative error of such predictions", "estimate_error"),
+    "congested": ("1 while the link loses or queues more than it should", "congested"),
+    "connections": ("Connections to the peer", "connections"),
+}
+_COUNTERS: Final = {
+    "sent_bytes": ("Delivered to the peer", "bytes_total"),
+    "retransmitted_bytes": ("Sent again by TCP", "retransmitted_bytes_total"),
+}
+
+
+class TransportCollector(Collector):
+    """`registry.register(TransportCollector(client, server))`."""
+
+    def __init__(self, client: TransferClient | None = None, server: TransferServer | None = None) -> None:
+        self._client = client
+        self._server = server
+
+    def collect(self) -> Iterator[Metric]:
+        links = self._client.links() if self._client is not None else []
+        for name, (text, field) in _GAUGES.items():
+            gauge = GaugeMetricFamily(f"prfaas_link_{name}", text, labels=["peer"])
+            yield _with_values(gauge, links, field)
+        for name, (text, field) in _COUNTERS.items():
+            counter = CounterMetricFamily(f"prfaas_link_{name}", text, labels=["peer"])
+            yield _with_values(counter, links, field)
+        if self._server is not None:
+            yield from _landings(self._server)
+
+
+def _with_values(
+    family: GaugeMetricFamily | CounterMetricFamily, links: list[LinkState], field: str
+) -> GaugeMetricFamily | CounterMetricFamily:
+    for link in links:
+        family.add_metric([link.peer], float(getattr(link, field)))
+    return family
+
+
+def _landings(server: TransferServer) -> Iterator[Metric]:
+    outcomes = CounterMetricFamily("prfaas_landing_events", "What became of transfers and chunks", labels=["event"])
+    for event, count in sorted(server.counters.items()):
+        outcomes.add_metric([event], count)
+    yield outcomes
+    received = CounterMetricFamily("prfaas_landing_received_bytes", "Payload received, repetitions included")
+    received.add_metric([], server.bytes_received)
+    yield received
+    connections = GaugeMetricFamily("prfaas_landing_connections", "Connections of senders")
+    connections.add_metric([], server.num_connections)
+    yield connections

@@ -1,0 +1,368 @@
+"""A lane at work: one connection after another to the same peer, and the thread that feeds it."""
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+from transport.checksum import Integrity, digest, transfer_seed
+from transport.connection import NONCE_BYTES, Connection, Role, State
+from transport.crypto import TAG_BYTES, Seal, Session, chunk_seal
+from transport.errors import ConnectionRefused, LocalProtocolError, PeerLost, TransportError
+from transport.frames import MAX_LIST, Open, Reference, Welcome
+from transport.lanes import MAX_BATCH_CHUNKS, Batch, Piece, Transfer
+from transport.link import TcpInfo, tcp_info
+from transport.shm import ArenaSource, gather, merge_extents
+from transport.tcp import (
+    LONG_RTT_S,
+    MAX_VIEWS,
+    choose_congestion_control,
+    congestion_control,
+    dial,
+    limit_unsent,
+    receive_now,
+    send_some,
+    set_pacing_rate,
+    shut,
+)
+from transport.transfer import proof_of
+
+if TYPE_CHECKING:
+    from transport.peer import Peer
+
+log = logging.getLogger(__name__)
+
+BACKOFF_FIRST_S: Final = 0.05
+BACKOFF_MAX_S: Final = 2.0
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """Views still to be written, each with the transfer whose memory it is (None: our own bytes)."""
+
+    views: deque[tuple[memoryview | bytes, Transfer | None]] = field(default_factory=deque)
+
+    def add(self, data: bytes) -> None:
+        if data:
+            self.views.append((data, None))
+
+    def head(self) -> list[memoryview | bytes]:
+        return [view for view, _ in islice(self.views, MAX_VIEWS)]
+
+    def advance(self, size: int) -> None:
+        while size:
+            view, owner = self.views[0]
+            if size < len(view):
+                self.views[0] = (memoryview(view)[size:], owner)
+                return
+            size -= len(view)
+            self.views.popleft()
+
+    def void_ended(self) -> None:
+        """Memory of a transfer that ended is not ours to read: the promised bytes become zeros, which no checksum
+        passes.
+        """
+        for i, (view, owner) in enumerate(self.views):
+            if owner is not None and owner.outcome is not None:
+                self.views[i] = (bytes(len(view)), None)
+
+
+class Outlet:
+    """One connection after another to the same peer, and the thread that feeds it."""
+
+    def __init__(self, peer: "Peer", index: int) -> None:
+        self.key = index  # of the present connection: unique over the peer's life
+        self.up = False
+        self.idle = False
+        self.congestion = ""
+        self._peer = peer
+        self.index = index
+        self._generation = 0
+        self._sock: socket.socket | None = None
+        self._sock_lock = threading.Lock()
+        self._wake_lock = threading.Lock()
+        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread: threading.Thread | None = None
+        self._seeds: dict[int, int] = {}
+        self._seals: dict[int, Seal] = {}
+        self._session: Session | None = None
+        self._sealed = memoryview(b"")  # payloads of one batch, sealed
+        self._sealed_bytes = 0
+        self._plain = memoryview(b"")
+        self._failures = 0
+
+    # from other threads
+
+    def start_or_wake(self) -> None:
+        """With the peer's lock held."""
+        if self._thread is None and not self._peer.closing:
+            self._thread = threading.Thread(
+                target=self._run, name=f"kv-lane-{self.index}-{self._peer.address}", daemon=True
+            )
+            self._thread.start()
+        self.wake()
+
+    def wake(self) -> None:
+        with self._wake_lock:  # a closed descriptor's number may be somebody else's by now
+            if self._eventfd >= 0:
+                os.eventfd_write(self._eventfd, 1)
+
+    def stop(self) -> None:
+        self.wake()
+        with self._sock_lock:
+            if self._sock is not None:
+                shut(self._sock)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        with self._wake_lock:
+            if self._eventfd >= 0:
+                os.close(self._eventfd)
+                self._eventfd = -1
+
+    def info(self) -> TcpInfo | None:
+        with self._sock_lock:
+            return tcp_info(self._sock) if self._sock is not None and self.up else None
+
+    def pace(self, bytes_per_s: float | None) -> None:
+        with self._sock_lock:
+            if self._sock is not None:
+                set_pacing_rate(self._sock, bytes_per_s)
+
+    # the thread
+
+    def _run(self) -> None:
+        while not self._peer.closing:
+            with self._peer.lock:
+                wanted = self._peer.wants(self)
+            if not wanted:
+                self._sleep(None)
+                continue
+            error = self._connect_and_serve()
+            self._peer.lane_down(self, error)
+            self._peer.settle()
+            self._back_off()
+
+    def _back_off(self) -> None:
+        """Being woken does not shorten it: a peer that refuses us is not asked more often because there is more work."""
+        delay_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(self._failures, 10))
+        self._failures += 1
+        until = time.monotonic() + delay_s
+        while not self._peer.closing and (left := until - time.monotonic()) > 0:
+            self._sleep(left)
+
+    def _connect_and_serve(self) -> str:
+        """Works until the connection ends; returns why."""
+        self._seeds, self._seals = {}, {}
+        self._generation += 1
+        self.key = self._generation << 16 | self.index
+        try:
+            self._session = self._peer.session()
+            sock = dial(self._peer.address, self._peer.options.tcp)
+        except ConnectionRefused as exc:
+            self._peer.lane_refused(self, exc)
+            return str(exc)
+        except (OSError, ValueError) as exc:
+            return f"cannot connect to {self._peer.address}: {exc}"
+        rtt_s = tcp_info(sock).rtt_s
+        if self._peer.options.tcp.congestion == "auto":
+            choose_congestion_control(sock, rtt_s)
+        self.congestion = congestion_control(sock)
+        if rtt_s >= LONG_RTT_S:
+            limit_unsent(sock)
+            self._peer.on_long_link(self.congestion)
+        with self._sock_lock:
+            self._sock = sock
+        try:
+            self._serve(sock)
+        except ConnectionRefused as exc:
+            self._peer.lane_refused(self, exc)
+            return str(exc)
+        except (OSError, TransportError) as exc:
+            log.debug("lane %d to %s ended: %s", self.index, self._peer.address, exc)
+            return str(exc)
+        finally:
+            with self._sock_lock:
+                self._sock = None
+            sock.close()
+        return "closed"
+
+    def _serve(self, sock: socket.socket) -> None:
+        options = self._peer.options
+        connection = Connection(
+            Role.SENDER,
+            integrity=options.integrity,
+            nonce=os.urandom(NONCE_BYTES),
+            now=time.monotonic(),
+            max_chunk_bytes=options.chunk_bytes,
+            dead_after_s=options.tcp.dead_after_s,
+            session=self._session.id if self._session is not None else b"",
+            session_secret=self._secret,
+        )
+        retire_at = time.monotonic() + options.rotate_keys_s if self._session is not None else float("inf")
+        while not self._peer.closing:
+            leaving = time.monotonic() >= retire_at or self._peer.surplus(self)
+            if leaving and self._peer.retire(self):
+                return
+            self._write_control(sock, connection)
+            if self._read(sock, connection):
+                continue
+            wait_s = self._peer.wait_s(time.monotonic())
+            free = connection.state is State.OPEN and not wait_s and not leaving
+            batch = self._peer.batch_for(self) if free else Batch()
+            if batch:
+                self._send(sock, connection, batch)
+            else:
+                self._wait(sock, connection, wait_s)
+
+    def _secret(self, _: bytes) -> bytes | None:
+        return self._session.secret if self._session is not None else None
+
+    def _read(self, sock: socket.socket, connection: Connection) -> bool:
+        """Takes what the receiver has said; False when it was nothing."""
+        size = receive_now(sock, connection.receive_buffer())
+        if size is None:
+            return False
+        if size == 0:
+            raise PeerLost("the peer closed the connection")
+        connection.received(size, time.monotonic())
+        while (frame := connection.next_event()) is not None:
+            if isinstance(frame, Welcome):
+                self._failures = 0
+                self._peer.lane_up(self)
+                continue
+            self._peer.on_frame(self, frame)
+        self._peer.settle()
+        return True
+
+    def _wait(self, sock: socket.socket, connection: Connection, wait_s: float) -> None:
+        """Until the receiver speaks, work appears, the budget allows to send or a timer is due."""
+        now = time.monotonic()
+        until = connection.next_timer() - now
+        self._sleep(min(wait_s, until) if wait_s else until, sock)
+        connection.on_timer(time.monotonic())
+
+    def _sleep(self, timeout_s: float | None, sock: socket.socket | None = None) -> None:
+        poller = select.poll()
+        poller.register(self._eventfd, select.POLLIN)
+        if sock is not None:
+            poller.register(sock, select.POLLIN)
+        poller.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000 + 0.5)
+        with suppress(BlockingIOError):  # it was the socket, or time
+            os.eventfd_read(self._eventfd)
+
+    # sending
+
+    def _send(self, sock: socket.socket, connection: Connection, batch: Batch) -> None:
+        try:
+            outgoing = Outgoing()
+            self._sealed_bytes = 0
+            for notice in batch.notices:
+                outgoing.add(connection.send(notice))
+            for transfer in batch.opens:
+                outgoing.add(self._opening(connection, transfer))
+            for piece in batch.pieces:
+                self._add_piece(outgoing, connection, piece)
+            self._write(sock, connection, outgoing)
+            self._peer.charge(batch.num_bytes, time.monotonic())
+        finally:
+            self._peer.batch_done(batch)
+
+    def _opening(self, connection: Connection, transfer: Transfer) -> bytes:
+        manifest = transfer.manifest
+        self._seeds[transfer.slot] = transfer_seed(transfer.transfer_id, connection.nonces)
+        if self._session is not None:
+            self._seals[transfer.slot] = chunk_seal(
+                self._session.secret, connection.nonces, transfer.transfer_id, transfer.secret
+            )
+        return connection.send(
+            Open(
+                slot=transfer.slot,
+                transfer_id=transfer.transfer_id,
+                proof=proof_of(transfer.secret, transfer.transfer_id, manifest.digest, connection.nonces),
+                total_bytes=manifest.total_bytes,
+                num_ranges=len(manifest.sizes),
+                manifest_digest=manifest.digest,
+                arena_path=transfer.arena_path,
+                placement=transfer.placement,
+            )
+        )
+
+    def _add_piece(self, outgoing: Outgoing, connection: Connection, piece: Piece) -> None:
+        transfer = piece.transfer
+        try:
+            source = self._peer.source_of(transfer)
+            views = transfer.manifest.views(source, piece.start, piece.stop)
+        except Exception as exc:
+            log.exception("the source of push %s failed", transfer.transfer_id)
+            self._peer.abort(transfer, f"source: {exc}", keep_landing=False)
+            return
+        checksum = 0
+        if self._peer.options.integrity is Integrity.CHECKSUM or transfer.arena_path:
+            checksum = digest(views, self._seeds[transfer.slot], piece.start)
+        if isinstance(source, ArenaSource) and transfer.arena_path:
+            self._add_references(outgoing, connection, piece, source, checksum)
+            return
+        if self._session is not None:
+            self._add_sealed(outgoing, connection, piece, views)
+            return
+        length = piece.stop - piece.start
+        outgoing.add(connection.chunk_header(transfer.slot, piece.start, length, checksum))
+        outgoing.views.extend((view, transfer) for view in views)
+
+    def _add_sealed(self, outgoing: Outgoing, connection: Connection, piece: Piece, views: list[memoryview]) -> None:
+        length = piece.stop - piece.start
+        if not len(self._sealed):
+            self._sealed = memoryview(bytearray(self._peer.options.chunk_bytes + MAX_BATCH_CHUNKS * TAG_BYTES))
+        if len(views) > 1:
+            if not len(self._plain):
+                self._plain = memoryview(bytearray(self._peer.options.chunk_bytes))
+            gather(views, self._plain)
+        plain = views[0] if len(views) == 1 else self._plain[:length]
+        sealed = self._sealed[self._sealed_bytes : self._sealed_bytes + length + TAG_BYTES]
+        self._sealed_bytes += len(sealed)
+        slot = piece.transfer.slot
+        outgoing.add(connection.seal_chunk(self._seals[slot], slot, piece.start, plain, sealed))
+        outgoing.views.append((sealed, None))
+
+    def _add_references(
+        self, outgoing: Outgoing, connection: Connection, piece: Piece, source: ArenaSource, checksum: int
+    ) -> None:
+        pieces = piece.transfer.manifest.pieces(piece.start, piece.stop)
+        extents = merge_extents(extent for i, skip, size in pieces for extent in source.extents(i, skip, size))
+        if len(extents) > MAX_LIST:
+            raise LocalProtocolError(f"a chunk in {len(extents)} pieces, at most {MAX_LIST}")
+        outgoing.add(
+            connection.send(
+                Reference(slot=piece.transfer.slot, offset=piece.start, checksum=checksum, extents=tuple(extents))
+            )
+        )
+
+    def _write(self, sock: socket.socket, connection: Connection, outgoing: Outgoing) -> None:
+        while outgoing.views:
+            sent = send_some(sock, outgoing.head())
+            outgoing.advance(sent)
+            if not sent:
+                self._blocked(sock, connection, outgoing)
+
+    def _blocked(self, sock: socket.socket, connection: Connection, outgoing: Outgoing) -> None:
+        """A tick without progress: let go of memory that is no longer ours, listen, see whether the peer lives."""
+        if self._peer.closing:
+            raise PeerLost("closing")
+        outgoing.void_ended()
+        self._read(sock, connection)
+        if connection.next_timer() <= time.monotonic():
+            connection.on_timer(time.monotonic())
+
+    def _write_control(self, sock: socket.socket, connection: Connection) -> None:
+        outgoing = Outgoing()
+        outgoing.add(connection.data_to_send())
+        self._write(sock, connection, outgoing)

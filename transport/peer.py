@@ -1,0 +1,367 @@
+"""Everything that goes to one address: one scheduler for all transfers, its lanes, its budget, the state of its link."""
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from transport.checksum import Integrity
+from transport.crypto import Identity, Session, request_session
+from transport.errors import Closed, ConnectionRefused
+from transport.frames import MAX_CHUNK_BYTES, Code, Frame
+from transport.governor import Governor
+from transport.lanes import MIN_CHUNK_BYTES, Batch, LaneScheduler, Transfer, Urgency
+from transport.link import LinkMonitor, LinkState
+from transport.outlet import Outlet
+from transport.pacing import DailyBudget, TokenBucket
+from transport.push import OnPushed, Push
+from transport.shm import ArenaSource
+from transport.tcp import (
+    LONG_RTT_S,
+    NOTSENT_LOWAT_BYTES,
+    TcpOptions,
+    dial,
+)
+from transport.transfer import Manifest, Outbox, RangeViews
+
+BYTES_PER_LANE: Final = 1 << 20  # another connection is worth its handshake from about here on
+FIRST_LANE_BYTES_PER_S: Final = 10e6  # on a long link, until it has been measured
+BURST_S: Final = 0.02  # of the egress budget that may leave at once
+# The bucket keeps the budget; the kernel's pacing only spreads it, and must leave a slow lane's share to the others.
+BUDGET_HEADROOM: Final = 1.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientOptions:
+    """Habits of a sender. `connections` is per peer; over shared memory two suffice.
+
+    With `adaptive`, a long link gets up to `max_connections`, and is paced to what it carries (see governor).
+    """
+
+    connections: int = 4
+    max_connections: int = 64
+    adaptive: bool = True
+    chunk_bytes: int = 4 << 20  # at most; with Integrity.NONE 8 MiB are faster: nothing is read twice
+    window_bytes: int = 64 << 20
+    integrity: Integrity = Integrity.CHECKSUM
+    identity: Identity | None = None  # needed for Integrity.AEAD
+    rotate_keys_s: float = 600.0  # a connection is replaced, with new keys, after this time
+    egress_bytes_per_s: float | DailyBudget | None = None  # budget per peer; None = as fast as it goes
+    max_peers: int = 256  # with connections; more only while all of them are busy
+    idle_timeout_s: float = 300.0  # after which an unused peer's connections are closed
+    peer_timeout_s: float = 5.0  # transfers fail when there was no connection at all for this long
+    tcp: TcpOptions = field(default_factory=TcpOptions)
+
+    def __post_init__(self) -> None:
+        if self.connections < 1:
+            raise ValueError(f"connections {self.connections}: at least 1")
+        if not 0 < self.chunk_bytes <= MAX_CHUNK_BYTES:
+            raise ValueError(f"chunk_bytes {self.chunk_bytes}: 1 to {MAX_CHUNK_BYTES}")
+        if self.integrity is Integrity.AEAD and self.identity is None:
+            raise ValueError(f"integrity {self.integrity} needs an identity")
+
+
+class Peer:
+    """Everything that goes to one address: one scheduler, its lanes, its budget, its link state."""
+
+    def __init__(
+        self, address: str, same_host: bool, options: ClientOptions, budget: float | DailyBudget | None
+    ) -> None:
+        self.address = address
+        self.same_host = same_host
+        self.options = options
+        self.lock = threading.Lock()
+        self.scheduler = LaneScheduler(chunk_bytes=options.chunk_bytes, window_bytes=options.window_bytes)
+        self.bucket: TokenBucket | None = None
+        self.closing = False
+        self._monitor = LinkMonitor(address)
+        self._session: Session | None = None
+        self._session_lock = threading.Lock()
+        self._renew_at = 0.0
+        self._pushes: dict[int, Push] = {}
+        self._next_slot = 0
+        self._lost_since = time.monotonic()
+        self._last_error = "never connected"
+        count = min(2, options.connections) if same_host else options.connections
+        adaptive = options.adaptive and not same_host
+        self._governor = Governor(count, options.max_connections if adaptive else count)
+        self._adaptive = adaptive
+        self._pace: float | None = None
+        self._lanes = [Outlet(self, index) for index in range(count)]
+        self.budget = None if same_host else budget
+        self.busy_at = time.monotonic()
+        self.set_budget(budget_now(self.budget))
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.num_transfers > 0
+
+    # what pushes ask for
+
+    def open(
+        self, manifest: Manifest, source: RangeViews, on_done: OnPushed | None, *, transfer_id: str, secret: bytes,
+        urgency: Urgency, deadline: float, tenant: str, weight: float, placement: tuple[tuple[int, int], ...],
+    ) -> Push:  # fmt: skip
+        with self.lock:
+            if self.closing:
+                raise Closed("the client is closed")
+            transfer = Transfer(
+                slot=self._next_slot,
+                transfer_id=transfer_id,
+                secret=secret,
+                outbox=Outbox(manifest),
+                urgency=urgency,
+                deadline=deadline,
+                tenant=tenant,
+                weight=weight,
+                arena_path=source.path if self.same_host and isinstance(source, ArenaSource) else "",
+                placement=placement,
+            )
+            self._next_slot = (self._next_slot + 1) & 0xFFFFFFFF
+            push = Push(self, transfer, source, on_done)
+            self._pushes[transfer.slot] = push
+            if not self.busy and not any(lane.up for lane in self._lanes):
+                self._lost_since = time.monotonic()
+            self.scheduler.add(transfer)
+            self._wake_lanes()
+        return push
+
+    def ready(self, transfer: Transfer, indexes: Iterable[int]) -> None:
+        with self.lock:
+            outbox = transfer.outbox
+            before = outbox.bytes_ready
+            self.scheduler.ready(transfer, indexes)
+            if before < outbox.bytes_ready == transfer.manifest.total_bytes:
+                self._predict(self._pushes.get(transfer.slot))
+            self._wake_lanes()
+
+    def _predict(self, push: Push | None) -> None:
+        """From the moment when everything is ready, only the link decides when it will have arrived."""
+        if push is not None:
+            queued = self.scheduler.bytes_queued + self.scheduler.bytes_in_flight
+            state = replace(self._monitor.state, queued_bytes=queued)
+            push.predicted = (time.monotonic(), state.drain_s)
+
+    def _judge_prediction(self, push: Push) -> None:
+        if push.predicted is not None and push.succeeded:
+            self._monitor.on_arrived(push.predicted[1], time.monotonic() - push.predicted[0])
+
+    def abort(self, transfer: Transfer, reason: str, keep_landing: bool) -> None:
+        with self.lock:
+            self.scheduler.abort(transfer, reason, leave=keep_landing)
+            for lane in self._lanes:  # an abort frees memory at the far end: do not let it wait
+                if lane.up:
+                    lane.wake()
+        self.settle()
+
+    def session(self) -> Session | None:
+        """The keys of this peer: agreed on when first needed, and again when half their life is over. Raises OSError."""
+        if self.options.integrity is not Integrity.AEAD or self.options.identity is None:
+            return None
+        with self._session_lock:
+            now = time.monotonic()
+            if self._session is None or now >= self._renew_at:
+                sock = dial(self.address, self.options.tcp)
+                timeout_s = self.options.tcp.connect_timeout_s
+                self._session = request_session(sock, self.options.identity, timeout_s, now)
+                life_s = min(self.options.rotate_keys_s, (self._session.ends_at - now) / 2)
+                self._renew_at = now + life_s
+            return self._session
+
+    def forget_session(self) -> None:
+        with self._session_lock:
+            self._session = None
+
+    def source_of(self, transfer: Transfer) -> RangeViews:
+        return self._pushes[transfer.slot].source
+
+    def settle(self) -> None:
+        """Reports transfers that ended and whose memory is no longer read."""
+        with self.lock:
+            pushes = [self._pushes.pop(transfer.slot) for transfer in self.scheduler.take_settled()]
+        for push in pushes:
+            self._judge_prediction(push)
+            push.finish()
+
+    # what lanes ask for
+
+    def wants(self, lane: "Outlet") -> bool:
+        """Whether a lane that is down should connect. Called with the lock held."""
+        up = sum(other.up for other in self._lanes)
+        return self.busy and not self.surplus(lane) and up < self.scheduler.lanes_useful(BYTES_PER_LANE)
+
+    def surplus(self, lane: "Outlet") -> bool:
+        """The governor has found that fewer lanes do as well."""
+        return lane.index >= self._governor.plan.connections
+
+    def batch_for(self, lane: "Outlet") -> Batch:
+        """Work, or nothing and the lane counts as idle: the next ready() will wake it."""
+        with self.lock:
+            batch = self.scheduler.next_batch(lane.key)
+            for transfer in {piece.transfer for piece in batch.pieces}:
+                transfer.writing += 1
+            lane.idle = not batch
+            return batch
+
+    def retire(self, lane: "Outlet") -> bool:
+        """Whether the lane may go: nothing of what it sent is unanswered."""
+        with self.lock:
+            return not self.scheduler.lane_in_flight(lane.key)
+
+    def batch_done(self, batch: Batch) -> None:
+        with self.lock:
+            for transfer in {piece.transfer for piece in batch.pieces}:
+                transfer.writing -= 1
+        self.settle()
+
+    def lane_up(self, lane: "Outlet") -> None:
+        with self.lock:
+            lane.up = True
+            self.scheduler.lane_up(lane.key)
+        self._share_budget()
+
+    def on_long_link(self, congestion: str) -> None:
+        with self.lock:
+            if congestion != "bbr" and self._adaptive:
+                self._governor.expect_loss_based()
+            if self.scheduler.lane_bytes_per_s == float("inf"):
+                self.scheduler.lane_bytes_per_s = FIRST_LANE_BYTES_PER_S
+
+    def lane_down(self, lane: "Outlet", error: str) -> None:
+        with self.lock:
+            if lane.up:
+                lane.up = lane.idle = False
+                self.scheduler.lane_down(lane.key)
+                # Counted from the last connection that was lost, not from the last attempt that failed.
+                if not any(other.up for other in self._lanes):
+                    self._lost_since = time.monotonic()
+            self._last_error = error
+            self._wake_lanes()
+        self._share_budget()
+
+    def lane_refused(self, lane: "Outlet", error: ConnectionRefused) -> None:
+        """The peer does not talk to us at all: trying again will not change that."""
+        with self.lock:
+            if error.code in (Code.VERSION, Code.INTEGRITY_MODE, Code.IDENTITY):
+                self.scheduler.fail_all(Code(error.code), error.detail)
+        if error.code == Code.SESSION:  # the receiver was restarted, or has forgotten us
+            self.forget_session()
+        self.settle()
+
+    def on_frame(self, lane: Outlet, frame: Frame) -> None:
+        """What the receiver says about a transfer. Raises RemoteProtocolError."""
+        with self.lock:
+            self.scheduler.on_frame(lane.key, frame)
+            self._wake_lanes()
+
+    def _wake_lanes(self) -> None:
+        """Wakes as many as there is work for; connected ones first."""
+        wanted = self.scheduler.lanes_wanted()
+        for lane in self._lanes:
+            if wanted > 0 and lane.up and lane.idle:
+                lane.idle = False
+                lane.wake()
+                wanted -= 1
+        missing = self.scheduler.lanes_useful(BYTES_PER_LANE) - sum(lane.up for lane in self._lanes)
+        for lane in self._lanes:
+            if missing > 0 and not lane.up:
+                lane.start_or_wake()
+                missing -= 1
+
+    # budget, time
+
+    def set_budget(self, bytes_per_s: float | None) -> None:
+        burst_bytes = max((bytes_per_s or 0) * BURST_S, MIN_CHUNK_BYTES)
+        with self.lock:
+            if bytes_per_s is None:
+                self.bucket = None
+            elif self.bucket is None:
+                self.bucket = TokenBucket(bytes_per_s, burst_bytes)
+            elif self.bucket.bytes_per_s != bytes_per_s:
+                self.bucket.set_rate(bytes_per_s, time.monotonic())
+                self.bucket.burst_bytes = burst_bytes
+            self.scheduler.burst_bytes = float("inf") if bytes_per_s is None else burst_bytes
+        self._share_budget()
+
+    def wait_s(self, now: float) -> float:
+        """How long the budget forbids to send."""
+        with self.lock:
+            return 0.0 if self.bucket is None else max(0.0, self.bucket.next_send_time(now) - now)
+
+    def charge(self, size: int, now: float) -> None:
+        with self.lock:
+            if self.bucket is not None:
+                self.bucket.on_sent(size, now)
+
+    def _share_budget(self) -> None:
+        """Lets the kernel pace each connection at its share of the budget and of what the link carries."""
+        with self.lock:
+            up = [lane for lane in self._lanes if lane.up]
+            limits = [self._pace, None if self.bucket is None else BUDGET_HEADROOM * self.bucket.bytes_per_s]
+        total = min((limit for limit in limits if limit is not None), default=None)
+        for lane in up:
+            lane.pace(None if total is None else total / len(up))
+
+    def _govern(self, state: LinkState, now: float) -> None:
+        if not self._adaptive:
+            return
+        # What fits into the kernel's buffers may leave at once; beyond that, the link is what holds us back.
+        busy = state.queued_bytes > state.connections * NOTSENT_LOWAT_BYTES
+        plan = self._governor.on_sample(state, now, busy=busy)
+        with self.lock:
+            while len(self._lanes) < plan.connections and not self.closing:
+                self._lanes.append(Outlet(self, len(self._lanes)))
+            if state.connections and state.min_rtt_s >= LONG_RTT_S:
+                self.scheduler.lane_bytes_per_s = (
+                    state.available_bytes_per_s / state.connections or FIRST_LANE_BYTES_PER_S
+                )
+            self._wake_lanes()
+            changed, self._pace = self._pace != plan.pace_bytes_per_s, plan.pace_bytes_per_s
+        if changed:
+            self._share_budget()
+
+    def keep(self, now: float) -> None:
+        """Samples the link, ends what is late or has no connection left."""
+        if isinstance(self.budget, DailyBudget):
+            self.set_budget(budget_now(self.budget))
+        if self.busy:
+            self.busy_at = now
+        infos = {lane.key: info for lane in list(self._lanes) if (info := lane.info()) is not None}
+        with self.lock:
+            self.scheduler.expire(now)
+            up = any(lane.up for lane in self._lanes)
+            if self.busy and not up and now - self._lost_since > self.options.peer_timeout_s:
+                self.scheduler.fail_all(Code.PEER_LOST, self._last_error)
+            queued = self.scheduler.bytes_queued + self.scheduler.bytes_in_flight
+            state = self._monitor.sample(
+                infos,
+                now,
+                queued_bytes=queued,
+                budget_bytes_per_s=self.bucket.bytes_per_s if self.bucket is not None else 0.0,
+                congestion_control=next((lane.congestion for lane in self._lanes if lane.up), ""),
+            )
+        self._govern(state, now)
+        self.settle()
+
+    def link(self) -> LinkState:
+        return self._monitor.state
+
+    def stop(self) -> None:
+        with self.lock:
+            self.closing = True
+            self.scheduler.fail_all(Code.CLOSING, "the sender closes")
+        for lane in self._lanes:
+            lane.stop()
+
+    def join(self) -> None:
+        for lane in self._lanes:
+            lane.close()
+        self.settle()
+
+
+def budget_now(budget: float | DailyBudget | None) -> float | None:
+    if not isinstance(budget, DailyBudget):
+        return budget
+    now = time.localtime()
+    return budget.at(now.tm_hour * 3600 + now.tm_min * 60 + now.tm_sec)

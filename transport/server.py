@@ -1,0 +1,287 @@
+"""The receiving end: one listener for all peers and all transfers.
+
+Threads: one accepts, one keeps time, one per connection reads chunks straight into the memory of their landing. All
+decisions are those of `Landings`, taken under one lock; bytes move outside of it.
+"""
+
+import logging
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from transport.checksum import Integrity
+from transport.crypto import Identity, Sessions, grant_session
+from transport.errors import Closed, PeerLost
+from transport.frames import (
+    MAX_CHUNK_BYTES,
+    Cancel,
+    Chunk,
+    Code,
+    Reference,
+)
+from transport.inlet import Inlet
+from transport.landings import Claim, Landing, Landings, OnLanded, Rivals, Segment, SinkOf, write_id
+from transport.shm import DEFAULT_ARENA_DIRS
+from transport.tcp import (
+    TICK_S,
+    TcpOptions,
+    format_address,
+    listen,
+    shut,
+)
+from transport.transfer import RangeViews
+
+log = logging.getLogger(__name__)
+
+FOREVER: Final = float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """Limits and habits of a listener."""
+
+    integrity: Integrity = Integrity.CHECKSUM
+    identity: Identity | None = None  # needed for Integrity.AEAD
+    session_life_s: float = 3600.0
+    max_chunk_bytes: int = 16 << 20
+    max_connections: int = 4096
+    arena_dirs: Sequence[str] = DEFAULT_ARENA_DIRS  # where arenas of senders on this host may lie; () = TCP only
+    tcp: TcpOptions = field(default_factory=TcpOptions)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.max_chunk_bytes <= MAX_CHUNK_BYTES:
+            raise ValueError(f"max_chunk_bytes {self.max_chunk_bytes}: 1 to {MAX_CHUNK_BYTES}")
+        if self.integrity is Integrity.AEAD and self.identity is None:
+            raise ValueError(f"integrity {self.integrity} needs an identity")
+
+
+class TransferServer:
+    """Receives transfers that were announced with expect(); refuses all others.
+
+    Callbacks come from transport threads, must not block, and may call back into the server.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, options: ServerOptions | None = None) -> None:
+        self.options = options or ServerOptions()
+        self._bind = (host, port)
+        self._listener: socket.socket | None = None
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)  # deadlines moved, or a connection left
+        self.landings = Landings()
+        self._sessions = Sessions(self.options.session_life_s)
+        self._inlets: dict[int, Inlet] = {}
+        self._threads: list[threading.Thread] = []
+        self._next_inlet = 0
+        self._closing = False
+        self.received_bytes = 0
+        self.address = ""
+
+    def start(self) -> "TransferServer":
+        """Binds and listens; `address` is set afterwards. Raises OSError."""
+        self._listener = listen(*self._bind)
+        host, port = self._listener.getsockname()[:2]
+        self.address = format_address(host, port)
+        for target in (self._accept_all, self._keep_time):
+            thread = threading.Thread(target=target, name=f"kv-server-{port}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return self
+
+    def expect(
+        self,
+        transfer_id: str,
+        secret: bytes,
+        sizes: Iterable[int],
+        targets: RangeViews,
+        *,
+        on_done: OnLanded | None = None,
+        deadline_s: float = FOREVER,
+        orphan_timeout_s: float = FOREVER,
+    ) -> Landing:
+        """Announces a transfer: range i, of `sizes[i]` bytes, goes into the writable byte views `targets(i)`.
+
+        `on_done(LandingResult)` is called once, when nothing writes into the targets any more. `deadline_s` counts from
+        now; `orphan_timeout_s` from the moment when the last connection of a sender that had begun goes away.
+        """
+        with self.changed:
+            if self._closing:
+                raise Closed("the server is closed")
+            landing = self.landings.expect(
+                transfer_id,
+                secret,
+                sizes,
+                targets,
+                on_done=on_done,
+                deadline=time.monotonic() + deadline_s,
+                orphan_timeout_s=orphan_timeout_s,
+            )
+            self.changed.notify_all()
+        return landing
+
+    def register_segment(self, name: str, memory: memoryview, secret: bytes) -> None:
+        """Opens writable bytes to one-sided writes by whoever knows the secret (see batch)."""
+        if ":" in name:
+            raise ValueError(f"segment name {name!r} must not contain a colon")
+        with self.lock:
+            self.landings.segments[name] = Segment(memory, secret)
+
+    def unregister_segment(self, name: str) -> None:
+        """Refuses further writes and ends those under way. Idempotent."""
+        with self.lock:
+            self.landings.segments.pop(name, None)
+            writes = [i for i in self.landings.active_ids() if i.startswith(write_id(name, ""))]
+        for transfer_id in writes:
+            self.cancel(transfer_id, "the segment is no longer registered")
+
+    def cancel(self, transfer_id: str, reason: str = "") -> None:
+        """Ends a landing and tells its sender. Its on_done comes within a few ticks (10 ms). Idempotent."""
+        with self.lock:
+            notices = self.landings.cancel(transfer_id, reason, time.monotonic())
+        self.tell(notices)
+        self.settle()
+
+    @property
+    def counters(self) -> Counter[str]:
+        """What happened so far: "landed", "failed:<code>", "refused:<code>", "rejected:<code>", "lost_connections"."""
+        with self.lock:
+            return Counter(self.landings.counters)
+
+    @property
+    def bytes_received(self) -> int:
+        """Payload bytes of all landings so far, repeated ones included."""
+        return self.received_bytes
+
+    @property
+    def num_connections(self) -> int:
+        with self.lock:
+            return len(self._inlets)
+
+    def close(self) -> None:
+        """Ends all landings and connections, and joins every thread. Idempotent."""
+        with self.changed:
+            self._closing = True
+            inlets = list(self._inlets.values())
+            active = list(self.landings.active_ids())
+            self.changed.notify_all()
+        for transfer_id in active:
+            self.cancel(transfer_id, "the receiver closes")
+        if self._listener is not None:
+            shut(self._listener)
+        for inlet in inlets:
+            inlet.stop()
+        for thread in [*self._threads, *inlets]:
+            thread.join()
+        if self._listener is not None:
+            self._listener.close()
+        self.settle()
+
+    def __enter__(self) -> "TransferServer":
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # threads
+
+    def _accept_all(self) -> None:
+        assert self._listener is not None
+        while not self._closing:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                time.sleep(TICK_S)  # shut down by close(), gone before we got to it, or out of descriptors
+                continue
+            self._admit(sock)
+
+    def _admit(self, sock: socket.socket) -> None:
+        with self.lock:
+            full = len(self._inlets) >= self.options.max_connections
+            if self._closing or full:
+                self.landings.counters[f"refused:{Code.TOO_MANY}"] += full
+                sock.close()
+                return
+            who = self._next_inlet
+            self._next_inlet += 1
+            inlet = Inlet(self, sock, who)
+            self._inlets[who] = inlet
+            self.landings.connected(who)
+        inlet.start()
+
+    def _keep_time(self) -> None:
+        while True:
+            with self.changed:
+                if self._closing:
+                    return
+                wait = self.landings.next_deadline() - time.monotonic()
+                self.changed.wait(None if wait == FOREVER else min(max(wait, 0.0), 3600.0))
+                notices = self.landings.expire(time.monotonic())
+            for who, frames in notices.items():
+                for frame in frames:
+                    self.tell({who: frame})
+            self.settle()
+
+    # for connections
+
+    def count(self, label: str) -> None:
+        with self.lock:
+            self.landings.counters[label] += 1
+
+    def secret_of(self, session_id: bytes) -> bytes | None:
+        with self.lock:
+            return self._sessions.secret_of(session_id, time.monotonic())
+
+    def grant(self, sock: socket.socket) -> None:
+        """The control connection of a peer. Raises OSError when it does not show a certificate that we accept."""
+        now, identity = time.monotonic(), self.options.identity
+        if identity is None:
+            raise PeerLost("this listener speaks no TLS")
+        with self.lock:
+            session = self._sessions.grant(now)
+        try:
+            grant_session(sock, identity, session, self.options.tcp.connect_timeout_s, now)
+        except OSError:
+            self.count(f"refused:{Code.IDENTITY}")
+            raise
+
+    def tell(self, notices: dict[int, Cancel]) -> None:
+        for who, frame in notices.items():
+            with self.lock:
+                inlet = self._inlets.get(who)
+            if inlet is not None:
+                inlet.say(frame)
+
+    def settle(self) -> None:
+        with self.lock:
+            settled = self.landings.take_settled()
+        for landing in settled:
+            if landing.on_done is None:
+                continue
+            try:
+                landing.on_done(landing.result())
+            except Exception:
+                log.exception("on_done of landing %s failed", landing.transfer_id)
+
+    def left(self, inlet: Inlet) -> None:
+        with self.changed:
+            self._inlets.pop(inlet.who, None)
+            self.landings.disconnected(inlet.who, time.monotonic())
+            self.changed.notify_all()
+        self.settle()
+
+    def claim(self, who: int, frame: Chunk | Reference, sink_of: SinkOf) -> Claim | None:
+        """Waits for connections that write into the same place; they are ended, since their sender has given them
+        up.
+        """
+        with self.changed:
+            while True:
+                claim = self.landings.begin(who, frame.slot, frame.offset, frame.stop, sink_of, time.monotonic())
+                if not isinstance(claim, Rivals):
+                    return claim
+                for rival in claim.who:
+                    if rival in self._inlets:
+                        self._inlets[rival].stop()
+                self.changed.wait(1.0)

@@ -1,0 +1,123 @@
+"""KVCache between two nodes of one host: by reference into the sender's arena file.
+
+The receiver copies (preadv from the file into its own pages), not the sender: so the memory of a landing is only ever
+written by its owner, who can stop at any moment and reuse it. preadv rather than a mapping of the foreign arena: it
+does not hold the interpreter lock while it copies, and a file that was truncated gives a short read instead of a
+SIGBUS.
+"""
+
+import os
+import stat
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+DEFAULT_ARENA_DIRS: Final = ("/dev/shm",)
+_MAX_VIEWS: Final = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaSource:
+    """A push's source in an arena file, usable over TCP (as views) and on the same host (as extents).
+
+    `segments(i)` gives the (start, length) pairs of range i in the arena.
+    """
+
+    path: str
+    arena: memoryview
+    segments: Callable[[int], Iterable[tuple[int, int]]]
+
+    def __call__(self, index: int) -> Sequence[memoryview]:
+        return [self.arena[start : start + length] for start, length in self.segments(index)]
+
+    def extents(self, index: int, skip: int, size: int) -> list[tuple[int, int]]:
+        """`size` bytes of range `index` after its first `skip`, as extents of the file."""
+        extents: list[tuple[int, int]] = []
+        for start, length in self.segments(index):
+            if skip >= length:
+                skip -= length
+                continue
+            take = min(length - skip, size)
+            extents.append((start + skip, take))
+            skip, size = 0, size - take
+            if not size:
+                break
+        return extents
+
+
+def merge_extents(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbours in the file become one."""
+    merged: list[tuple[int, int]] = []
+    for start, length in extents:
+        if merged and sum(merged[-1]) == start:
+            merged[-1] = (merged[-1][0], merged[-1][1] + length)
+        else:
+            merged.append((start, length))
+    return merged
+
+
+def open_arena(path: str, allowed_dirs: Sequence[str]) -> int:
+    """A descriptor of a sender's arena. Raises PermissionError unless it is a regular file of ours in an allowed
+    place.
+    """
+    real = os.path.realpath(path)
+    if not any(real.startswith(os.path.join(os.path.realpath(base), "")) for base in allowed_dirs):
+        raise PermissionError(f"arena {path} lies in none of {', '.join(allowed_dirs)}")
+    fd = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        os.close(fd)
+        raise PermissionError(f"arena {path} is not a regular file of this user")
+    return fd
+
+
+def copy_extents(fd: int, extents: Iterable[tuple[int, int]], views: Sequence[memoryview]) -> bool:
+    """Fills `views` from the file; False when the file is too short."""
+    pending = list(views)
+    for start, length in extents:
+        while length:
+            batch = _head(pending, length)
+            got = os.preadv(fd, batch, start)
+            if got == 0:
+                return False
+            advance(pending, got)
+            start, length = start + got, length - got
+    return not pending
+
+
+def _head(views: Sequence[memoryview], length: int) -> list[memoryview]:
+    """The first `length` bytes of the views, or as many as one system call takes."""
+    head: list[memoryview] = []
+    for view in views[:_MAX_VIEWS]:
+        if not length:
+            break
+        head.append(view[:length])
+        length -= len(head[-1])
+    return head
+
+
+def advance(views: list[memoryview], size: int) -> None:
+    """Drops the first `size` bytes of a list of views, in place."""
+    done = 0
+    while done < len(views) and size >= len(views[done]):
+        size -= len(views[done])
+        done += 1
+    del views[:done]
+    if size:
+        views[0] = views[0][size:]
+
+
+def scatter(plain: memoryview, views: Sequence[memoryview]) -> None:
+    """Copies one buffer into several that together are as long."""
+    at = 0
+    for view in views:
+        view[:] = plain[at : at + len(view)]
+        at += len(view)
+
+
+def gather(views: Sequence[memoryview], into: memoryview) -> None:
+    """The reverse of scatter()."""
+    at = 0
+    for view in views:
+        into[at : at + len(view)] = view
+        at += len(view)

@@ -1,0 +1,156 @@
+"""TCP sockets as this package wants them: blocking, with a tick, and with the options that matter on a long link."""
+
+import select
+import socket
+import struct
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+# A blocked read or write returns this often, so that a cancelled transfer gives its memory back soon.
+TICK_S: Final = 0.01
+MAX_VIEWS: Final = 512  # of one sendmsg or recvmsg; the kernel's IOV_MAX is 1024
+SO_MAX_PACING_RATE: Final = 47
+TCP_NOTSENT_LOWAT: Final = 25
+LONG_RTT_S: Final = 2e-3
+# What is on its way stays in the processor's cache: twice the speed of what the kernel would choose, and steadier.
+SAME_HOST_BUFFER_BYTES: Final = 512 << 10
+# Bytes that the kernel has taken but not sent cannot be given to a faster lane, nor overtaken by urgent ones.
+NOTSENT_LOWAT_BYTES: Final = 256 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TcpOptions:
+    """`congestion` is asked for, not demanded: what a kernel allows differs; LinkState reports what holds.
+
+    "auto" asks by round trip (bbr for long ones, cubic for short ones), None takes the system's default.
+    """
+
+    congestion: str | None = "auto"
+    buffer_bytes: int | None = None  # None: small within a host, else tuned by the kernel, as a long link needs
+    connect_timeout_s: float = 5.0
+    dead_after_s: float = 10.0
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """ "host:port", the host in brackets when it is IPv6."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"not host:port: {address!r}")
+    return host.strip("[]"), int(port)
+
+
+def format_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def dial(address: str, options: TcpOptions) -> socket.socket:
+    """A connected socket. Raises OSError."""
+    sock = socket.create_connection(parse_address(address), timeout=options.connect_timeout_s)
+    try:
+        prepare(sock, options)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=1024)
+
+
+def prepare(sock: socket.socket, options: TcpOptions) -> None:
+    """Blocking with a tick; a peer that acknowledges nothing for `dead_after_s` is dead, whatever we are doing."""
+    sock.settimeout(None)
+    tick = struct.pack("ll", 0, int(TICK_S * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(options.dead_after_s * 1000))
+    buffer_bytes = options.buffer_bytes or (SAME_HOST_BUFFER_BYTES if _within_host(sock) else None)
+    if buffer_bytes is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+    if options.congestion not in (None, "auto"):
+        ask_for_congestion_control(sock, options.congestion)
+
+
+def _within_host(sock: socket.socket) -> bool:
+    near, far = sock.getsockname(), sock.getpeername()
+    return bool(near[0] == far[0])
+
+
+def limit_unsent(sock: socket.socket) -> None:
+    """For long links; on short ones it only makes the sender wake more often."""
+    sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, NOTSENT_LOWAT_BYTES)
+
+
+def choose_congestion_control(sock: socket.socket, rtt_s: float) -> None:
+    """Of a fresh connection, whose handshake has measured the round trip.
+
+    bbr fills a long path in spite of loss; within a host or a rack its pacing timers cost up to half the speed.
+    """
+    for name in ("bbr", "cubic") if rtt_s >= LONG_RTT_S else ("cubic", "reno"):
+        if ask_for_congestion_control(sock, name):
+            return
+
+
+def ask_for_congestion_control(sock: socket.socket, name: str) -> bool:
+    """False when this kernel does not have or not allow it."""
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+    except OSError:
+        return False
+    return True
+
+
+def congestion_control(sock: socket.socket) -> str:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+
+
+def set_pacing_rate(sock: socket.socket, bytes_per_s: float | None) -> None:
+    """The kernel spaces the packets of this connection (None: not); works without the fq qdisc and without
+    privileges.
+    """
+    rate = (1 << 64) - 1 if bytes_per_s is None else int(bytes_per_s)
+    sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("Q", rate))
+
+
+def receive_now(sock: socket.socket, into: memoryview, flags: int = 0) -> int | None:
+    """What is there: its size, 0 at the end of the stream, None when nothing is there yet."""
+    try:
+        return sock.recv_into(into, 0, socket.MSG_DONTWAIT | flags)
+    except BlockingIOError:
+        return None
+
+
+def receive_some(sock: socket.socket, into: list[memoryview], flags: int = 0) -> int | None:
+    """Blocks for a tick at most; answers as receive_now() does."""
+    try:
+        return sock.recvmsg_into(into[:MAX_VIEWS], 0, flags)[0]
+    except BlockingIOError:
+        return None
+
+
+def send_some(sock: socket.socket, views: Iterable[memoryview | bytes]) -> int:
+    """Blocks for a tick at most; how many bytes the kernel took."""
+    try:
+        return sock.sendmsg(views)
+    except BlockingIOError:
+        return 0
+
+
+def wait_readable(fds: Iterable[int], timeout_s: float) -> None:
+    """Until one of them has something to read (or is at its end)."""
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    poller.poll(max(0.0, timeout_s) * 1000)
+
+
+def shut(sock: socket.socket) -> None:
+    """Wakes whoever is blocked on the socket; its owner closes it."""
+    with suppress(OSError):  # already disconnected
+        sock.shutdown(socket.SHUT_RDWR)
