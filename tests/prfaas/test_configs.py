@@ -6,7 +6,7 @@ import pytest
 
 from gateway.config import load as load_gateway
 from node.config import load_node_config
-from prfaas.topology import load_topology
+from prfaas.topology import DEFAULT_FILE, load_topology
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -24,3 +24,7 @@ def test_gateway() -> None:
 
 def test_topology() -> None:
     assert load_topology(CONFIGS / "local.toml", Path(".prfaas")).nodes
+
+
+def test_the_file_to_copy_is_the_one_that_runs() -> None:
+    assert (CONFIGS / "local.toml").read_text() == DEFAULT_FILE.read_text()
