@@ -275,25 +275,27 @@ from pathlib import Path
 from hybrid_cache.disk import DiskTier, FileDisk
 from tests.hybrid_cache.test_disk import CAPACITY, LAYOUT, content, key, open_tier
 tier = open_tier(FileDisk(Path(sys.argv[1])))
-print("ready", flush=True)
 number = int(sys.argv[2])
 while True:
     tier.put(key(number % 40, number % 2), [content(key(number % 40, number % 2))])
+    if number == int(sys.argv[2]):
+        tier.flush()
+        print("written", flush=True)
     number += 1
 """
 
 
 def test_killed_at_random_points(tmp_path):
     rng = np.random.default_rng(0)
-    served = 0
     for round_ in range(4):
+        served = 0
         process = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path), str(round_ * 7)], stdout=subprocess.PIPE, text=True
         )
         with process:
             assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            time.sleep(float(rng.uniform(0.02, 0.2)))
+            assert process.stdout.readline() == "written\n"
+            time.sleep(float(rng.uniform(0.0, 0.2)))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
         with open_tier(FileDisk(tmp_path)) as tier:
@@ -301,4 +303,5 @@ def test_killed_at_random_points(tmp_path):
                 data = read(tier, k)
                 assert data is None or data == content(k)
                 served += data is not None
-    assert served > 0
+        # At most one slot was being written: what had been flushed before is there, however slow the machine.
+        assert served > 0
