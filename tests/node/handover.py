@@ -36,7 +36,7 @@ LAYOUT = ModelLayout(
 class HandNode:
     """A node whose engine is the test."""
 
-    def __init__(self, name: str, tmp_path: Path, *, use_shm: bool = False, cache_bytes: int = 1 << 20) -> None:
+    def __init__(self, name: str, tmp_path: Path, *, use_shm: bool = False, room_timeout_s: float = 30.0) -> None:
         config = NodeConfig(
             node_id=f"{name}-{time.monotonic_ns()}",
             cluster="c",
@@ -44,18 +44,18 @@ class HandNode:
             role="decode",
             model="m",
             run_dir=str(tmp_path),
-            cache_bytes=cache_bytes,
+            cache_bytes=1 << 20,
         )
         self.links = Links("127.0.0.1", 0, 3, use_shm=use_shm)
         self.links.start()
         self.pages = Pages(LAYOUT, config, Broadcast(), time.monotonic)
-        self.producer = Producer(self.pages, self.links, 0.3, time.monotonic)
+        self.producer = Producer(self.pages, self.links, room_timeout_s, time.monotonic)
         self.consumer = Consumer(self.pages, self.links, 0.5, time.monotonic)
         self.inbox: asyncio.Queue[m.AgentMessage] = asyncio.Queue()
 
     async def heard(self) -> m.AgentMessage:
         """The next message to the engine."""
-        return await asyncio.wait_for(self.inbox.get(), 5.0)
+        return await asyncio.wait_for(self.inbox.get(), 30.0)
 
     async def close(self) -> None:
         await asyncio.to_thread(self.links.close)
@@ -149,12 +149,12 @@ class HandNode:
             )
         )
 
-    async def claim(self, ticket: m.TicketInfo, tokens: Sequence[int], timeout_s: float = 5.0) -> m.AgentMessage:
+    async def claim(self, ticket: m.TicketInfo, tokens: Sequence[int], timeout_s: float = 30.0) -> m.AgentMessage:
         self.claim_as("claim", ticket, tokens, self.inbox.put_nowait, timeout_s)
         return await self.heard()
 
     def claim_as(
-        self, job: str, ticket: m.TicketInfo, tokens: Sequence[int], reply: Reply, timeout_s: float = 5.0
+        self, job: str, ticket: m.TicketInfo, tokens: Sequence[int], reply: Reply, timeout_s: float = 30.0
     ) -> None:
         message = m.ClaimLanding(
             job=job, transfer_id=ticket.transfer_id, tokens_digest=tokens_digest(tokens, b""), timeout_s=timeout_s
@@ -188,7 +188,7 @@ async def two_nodes(tmp_path: Path, *, use_shm: bool = False) -> AsyncIterator[t
         await decode.close()
 
 
-async def until(condition: object, timeout_s: float = 5.0) -> None:
+async def until(condition: object, timeout_s: float = 30.0) -> None:
     """Waits for other threads' effects to reach the loop."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # type: ignore[operator]  # noqa: ASYNC110 threads have no Event of ours

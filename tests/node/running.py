@@ -20,7 +20,7 @@ from transport.proto import node_pb2 as pb
 from transport.proto import node_pb2_grpc as rpc
 
 BLOCK = 16
-START_S = 30.0
+START_S = 60.0
 
 
 def new_runner() -> asyncio.Runner:
@@ -92,7 +92,7 @@ async def running_node(node_config: NodeConfig, *, wait: bool = True) -> AsyncIt
         yield RunningNode(agent, rpc.NodeAgentStub(channel), metrics, http)  # type: ignore[no-untyped-call]
 
 
-async def until(holds: Callable[[], Awaitable[bool]], timeout_s: float = 10.0) -> None:
+async def until(holds: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:
     """Waits for what other processes and threads do."""
     async with asyncio.timeout(timeout_s):
         while not await holds():  # noqa: ASYNC110 other processes have no Event of ours

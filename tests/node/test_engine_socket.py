@@ -63,7 +63,7 @@ async def engine(socket: EngineSocket, said: bytes) -> AsyncIterator[tuple[async
 
 
 def run(scenario: Coroutine[None, None, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 10.0))
+    asyncio.run(asyncio.wait_for(scenario, 60.0))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ TOKENS = list(range(100, 161))
 
 
 def run(scenario: Coroutine[None, None, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 30.0))
+    asyncio.run(asyncio.wait_for(scenario, 90.0))
 
 
 async def hand_over(prefill: HandNode, decode: HandNode, tokens: list[int]) -> tuple[m.JobPages, m.Delivered]:
@@ -185,7 +185,7 @@ def test_a_cached_prefix_moves_between_nodes_without_an_engine(tmp_path: Path) -
             hashes = block_hashes(TOKENS[:48], BLOCK, b"")
             ticket = target.reserve(TOKENS, 48, prefix_only=True)
             tokens, size = await source.producer.push_prefix(hashes, ticket)
-            await target.consumer.commit(ticket.transfer_id, 5.0)
+            await target.consumer.commit(ticket.transfer_id, 30.0)
             assert (tokens, size > 0) == (48, True)
             assert target.pages.match(hashes, 60).num_tokens == 48
             with pytest.raises(NodeRefusal, match="not_cached"):
@@ -194,24 +194,47 @@ def test_a_cached_prefix_moves_between_nodes_without_an_engine(tmp_path: Path) -
     run(scenario())
 
 
-def test_a_full_pool_waits_and_then_refuses(tmp_path: Path) -> None:
+def test_a_full_pool_waits_for_room(tmp_path: Path) -> None:
     async def scenario() -> None:
         node = HandNode("p", tmp_path)
         try:
-            held: list[str] = []
-            while True:
-                job = f"job{len(held)}"
-                node.begin(job, [len(held)] * 2000, 1999)
-                answer = await node.heard()
-                if isinstance(answer, m.Refused):
-                    assert answer.reason == "no_capacity"
-                    break
-                held.append(job)
+            held = await fill(node)
             node.begin("late", [5000] * 2000, 1999)
             await asyncio.sleep(0.05)
+            assert node.inbox.empty(), "it must wait"
             node.end(held.pop())
             assert isinstance(await node.heard(), m.JobPages)
             for job in [*held, "late"]:
+                node.end(job)
+        finally:
+            await node.close()
+
+    run(scenario())
+
+
+async def fill(node: HandNode) -> list[str]:
+    """Jobs of 2000 tokens until no other one finds room."""
+    held: list[str] = []
+    needed = 0
+    while not held or node.pages.report().pages_free >= needed:
+        before = node.pages.report().pages_free
+        held.append(f"job{len(held)}")
+        node.begin(held[-1], [len(held)] * 2000, 1999)
+        assert isinstance(await node.heard(), m.JobPages)
+        needed = before - node.pages.report().pages_free
+    return held
+
+
+def test_who_waits_too_long_for_room_is_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        node = HandNode("p", tmp_path, room_timeout_s=0.05)
+        try:
+            held = await fill(node)
+            node.begin("late", [5000] * 2000, 1999)
+            answer = await node.heard()
+            assert isinstance(answer, m.Refused)
+            assert answer.reason == "no_capacity"
+            for job in held:
                 node.end(job)
         finally:
             await node.close()

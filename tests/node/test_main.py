@@ -49,7 +49,7 @@ def node(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def wait_for(process: subprocess.Popen[str], prefix: str) -> None:
     assert process.stdout is not None
-    while select.select([process.stdout], [], [], 20.0)[0] and (line := process.stdout.readline()):
+    while select.select([process.stdout], [], [], 60.0)[0] and (line := process.stdout.readline()):
         if line.startswith(prefix):
             return
     raise AssertionError(f"it never said {prefix!r}")
@@ -62,7 +62,7 @@ def test_sigterm_ends_it_and_its_engine(tmp_path: Path, when: str) -> None:
         wait_for(process, when)
         (engine,) = _children(process.pid)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(15.0) == 0
+        assert process.wait(60.0) == 0
         with pytest.raises(ProcessLookupError):
             os.kill(engine, 0)
 

@@ -17,7 +17,7 @@ LAST = len(TOKENS) - 1
 
 
 def run(scenario: Coroutine[None, None, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 20.0))
+    asyncio.run(asyncio.wait_for(scenario, 90.0))
 
 
 async def refusal(node: HandNode) -> str:

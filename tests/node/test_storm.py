@@ -64,7 +64,7 @@ class Storm:
             self._decode.end(job, loaded=True)
 
     def _patience(self) -> float:
-        return self._rng.choice([5.0, 5.0, self._rng.uniform(0.0, 4 * MAX_PAUSE_S)])
+        return self._rng.choice([30.0, 30.0, self._rng.uniform(0.0, 4 * MAX_PAUSE_S)])
 
     async def _pause(self) -> None:
         await asyncio.sleep(self._rng.uniform(0.0, MAX_PAUSE_S))
@@ -83,4 +83,4 @@ def test_nothing_is_left_behind(tmp_path: Path, use_shm: bool, seed: int) -> Non
             prefill.pages.cache.check_integrity()
             decode.pages.cache.check_integrity()
 
-    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+    asyncio.run(asyncio.wait_for(scenario(), 100.0))
