@@ -7,14 +7,16 @@ back with backoff when they break; what they had on their way is sent again by w
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
+from weakref import WeakValueDictionary
 
 from transport.errors import Closed, LocalProtocolError
 from transport.lanes import Urgency
 from transport.link import LinkState
-from transport.pacing import DailyBudget
-from transport.peer import ClientOptions, Peer, budget_now
+from transport.pacing import Budget, Egress
+from transport.peer import ClientOptions, Peer
 from transport.push import OnPushed, Push, PushResult
 from transport.shm import ArenaSource
 from transport.sieve import Sieve
@@ -34,6 +36,9 @@ class TransferClient:
         self._lock = threading.Condition()
         self._peers: dict[tuple[str, bool], Peer] = {}
         self._default_budget = self.options.egress_bytes_per_s
+        self._budgets: dict[str, Budget] = {}  # of links that have one of their own
+        self._egress: WeakValueDictionary[str, Egress] = WeakValueDictionary()  # by link, as long as it has peers
+        self._refusals: Counter[tuple[str, str]] = Counter()
         self._sieve: Sieve[tuple[str, bool]] = Sieve()
         self._leaving: list[Peer] = []  # evicted, their threads not joined yet
         self._closing = False
@@ -55,11 +60,13 @@ class TransferClient:
         tenant: str = "",
         weight: float = 1.0,
         placement: Sequence[tuple[int, int]] = (),
+        link: str = "",
     ) -> "Push":
         """Begins a transfer whose range i, of `sizes[i]` bytes, lies in `source(i)` once `push.ready(i)` says so.
 
         The memory must stay as it is until `on_done(PushResult)`. With `same_host` the source must be an ArenaSource,
-        and the receiver copies the bytes itself.
+        and the receiver copies the bytes itself. `link` names the line to the peer: peers of one link share its egress
+        budget (by default every address is a link of its own).
         """
         if same_host and not isinstance(source, ArenaSource):
             raise LocalProtocolError("a transfer on the same host needs an ArenaSource")
@@ -68,7 +75,7 @@ class TransferClient:
         manifest = Manifest(sizes)
         deadline = time.monotonic() + deadline_s
         with self._lock:  # a peer cannot be evicted between being found and being given work
-            push = self._peer(address, same_host).open(
+            push = self._peer(address, same_host, link or address).open(
                 manifest,
                 source,
                 on_done,
@@ -94,15 +101,26 @@ class TransferClient:
         """Every TCP link there is."""
         return [peer.link() for (_, same_host), peer in list(self._peers.items()) if not same_host]
 
-    def set_egress_budget(self, bytes_per_s: float | DailyBudget | None, address: str | None = None) -> None:
-        """Changes the budget of one peer, or of all there are and will be."""
+    @property
+    def refusals(self) -> Counter[tuple[str, str]]:
+        """How often peers turned our connections away, by link and frames.Code."""
         with self._lock:
-            if address is None:
-                self._default_budget = bytes_per_s
-            peers = [p for (known, same_host), p in self._peers.items() if not same_host and address in (None, known)]
+            return Counter(self._refusals)
+
+    def set_egress_budget(self, budget: Budget, link: str | None = None) -> None:
+        """Changes the budget of one link, used already or not; or of all there are and will be."""
+        with self._lock:
+            if link is None:
+                self._default_budget = budget
+                self._budgets.clear()
+            else:
+                self._budgets[link] = budget
+            for name, egress in list(self._egress.items()):
+                if link in (None, name):
+                    egress.set(budget, time.monotonic())
+            peers = list(self._peers.values())
         for peer in peers:
-            peer.budget = bytes_per_s
-            peer.set_budget(budget_now(bytes_per_s))
+            peer.follow_budget()
 
     def close(self) -> None:
         """Fails what is under way, ends all connections, joins every thread. Idempotent."""
@@ -123,13 +141,26 @@ class TransferClient:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _peer(self, address: str, same_host: bool) -> "Peer":
+    def _refused(self, link: str, code: str) -> None:
+        with self._lock:
+            self._refusals[link, code] += 1
+
+    def _egress_of(self, link: str) -> Egress:
+        egress = self._egress.get(link)
+        if egress is None:
+            egress = self._egress[link] = Egress(self._budgets.get(link, self._default_budget))
+        return egress
+
+    def _peer(self, address: str, same_host: bool, link: str) -> "Peer":
         """With the lock held."""
         if self._closing:
             raise Closed("the client is closed")
         key = (address, same_host)
         if key not in self._peers:
-            self._peers[key] = Peer(address, same_host, self.options, self._default_budget)
+            egress = Egress() if same_host else self._egress_of(link)
+            self._peers[key] = Peer(
+                address, same_host, self.options, link=link, egress=egress, on_refused=self._refused
+            )
         self._sieve.touch(key)
         self._lock.notify_all()
         return self._peers[key]

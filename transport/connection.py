@@ -16,7 +16,7 @@ from typing import Final
 
 from transport.checksum import Integrity
 from transport.crypto import TAG_BYTES, Seal, connection_seal
-from transport.errors import ConnectionRefused, LocalProtocolError, PeerLost, RemoteProtocolError
+from transport.errors import ConnectionRefused, GreetingRefused, LocalProtocolError, PeerLost, RemoteProtocolError
 from transport.frames import (
     CHUNK_BODY_BYTES,
     CHUNK_KIND,
@@ -371,7 +371,7 @@ class Connection:
 
     def _refuse(self, code: Code, detail: str) -> None:
         self._say(Goodbye(code=code, detail=detail))
-        raise RemoteProtocolError(f"{code}: {detail}")
+        raise GreetingRefused(code, detail)
 
     def _say(self, frame: Frame) -> None:
         self._outgoing.append(frame)

@@ -20,7 +20,9 @@ import os
 import socket
 import ssl
 import struct
+import time
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -37,6 +39,8 @@ SESSION_ID_BYTES: Final = 16
 SESSION_SECRET_BYTES: Final = 32
 TLS_RECORD: Final = 0x16
 MAX_SESSIONS: Final = 4096
+ALERT_TIMEOUT_S: Final = 1.0
+_TLS_ACCESS_DENIED: Final = bytes.fromhex("15 0303 0002 0231")  # a fatal alert, RFC 8446 §6.2
 _GRANT: Final = struct.Struct(f"<{SESSION_ID_BYTES}s{SESSION_SECRET_BYTES}sd")
 
 
@@ -119,9 +123,32 @@ def request_session(sock: socket.socket, identity: Identity, timeout_s: float, n
 def grant_session(sock: socket.socket, identity: Identity, session: Session, timeout_s: float, now: float) -> None:
     """The other end of request_session(). Raises OSError (ssl.SSLError when the certificate is not accepted)."""
     sock.settimeout(timeout_s)
-    with identity.server_context().wrap_socket(sock, server_side=True) as tls:
+    context = identity.server_context()
+    with context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False) as tls:
+        try:
+            tls.do_handshake()
+        except ssl.SSLError:
+            _hang_up(tls)
+            raise
         tls.sendall(_GRANT.pack(session.id, session.secret, session.ends_at - now))
         tls.recv(1)  # until the sender hangs up: closing first might lose what it has not read
+
+
+def refuse_tls(sock: socket.socket) -> None:
+    """Tells a peer that wants a session that there are none here."""
+    with suppress(OSError):
+        sock.sendall(_TLS_ACCESS_DENIED)
+    _hang_up(sock)
+
+
+def _hang_up(sock: socket.socket) -> None:
+    """Closes after the alert has been read: unread bytes at close become a reset, which would overtake it."""
+    give_up_at = time.monotonic() + ALERT_TIMEOUT_S
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_WR)  # on a TLS socket, too, what follows is plain
+        sock.settimeout(ALERT_TIMEOUT_S)
+        while sock.recv(4096) and time.monotonic() < give_up_at:
+            pass
 
 
 class Seal:

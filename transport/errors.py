@@ -4,6 +4,7 @@ TransportError
 ├── ProtocolError
 │   ├── LocalProtocolError     the caller asked for something the state does not allow
 │   └── RemoteProtocolError    the peer sent something it must not send
+│       └── GreetingRefused    the peer's greeting is not one that we answer
 ├── ConnectionRefused          the peer answered the handshake with a reason
 ├── PeerLost                   no connection, or a silent one, past its deadline
 └── Closed                     the client or server was closed
@@ -26,6 +27,14 @@ class LocalProtocolError(ProtocolError):
 
 class RemoteProtocolError(ProtocolError):
     """The peer did. The connection is beyond repair; its transfers go on over another one."""
+
+
+class GreetingRefused(RemoteProtocolError):
+    """We turned the peer away and told it why; `code` is one of `frames.Code`."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(f"{code}: {detail}")
+        self.code = code
 
 
 class ConnectionRefused(TransportError):

@@ -70,6 +70,15 @@ class Code(StrEnum):
     SESSION = "session"
     SEAL = "seal"
     OUT_OF_BOUNDS = "out_of_bounds"
+    OTHER = "other"  # what a peer said that we do not know
+
+
+def known(code: str) -> Code:
+    """A peer's word as one of ours: what counters are labelled with is not the peer's to choose."""
+    try:
+        return Code(code)
+    except ValueError:
+        return Code.OTHER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

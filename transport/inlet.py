@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from transport.checksum import Integrity, digest, transfer_seed
 from transport.connection import BULK_BYTES, NONCE_BYTES, Connection, Role, State
 from transport.crypto import TLS_RECORD, Seal, chunk_seal
-from transport.errors import PeerLost, RemoteProtocolError, TransportError
+from transport.errors import GreetingRefused, PeerLost, RemoteProtocolError, TransportError
 from transport.frames import (
     Abort,
     Accept,
@@ -27,6 +27,7 @@ from transport.frames import (
 from transport.landings import Claim
 from transport.shm import advance, copy_extents, open_arena, scatter
 from transport.tcp import (
+    peer_of,
     prepare,
     receive_now,
     receive_some,
@@ -113,8 +114,11 @@ class Inlet(threading.Thread):
         return first[0] == TLS_RECORD
 
     def _say_goodbye(self, exc: Exception) -> None:
-        log.debug("connection %d ended: %s", self.who, exc)
-        self._server.count("lost_connections")
+        if isinstance(exc, GreetingRefused):
+            self._server.refused(exc.code, peer_of(self._sock), str(exc))
+        else:
+            log.debug("connection %d ended: %s", self.who, exc)
+            self._server.count("lost_connections")
         with self._send_lock:
             try:
                 data = self._connection.data_to_send()

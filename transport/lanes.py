@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
-from transport.frames import Abort, Accept, Ack, Cancel, Code, Frame, Nack, Refuse
+from transport.frames import Abort, Accept, Ack, Cancel, Code, Frame, Nack, Refuse, known
 from transport.transfer import Manifest, Outbox
 
 MIN_CHUNK_BYTES: Final = 128 << 10
@@ -221,7 +221,7 @@ class LaneScheduler:
                 transfer.outbox.accept(frame.missing)
                 self._finish_if_complete(transfer)
             case Refuse() | Cancel() if transfer is not None:
-                self._finish(transfer, Outcome(frame.code, frame.detail))
+                self._finish(transfer, Outcome(known(frame.code), frame.detail))
 
     # inside
 
@@ -271,7 +271,7 @@ class LaneScheduler:
     def _on_nack(self, lane: int, nack: Nack, transfer: Transfer) -> None:
         transfer.outbox.on_rejected(lane, nack.offset, nack.offset + nack.length)
         if transfer.outbox.rejected_chunks > MAX_REJECTED_CHUNKS or nack.code == Code.ARENA:
-            self.abort(transfer, f"chunk at {nack.offset} was rejected: {nack.code}", code=nack.code)
+            self.abort(transfer, f"chunk at {nack.offset} was rejected: {nack.code}", code=known(nack.code))
 
     def _release_window(self, lane: int, size: int) -> None:
         if (state := self._lanes.get(lane)) is not None:

@@ -73,6 +73,7 @@ class LinkState:
 
     peer: str
     at: float  # seconds, on the clock of whoever sampled
+    link: str = ""  # behind which the peer lies, with others that share its budget
     connections: int = 0
     congestion_control: str = ""
     available_bytes_per_s: float = 0.0  # what a busy sender gets; 0 = not known yet

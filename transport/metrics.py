@@ -1,4 +1,8 @@
-"""Links and transfers for Prometheus: read when scraped, so that nothing is counted twice or in between."""
+"""Links and transfers for Prometheus: read when scraped, so that nothing is counted twice or in between.
+
+`link` is the name that transfers to the peer were opened with: in a node, the cluster at the other end. Sums over its
+peers are the link's.
+"""
 
 from collections.abc import Iterator
 from typing import Final
@@ -18,12 +22,14 @@ _GAUGES: Final = {
     "retransmit_ratio": ("Retransmitted share of what was sent", "retransmit_ratio"),
     "rtt_seconds": ("Median round trip of the connections", "rtt_s"),
     "min_rtt_seconds": ("Smallest round trip seen", "min_rtt_s"),
+    "rtt_inflation_ratio": ("Round trip over the smallest one seen", "rtt_inflation"),
     "queued_bytes": ("Ready to leave, not acknowledged", "queued_bytes"),
     "drain_seconds": ("Predicted time until the queue has arrived", "drain_s"),
     "estimate_error_ratio": ("Mean relative error of such predictions", "estimate_error"),
     "congested": ("1 while the link loses or queues more than it should", "congested"),
     "connections": ("Connections to the peer", "connections"),
 }
+_LABELS: Final = ["link", "peer"]
 _COUNTERS: Final = {
     "sent_bytes": ("Delivered to the peer", "bytes_total"),
     "retransmitted_bytes": ("Sent again by TCP", "retransmitted_bytes_total"),
@@ -40,11 +46,12 @@ class TransportCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         links = self._client.links() if self._client is not None else []
         for name, (text, field) in _GAUGES.items():
-            gauge = GaugeMetricFamily(f"prfaas_link_{name}", text, labels=["peer"])
-            yield _with_values(gauge, links, field)
+            yield _with_values(GaugeMetricFamily(f"prfaas_link_{name}", text, labels=_LABELS), links, field)
         for name, (text, field) in _COUNTERS.items():
-            counter = CounterMetricFamily(f"prfaas_link_{name}", text, labels=["peer"])
-            yield _with_values(counter, links, field)
+            yield _with_values(CounterMetricFamily(f"prfaas_link_{name}", text, labels=_LABELS), links, field)
+        yield _congestion_controls(links)
+        if self._client is not None:
+            yield _refusals(self._client)
         if self._server is not None:
             yield from _landings(self._server)
 
@@ -53,7 +60,26 @@ def _with_values(
     family: GaugeMetricFamily | CounterMetricFamily, links: list[LinkState], field: str
 ) -> GaugeMetricFamily | CounterMetricFamily:
     for link in links:
-        family.add_metric([link.peer], float(getattr(link, field)))
+        family.add_metric([link.link or link.peer, link.peer], float(getattr(link, field)))
+    return family
+
+
+def _congestion_controls(links: list[LinkState]) -> Metric:
+    family = GaugeMetricFamily(
+        "prfaas_link_congestion_control", "1 for what the kernel has granted", labels=[*_LABELS, "name"]
+    )
+    for link in links:
+        if link.congestion_control:
+            family.add_metric([link.link or link.peer, link.peer, link.congestion_control], 1.0)
+    return family
+
+
+def _refusals(client: TransferClient) -> Metric:
+    family = CounterMetricFamily(
+        "prfaas_link_refusals", "Connections that a peer turned away, by its reason", labels=["link", "reason"]
+    )
+    for (link, reason), count in sorted(client.refusals.items()):
+        family.add_metric([link, reason], count)
     return family
 
 

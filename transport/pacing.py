@@ -1,9 +1,13 @@
 """Keeps a link within its egress budget, which may depend on the time of day."""
 
+import threading
+import time
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 DAY_S: Final = 86_400.0
+BURST_S: Final = 0.02  # of the budget that may leave at once
+LEAST_BURST_BYTES: Final = 128 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,17 @@ class DailyBudget:
     def at(self, second_of_day: float) -> float:
         begun = [rate for start, rate in self.steps if start <= second_of_day]
         return begun[-1] if begun else self.steps[-1][1]
+
+
+Budget: TypeAlias = float | DailyBudget | None  # bytes per second; None: as fast as it goes
+
+
+def rate_now(budget: Budget) -> float | None:
+    """What a budget allows at this time of the (local) day."""
+    if not isinstance(budget, DailyBudget):
+        return budget
+    now = time.localtime()
+    return budget.at(now.tm_hour * 3600 + now.tm_min * 60 + now.tm_sec)
 
 
 class TokenBucket:
@@ -60,3 +75,53 @@ class TokenBucket:
         elapsed = 0.0 if self._updated_at is None else max(0.0, now - self._updated_at)
         self._available = min(self.burst_bytes, self._available + elapsed * self.bytes_per_s)
         self._updated_at = now
+
+
+class Egress:
+    """The budget of one link, kept by all connections of all peers behind it. May be used from any thread."""
+
+    def __init__(self, budget: Budget = None) -> None:
+        self._lock = threading.Lock()
+        self._budget = budget
+        self._bucket: TokenBucket | None = None
+        self.follow(time.monotonic())
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """What holds at the moment; None: no limit."""
+        bucket = self._bucket
+        return None if bucket is None else bucket.bytes_per_s
+
+    @property
+    def burst_bytes(self) -> float:
+        bucket = self._bucket
+        return float("inf") if bucket is None else bucket.burst_bytes
+
+    def set(self, budget: Budget, now: float) -> None:
+        """Changes the budget at once."""
+        with self._lock:
+            self._budget = budget
+        self.follow(now)
+
+    def follow(self, now: float) -> None:
+        """Brings a budget that depends on the time of day up to date."""
+        rate = rate_now(self._budget)
+        burst_bytes = max((rate or 0) * BURST_S, LEAST_BURST_BYTES)
+        with self._lock:
+            if rate is None:
+                self._bucket = None
+            elif self._bucket is None:
+                self._bucket = TokenBucket(rate, burst_bytes)
+            elif self._bucket.bytes_per_s != rate:
+                self._bucket.set_rate(rate, now)
+                self._bucket.burst_bytes = burst_bytes
+
+    def wait_s(self, now: float) -> float:
+        """How long the budget forbids to send."""
+        with self._lock:
+            return 0.0 if self._bucket is None else max(0.0, self._bucket.next_send_time(now) - now)
+
+    def charge(self, size: int, now: float) -> None:
+        with self._lock:
+            if self._bucket is not None:
+                self._bucket.on_sent(size, now)

@@ -1,20 +1,21 @@
 """Everything that goes to one address: one scheduler for all transfers, its lanes, its budget, the state of its link."""
 
+import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from transport.checksum import Integrity
 from transport.crypto import Identity, Session, request_session
 from transport.errors import Closed, ConnectionRefused
-from transport.frames import MAX_CHUNK_BYTES, Code, Frame
+from transport.frames import MAX_CHUNK_BYTES, Code, Frame, known
 from transport.governor import Governor
-from transport.lanes import MIN_CHUNK_BYTES, Batch, LaneScheduler, Transfer, Urgency
+from transport.lanes import Batch, LaneScheduler, Transfer, Urgency
 from transport.link import LinkMonitor, LinkState
 from transport.outlet import Outlet
-from transport.pacing import DailyBudget, TokenBucket
+from transport.pacing import Budget, Egress
 from transport.push import OnPushed, Push
 from transport.shm import ArenaSource
 from transport.tcp import (
@@ -25,9 +26,10 @@ from transport.tcp import (
 )
 from transport.transfer import Manifest, Outbox, RangeViews
 
+log = logging.getLogger(__name__)
+
 BYTES_PER_LANE: Final = 1 << 20  # another connection is worth its handshake from about here on
 FIRST_LANE_BYTES_PER_S: Final = 10e6  # on a long link, until it has been measured
-BURST_S: Final = 0.02  # of the egress budget that may leave at once
 # The bucket keeps the budget; the kernel's pacing only spreads it, and must leave a slow lane's share to the others.
 BUDGET_HEADROOM: Final = 1.25
 
@@ -47,7 +49,7 @@ class ClientOptions:
     integrity: Integrity = Integrity.CHECKSUM
     identity: Identity | None = None  # needed for Integrity.AEAD
     rotate_keys_s: float = 600.0  # a connection is replaced, with new keys, after this time
-    egress_bytes_per_s: float | DailyBudget | None = None  # budget per peer; None = as fast as it goes
+    egress_bytes_per_s: Budget = None  # of every link that has no budget of its own; None = as fast as it goes
     max_peers: int = 256  # with connections; more only while all of them are busy
     idle_timeout_s: float = 300.0  # after which an unused peer's connections are closed
     peer_timeout_s: float = 5.0  # transfers fail when there was no connection at all for this long
@@ -63,17 +65,28 @@ class ClientOptions:
 
 
 class Peer:
-    """Everything that goes to one address: one scheduler, its lanes, its budget, its link state."""
+    """Everything that goes to one address: one scheduler, its lanes, its link state, and the budget of the link
+    behind which it lies, perhaps with others.
+    """
 
     def __init__(
-        self, address: str, same_host: bool, options: ClientOptions, budget: float | DailyBudget | None
+        self,
+        address: str,
+        same_host: bool,
+        options: ClientOptions,
+        *,
+        link: str,
+        egress: Egress,
+        on_refused: Callable[[str, str], None],
     ) -> None:
         self.address = address
         self.same_host = same_host
+        self.link_name = link
+        self._egress = egress
+        self._on_refused = on_refused
         self.options = options
         self.lock = threading.Lock()
         self.scheduler = LaneScheduler(chunk_bytes=options.chunk_bytes, window_bytes=options.window_bytes)
-        self.bucket: TokenBucket | None = None
         self.closing = False
         self._monitor = LinkMonitor(address)
         self._session: Session | None = None
@@ -89,9 +102,9 @@ class Peer:
         self._adaptive = adaptive
         self._pace: float | None = None
         self._lanes = [Outlet(self, index) for index in range(count)]
-        self.budget = None if same_host else budget
+        self._budget: float | None = None
         self.busy_at = time.monotonic()
-        self.set_budget(budget_now(self.budget))
+        self.follow_budget()
 
     @property
     def busy(self) -> bool:
@@ -242,6 +255,8 @@ class Peer:
 
     def lane_refused(self, lane: "Outlet", error: ConnectionRefused) -> None:
         """The peer does not talk to us at all: trying again will not change that."""
+        self._on_refused(self.link_name, known(error.code))
+        log.warning("%s refuses us: %s", self.address, error)
         with self.lock:
             if error.code in (Code.VERSION, Code.INTEGRITY_MODE, Code.IDENTITY):
                 self.scheduler.fail_all(Code(error.code), error.detail)
@@ -271,34 +286,27 @@ class Peer:
 
     # budget, time
 
-    def set_budget(self, bytes_per_s: float | None) -> None:
-        burst_bytes = max((bytes_per_s or 0) * BURST_S, MIN_CHUNK_BYTES)
+    def follow_budget(self) -> None:
+        """What the link's budget is now, which others may have changed."""
+        budget = self._egress.bytes_per_s
         with self.lock:
-            if bytes_per_s is None:
-                self.bucket = None
-            elif self.bucket is None:
-                self.bucket = TokenBucket(bytes_per_s, burst_bytes)
-            elif self.bucket.bytes_per_s != bytes_per_s:
-                self.bucket.set_rate(bytes_per_s, time.monotonic())
-                self.bucket.burst_bytes = burst_bytes
-            self.scheduler.burst_bytes = float("inf") if bytes_per_s is None else burst_bytes
-        self._share_budget()
+            changed, self._budget = self._budget != budget, budget
+            self.scheduler.burst_bytes = self._egress.burst_bytes
+        if changed:
+            self._share_budget()
 
     def wait_s(self, now: float) -> float:
         """How long the budget forbids to send."""
-        with self.lock:
-            return 0.0 if self.bucket is None else max(0.0, self.bucket.next_send_time(now) - now)
+        return self._egress.wait_s(now)
 
     def charge(self, size: int, now: float) -> None:
-        with self.lock:
-            if self.bucket is not None:
-                self.bucket.on_sent(size, now)
+        self._egress.charge(size, now)
 
     def _share_budget(self) -> None:
         """Lets the kernel pace each connection at its share of the budget and of what the link carries."""
         with self.lock:
             up = [lane for lane in self._lanes if lane.up]
-            limits = [self._pace, None if self.bucket is None else BUDGET_HEADROOM * self.bucket.bytes_per_s]
+            limits = [self._pace, None if self._budget is None else BUDGET_HEADROOM * self._budget]
         total = min((limit for limit in limits if limit is not None), default=None)
         for lane in up:
             lane.pace(None if total is None else total / len(up))
@@ -323,8 +331,8 @@ class Peer:
 
     def keep(self, now: float) -> None:
         """Samples the link, ends what is late or has no connection left."""
-        if isinstance(self.budget, DailyBudget):
-            self.set_budget(budget_now(self.budget))
+        self._egress.follow(now)
+        self.follow_budget()
         if self.busy:
             self.busy_at = now
         infos = {lane.key: info for lane in list(self._lanes) if (info := lane.info()) is not None}
@@ -338,14 +346,14 @@ class Peer:
                 infos,
                 now,
                 queued_bytes=queued,
-                budget_bytes_per_s=self.bucket.bytes_per_s if self.bucket is not None else 0.0,
+                budget_bytes_per_s=self._budget or 0.0,
                 congestion_control=next((lane.congestion for lane in self._lanes if lane.up), ""),
             )
         self._govern(state, now)
         self.settle()
 
     def link(self) -> LinkState:
-        return self._monitor.state
+        return replace(self._monitor.state, link=self.link_name)
 
     def stop(self) -> None:
         with self.lock:
@@ -358,10 +366,3 @@ class Peer:
         for lane in self._lanes:
             lane.close()
         self.settle()
-
-
-def budget_now(budget: float | DailyBudget | None) -> float | None:
-    if not isinstance(budget, DailyBudget):
-        return budget
-    now = time.localtime()
-    return budget.at(now.tm_hour * 3600 + now.tm_min * 60 + now.tm_sec)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from transport.checksum import Integrity
-from transport.crypto import Identity, Sessions, grant_session
-from transport.errors import Closed, PeerLost
+from transport.crypto import Identity, Sessions, grant_session, refuse_tls
+from transport.errors import Closed
 from transport.frames import (
     MAX_CHUNK_BYTES,
     Cancel,
@@ -31,6 +31,7 @@ from transport.tcp import (
     TcpOptions,
     format_address,
     listen,
+    peer_of,
     shut,
 )
 from transport.transfer import RangeViews
@@ -237,15 +238,22 @@ class TransferServer:
     def grant(self, sock: socket.socket) -> None:
         """The control connection of a peer. Raises OSError when it does not show a certificate that we accept."""
         now, identity = time.monotonic(), self.options.identity
+        who = peer_of(sock)  # while there is one: afterwards the socket belongs to TLS
         if identity is None:
-            raise PeerLost("this listener speaks no TLS")
+            refuse_tls(sock)
+            self.refused(Code.IDENTITY, who, "this listener speaks no TLS")
+            return
         with self.lock:
             session = self._sessions.grant(now)
         try:
             grant_session(sock, identity, session, self.options.tcp.connect_timeout_s, now)
-        except OSError:
-            self.count(f"refused:{Code.IDENTITY}")
-            raise
+        except OSError as exc:
+            self.refused(Code.IDENTITY, who, str(exc))
+
+    def refused(self, code: str, who: str, detail: str) -> None:
+        """A peer was turned away before it could say which transfer it has."""
+        log.warning("refused a sender at %s: %s", who, detail)
+        self.count(f"refused:{code}")
 
     def tell(self, notices: dict[int, Cancel]) -> None:
         for who, frame in notices.items():

@@ -82,6 +82,14 @@ def _within_host(sock: socket.socket) -> bool:
     return bool(near[0] == far[0])
 
 
+def peer_of(sock: socket.socket) -> str:
+    """Who is at the other end, for a log; never fails."""
+    try:
+        return format_address(*sock.getpeername()[:2])
+    except OSError:
+        return "an address that is gone"
+
+
 def limit_unsent(sock: socket.socket) -> None:
     """For long links; on short ones it only makes the sender wake more often."""
     sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, NOTSENT_LOWAT_BYTES)

@@ -1,7 +1,8 @@
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.transport.helpers import SECRET, Memory, deliver
-from transport.client import TransferClient
+from transport.checksum import Integrity
+from transport.client import ClientOptions, TransferClient
 from transport.metrics import TransportCollector
 from transport.server import TransferServer
 
@@ -17,5 +18,17 @@ def test_links_and_landings_are_told_when_asked() -> None:
     assert float(values["prfaas_landing_received_bytes_total"]) == 1_000_000
     assert float(values['prfaas_landing_events_total{event="landed"}']) == 1
     assert float(values['prfaas_landing_events_total{event="refused:unknown_transfer"}']) == 1
-    assert f'prfaas_link_rtt_seconds{{peer="{server.address}"}}' in values
-    assert f'prfaas_link_sent_bytes_total{{peer="{server.address}"}}' in values
+    labels = f'{{link="{server.address}",peer="{server.address}"}}'
+    for name in ("rtt_seconds", "rtt_inflation_ratio", "sent_bytes_total", "drain_seconds", "budget_bytes_per_second"):
+        assert f"prfaas_link_{name}{labels}" in values
+    assert any(key.startswith("prfaas_link_congestion_control{") and "name=" in key for key in values)
+
+
+def test_a_peer_that_turns_us_away_is_counted_under_a_word_of_ours() -> None:
+    with TransferServer() as server, TransferClient(options=ClientOptions(integrity=Integrity.NONE)) as client:
+        client.open(server.address, "x", SECRET, [1], Memory([1]), link="west").wait(5)
+        registry = CollectorRegistry()
+        registry.register(TransportCollector(client, server))
+        text = generate_latest(registry).decode()
+    assert 'prfaas_link_refusals_total{link="west",reason="integrity_mode"} ' in text
+    assert 'prfaas_landing_events_total{event="refused:integrity_mode"} ' in text

@@ -1,6 +1,6 @@
 import pytest
 
-from transport.pacing import DailyBudget, TokenBucket
+from transport.pacing import DailyBudget, Egress, TokenBucket
 
 
 def test_bucket_refills_with_time() -> None:
@@ -55,3 +55,16 @@ def test_a_daily_budget_holds_from_step_to_step_and_over_midnight() -> None:
 def test_refuses_what_is_no_day(steps: tuple[tuple[float, float], ...]) -> None:
     with pytest.raises(ValueError, match="must"):
         DailyBudget(steps)
+
+
+def test_what_shares_a_link_shares_its_budget() -> None:
+    egress = Egress(1e6)
+    start = egress.wait_s(0.0)
+    egress.charge(2_000_000, 0.0)
+    assert egress.wait_s(0.0) - start == pytest.approx(2.0, abs=0.2)
+    egress.set(None, 0.0)
+    assert (egress.bytes_per_s, egress.wait_s(0.0)) == (None, 0.0)
+
+
+def test_a_budget_for_the_whole_day_is_the_one_that_holds_now() -> None:
+    assert Egress(DailyBudget(((0.0, 5e6),))).bytes_per_s == 5e6

@@ -256,6 +256,22 @@ def test_the_budget_is_kept_and_may_change() -> None:
         assert 5e6 < 20 * MB / (time.monotonic() - started) < 70e6
 
 
+def test_peers_of_one_link_share_its_budget() -> None:
+    with TransferServer() as one, TransferServer() as other, client_of(2) as client:
+        client.set_egress_budget(20e6, "west")
+        started = time.monotonic()
+        targets = [(server, Memory([MB] * 5, seed=i)) for i, server in enumerate((one, other))]
+        pushes = []
+        for server, target in targets:
+            server.expect("t", SECRET, [MB] * 5, target)
+            push = client.open(server.address, "t", SECRET, [MB] * 5, Memory([MB] * 5, fill=True), link="west")
+            push.ready_all()
+            pushes.append(push)
+        assert all((result := push.wait(20)) is not None and result.ok for push in pushes)
+        assert 10 * MB / (time.monotonic() - started) < 24e6
+        assert {state.link: state.budget_bytes_per_s for state in client.links()} == {"west": 20e6}
+
+
 def test_the_link_is_described_while_it_works() -> None:
     with TransferServer() as server, client_of(2, egress_bytes_per_s=30e6) as client:
         delivery = deliver(server, client, [MB] * 16)
