@@ -47,13 +47,7 @@ class NodeAgent:
         # A directory of its own: no other node's name can collide, and a socket's path has a limit of 107 bytes.
         self._socket_dir = tempfile.mkdtemp(prefix="prfaas-")
         self.socket = EngineSocket(Path(self._socket_dir) / "engine.sock", self)
-        self.links = Links(
-            config.host,
-            config.transfer_port,
-            config.connections,
-            use_shm=config.transport == "auto" and os.access(SHM_DIR, os.W_OK),
-            advertise=config.transfer_advertise,
-        )
+        self.links = Links(config, use_shm=config.transport == "auto" and os.access(SHM_DIR, os.W_OK))
         self.supervisor = EngineSupervisor(config, self.socket.path, self.engine_log, now, self._publish_description)
         self.pages: Pages | None = None
         self.producer: Producer | None = None

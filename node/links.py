@@ -7,21 +7,25 @@ import asyncio
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from node.arena import SHM_DIR
+from node.config import ANY_CLUSTER, INTEGRITIES, NodeConfig
 from node.errors import NodeRefusal
 from transport import client, landings
 from transport.client import ClientOptions, TransferClient
 from transport.errors import Closed, TransportError
 from transport.link import LinkState
 from transport.messages import TicketInfo
+from transport.metrics import TransportCollector
+from transport.pacing import Budget
 from transport.proto import node_pb2 as pb
 from transport.server import ServerOptions, TransferServer
 from transport.shm import ArenaSource
+from transport.tcp import TcpOptions
 
 SHM, TCP = "shm", "tcp"
 
@@ -86,12 +90,13 @@ class Landing:
 class Links:
     """Sends to and receives from other nodes."""
 
-    def __init__(self, host: str, port: int, connections: int, *, use_shm: bool, advertise: str = "") -> None:
-        self._server = TransferServer(host, port, options=ServerOptions(arena_dirs=(str(SHM_DIR),) if use_shm else ()))
-        self._client = TransferClient(options=ClientOptions(connections=connections))
+    def __init__(self, config: NodeConfig, *, use_shm: bool) -> None:
+        self._server = TransferServer(config.host, config.transfer_port, options=_server_options(config, use_shm))
+        self._client = TransferClient(options=_client_options(config))
         self._host_id = host_id() if use_shm else ""
-        self._advertise = advertise
-        self._clusters: dict[str, str] = {}  # address -> cluster
+        self._advertise = config.transfer_advertise
+        self.collector = TransportCollector(self._client, self._server)
+        self.set_budgets(config.budgets())
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
@@ -114,8 +119,6 @@ class Links:
     ) -> Push:
         """Opens a transfer to the holder of `ticket`. Raises NodeRefusal."""
         kind, address = self._choose(ticket)
-        if kind == TCP:
-            self._clusters[address] = ticket.cluster
         try:
             push = self._client.open(
                 address,
@@ -124,6 +127,7 @@ class Links:
                 sizes,
                 source,
                 same_host=kind == SHM,
+                link=ticket.cluster,
                 on_done=lambda result: self._on_loop(
                     on_done,
                     PushResult(ok=result.ok, reason=result.reason, bytes_sent=result.stats.bytes_sent),
@@ -175,16 +179,39 @@ class Links:
         """Payload that arrived over all links."""
         return self._server.bytes_received
 
-    def landing_events(self) -> dict[str, int]:
-        """What became of transfers and chunks that came in, by event."""
-        return dict(self._server.counters)
+    def set_budgets(self, budgets: Mapping[str, Budget]) -> None:
+        """Changes, at once, how fast bytes may leave for each destination cluster."""
+        self._client.set_egress_budget(budgets[ANY_CLUSTER])
+        for cluster, budget in budgets.items():
+            if cluster != ANY_CLUSTER:
+                self._client.set_egress_budget(budget, cluster)
 
     def states(self) -> list[pb.Link]:
         """Egress over TCP, one entry per destination cluster."""
         by_cluster: dict[str, list[LinkState]] = {}
         for state in self._client.links():
-            by_cluster.setdefault(self._clusters.get(state.peer, ""), []).append(state)
+            by_cluster.setdefault(state.link, []).append(state)
         return [_merge(cluster, states) for cluster, states in sorted(by_cluster.items())]
+
+
+def _server_options(config: NodeConfig, use_shm: bool) -> ServerOptions:
+    return ServerOptions(
+        integrity=INTEGRITIES[config.integrity],
+        identity=config.identity,
+        arena_dirs=(str(SHM_DIR),) if use_shm else (),
+        tcp=TcpOptions(congestion=config.congestion_control),
+    )
+
+
+def _client_options(config: NodeConfig) -> ClientOptions:
+    options = ClientOptions(
+        integrity=INTEGRITIES[config.integrity],
+        identity=config.identity,
+        tcp=TcpOptions(congestion=config.congestion_control),
+    )
+    if isinstance(config.connections, str):
+        return options  # as many as the link turns out to need
+    return replace(options, connections=config.connections, max_connections=config.connections)
 
 
 def _merge(cluster: str, states: Sequence[LinkState]) -> pb.Link:

@@ -22,14 +22,7 @@ class NodeCollector(Collector):
         description = self._agent.describe()
         yield from _pool(description.pool)
         yield from _load(description.load)
-        yield from _links(description.load.links)
         yield from self._requests()
-        yield _counter(
-            "prfaas_landing_events",
-            "What became of transfers and chunks that came in",
-            "event",
-            self._agent.links.landing_events(),
-        )
         ready = GaugeMetricFamily("prfaas_node_ready", "1 when the node takes requests")
         ready.add_metric([], float(description.state == pb.NODE_STATE_READY))
         yield ready
@@ -94,29 +87,6 @@ def _load(load: pb.Load) -> Iterator[Metric]:
     yield moved
 
 
-def _links(links: Iterable[pb.Link]) -> Iterator[Metric]:
-    gauges = {
-        name: GaugeMetricFamily(f"prfaas_link_{name}", f"{about}, by destination cluster", labels=["peer"])
-        for name, about in (
-            ("available_bytes_per_s", "Predicted bandwidth of the egress link"),
-            ("goodput_bytes_per_s", "Payload rate of the egress link"),
-            ("utilisation", "Share of the available bandwidth in use"),
-            ("retransmit_ratio", "Share of bytes sent again"),
-            ("rtt_s", "Smoothed round-trip time"),
-            ("min_rtt_s", "Least round-trip time"),
-            ("queued_bytes", "Bytes ready to leave"),
-            ("connections", "Open connections"),
-        )
-    }
-    sent = CounterMetricFamily("prfaas_link_bytes", "Payload bytes sent, by destination cluster", labels=["peer"])
-    for link in links:
-        for name, family in gauges.items():
-            family.add_metric([link.peer], getattr(link, name))
-        sent.add_metric([link.peer], link.bytes_total)
-    yield from gauges.values()
-    yield sent
-
-
 class MetricsServer:
     """The listener; `url` says where."""
 
@@ -133,6 +103,7 @@ async def serve_metrics(agent: NodeAgent, host: str, port: int) -> MetricsServer
     """Serves /metrics and /health of a node on `host:port` (0: any free port). Raises OSError if the port is taken."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(NodeCollector(agent))
+    registry.register(agent.links.collector)
 
     async def metrics(request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

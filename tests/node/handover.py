@@ -45,8 +45,9 @@ class HandNode:
             model="m",
             run_dir=str(tmp_path),
             cache_bytes=1 << 20,
+            connections=3,
         )
-        self.links = Links("127.0.0.1", 0, 3, use_shm=use_shm)
+        self.links = Links(config, use_shm=use_shm)
         self.links.start()
         self.pages = Pages(LAYOUT, config, Broadcast(), time.monotonic)
         self.producer = Producer(self.pages, self.links, room_timeout_s, time.monotonic)

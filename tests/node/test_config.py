@@ -5,6 +5,7 @@ import pytest
 
 from node.config import load_node_config, node_config
 from node.errors import ConfigError
+from transport.pacing import DailyBudget
 
 TABLE: dict[str, Any] = {
     "node_id": "n0",
@@ -29,13 +30,40 @@ def test_a_short_table_is_enough() -> None:
         ({"connections": 0}, "connections = 0: allowed is 1 to 256"),
         ({"lease_s": "long"}, "lease_s = 'long': it must be of type float"),
         ({"engine_args": ["--x", 1]}, "engine_args"),
-        ({"colour": "red"}, "unknown key 'colour'; known keys are"),
+        ({"xyz": "red"}, "unknown key 'xyz'; known keys are"),
+        ({"cache_byte": 1}, r"unknown key 'cache_byte' \(did you mean 'cache_bytes'\?\); known keys are"),
+        ({"connections": "many"}, "connections = 'many': allowed is 1 to 256, or 'auto'"),
+        ({"connections": 1.5}, "connections = 1.5: it must be of type int | str"),
+        ({"congestion_control": "reno"}, "congestion_control = 'reno': allowed are 'auto', 'bbr', 'cubic'"),
+        ({"integrity": "none"}, "integrity = 'none': allowed are 'plain', 'checksum', 'aead'"),
+        ({"integrity": "aead"}, "integrity = 'aead': it needs certificate, key, authority; `prfaas certificates`"),
+        ({"certificate": "a.pem", "key": "a.key"}, "authority is missing: certificate, key, authority go together"),
+        ({"egress_bytes_per_s": -1}, "egress_bytes_per_s = -1: allowed are bytes per second from 0"),
+        ({"egress_bytes_per_s": {"west": "fast"}}, r"egress_bytes_per_s\.west = 'fast': allowed are bytes per second"),
+        ({"egress_bytes_per_s": {"8:00": 1e6}}, "egress_bytes_per_s: '8:00' is no time of day; allowed are \"00:00\""),
+        ({"egress_bytes_per_s": {"08:00": 0}}, "allowed are rates above 0, by time of day"),
+        ({"egress_bytes_per_s": {"west": {}}}, r"egress_bytes_per_s\.west = {}: allowed are rates above 0"),
         ({"threads": True}, "threads = True: it must be of type int"),
     ],
 )
 def test_key_value_and_what_is_allowed_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         node_config(TABLE | change)
+
+
+def test_budgets_are_for_all_by_cluster_or_by_time_of_day() -> None:
+    def budgets(value: Any) -> dict[str, Any]:
+        return node_config(TABLE | {"egress_bytes_per_s": value}).budgets()
+
+    day = DailyBudget(((8 * 3600.0, 5e6), (20.5 * 3600, 9e6)))
+    assert node_config(TABLE).budgets() == {"*": None}
+    assert budgets(5_000_000) == {"*": 5e6}
+    assert budgets({"20:30": 9e6, "08:00": 5e6}) == {"*": day}
+    assert budgets({"west": 1e6, "*": {"08:00": 5e6, "20:30": 9e6}, "south": 0}) == {
+        "west": 1e6,
+        "*": day,
+        "south": None,
+    }
 
 
 def test_missing_keys_are_named() -> None:
@@ -47,9 +75,29 @@ def test_an_integer_serves_as_a_float() -> None:
     assert node_config(TABLE | {"lease_s": 5}).lease_s == 5.0
 
 
-@pytest.mark.parametrize(("text", "message"), [("[node", "not valid TOML"), ("[nod]\n", "unknown table 'nod'")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[node", "not valid TOML"),
+        ("[nod]\n", "unknown table 'nod'"),
+        ("", "has one table, .node.; there is none"),
+        ("node = 1", "has one table, .node.; there is none"),
+        ("[gateway]\nport = 1", "this is a gateway's file, for `prfaas gateway`"),
+        ("[gateway]\n[[clusters]]", "this is a topology, for `prfaas up`"),
+    ],
+)
 def test_broken_files(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "node.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_node_config(path)
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "node.toml"
+    table = "".join(f"{key} = {value!r}\n" for key, value in TABLE.items())
+    path.write_text(f"[node]\n{table}integrity = 'aead'\ncertificate = 'n.pem'\nkey = 'n.key'\nauthority = '/ca.pem'\n")
+    config = load_node_config(path)
+    assert config.identity is not None
+    assert (config.identity.certificate, config.identity.authority) == (tmp_path / "n.pem", Path("/ca.pem"))
+    assert config.model == str(tmp_path / "models/tiny")
