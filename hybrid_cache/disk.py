@@ -29,6 +29,7 @@ from typing import Final, NamedTuple, Protocol, Self
 import xxhash
 
 from hybrid_cache.errors import DiskInUse
+from hybrid_cache.events import BlocksStored, CacheCleared, CacheEvent, EventLog, Medium
 from hybrid_cache.layout import ModelLayout
 
 MAGIC: Final = b"pfKV"
@@ -38,6 +39,7 @@ ORDER_MAGIC: Final = b"pfLR"
 ORDER: Final = struct.Struct("<4sQQ16s")  # magic, number of the save, number of blocks, checksum of what follows
 ORDER_BYTES: Final = 8  # of a hash
 LOCK_NAME: Final = "lock"
+EVENT_LIMIT: Final = 1 << 20  # hashes kept for a reader that does not come
 Buffer = bytes | bytearray | memoryview
 
 
@@ -120,6 +122,7 @@ class _Move(Protocol):
 class DiskReport:
     """Counts since the start. `corrupt` blocks were found damaged and dropped, none was served."""
 
+    capacity_bytes: int
     blocks: int
     bytes: int
     queued_bytes: int
@@ -153,6 +156,7 @@ class DiskTier:
         self._counts = dict.fromkeys(
             ("hits", "misses", "corrupt", "read_errors", "write_errors", "refused_writes", "recovered"), 0
         )
+        self._events = EventLog(EVENT_LIMIT, Medium.SSD)
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
@@ -180,6 +184,22 @@ class DiskTier:
         with self._lock:
             return tuple(self._index[group]) + tuple(key.block_hash for key in self._pending if key.group == group)
 
+    def holds(self, group: int, hashes: Sequence[bytes]) -> set[bytes]:
+        """Which of `hashes` can probably be read."""
+        with self._lock:
+            index, pending = self._index[group], self._pending
+            return {h for h in hashes if h in index or (pending and BlockKey(group, h) in pending)}
+
+    def snapshot(self) -> tuple[BlocksStored, ...]:
+        """What can probably be read, one entry per group."""
+        return tuple(BlocksStored(group, self.hashes(group), Medium.SSD) for group in range(len(self.layout.groups)))
+
+    def take_events(self) -> list[CacheEvent]:
+        """Changes since the last call, or since the start. A reader that stayed away too long gets a snapshot instead."""
+        with self._lock:
+            events = self._events.take()
+        return [CacheCleared(Medium.SSD), *self.snapshot()] if events is None else events
+
     def put(self, key: BlockKey, parts: Sequence[Buffer]) -> bool:
         """Queues a copy of a block's bytes for writing; False if it is there already or the queue is full."""
         size = sum(memoryview(part).nbytes for part in parts)
@@ -196,6 +216,7 @@ class DiskTier:
         with self._lock:
             self._pending[key] = data
             self._queue.append(key)
+            self._events.stored(key.group, (key.block_hash,))
             self._work.notify()
         return True
 
@@ -252,6 +273,7 @@ class DiskTier:
     def report(self) -> DiskReport:
         with self._lock:
             return DiskReport(
+                capacity_bytes=sum(slots * self.layout.block_bytes(group) for group, slots in enumerate(self._slots)),
                 blocks=sum(map(len, self._index)),
                 bytes=sum(len(held) * self.layout.block_bytes(group) for group, held in enumerate(self._index)),
                 queued_bytes=self._queued_bytes,
@@ -308,6 +330,7 @@ class DiskTier:
                 return False
             del self._index[key.group][key.block_hash]
             self._free[key.group].append(slot)
+            self._events.removed(key.group, (key.block_hash,))
             return True
 
     def _count(self, name: str, result: bool) -> bool:
@@ -376,7 +399,9 @@ class DiskTier:
         with self._lock:
             if self._free[group]:
                 return self._free[group].pop()
-            return self._index[group].popitem(last=False)[1]
+            block_hash, slot = self._index[group].popitem(last=False)
+            self._events.removed(group, (block_hash,))
+            return slot
 
     def _write(self, key: BlockKey, slot: int, data: bytes) -> None:
         name, offset = self._names[key.group], slot * self._slot_bytes(key.group)
@@ -396,6 +421,7 @@ class DiskTier:
             else:
                 self._counts[failure] += 1
                 self._free[key.group].append(slot)
+                self._events.removed(key.group, (key.block_hash,))
             if not self._pending:
                 self._idle.notify_all()
 

@@ -2,27 +2,39 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Medium(StrEnum):
+    """Where a block lies. The media of a node are told apart: a block may leave one and stay in the other."""
+
+    MEMORY = "memory"
+    SSD = "ssd"
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Blocks (or snapshots) of a group can now be matched. Parents come before children."""
+    """Blocks (or snapshots) of a group can now be matched. In memory, parents come before children."""
 
     group: int
     hashes: tuple[bytes, ...]
+    medium: Medium = Medium.MEMORY
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks (or snapshots) of a group can no longer be matched. Children come before parents."""
+    """Blocks (or snapshots) of a group can no longer be matched. In memory, children come before parents."""
 
     group: int
     hashes: tuple[bytes, ...]
+    medium: Medium = Medium.MEMORY
 
 
 @dataclass(frozen=True, slots=True)
 class CacheCleared:
-    """Nothing that was stored before this event can be matched."""
+    """Nothing that was stored before this event can be matched: in one medium, or in any (None)."""
+
+    medium: Medium | None = None
 
 
 CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
@@ -31,8 +43,9 @@ CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
 class EventLog:
     """Events since the last `take`, neighbours of a kind merged. Past `limit` hashes only the fact of loss is kept."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, medium: Medium = Medium.MEMORY) -> None:
         self.limit = limit
+        self.medium = medium
         self._runs: list[tuple[type[BlocksStored | BlocksRemoved], int, list[bytes]]] = []
         self._count = 0
         self._overflowed = False
@@ -47,7 +60,7 @@ class EventLog:
         """The events and an empty log, or None if too many were lost: the reader must start from a snapshot."""
         runs, overflowed = self._runs, self._overflowed
         self._runs, self._count, self._overflowed = [], 0, False
-        return None if overflowed else [kind(group, tuple(hashes)) for kind, group, hashes in runs]
+        return None if overflowed else [kind(group, tuple(hashes), self.medium) for kind, group, hashes in runs]
 
     def _append(self, kind: type[BlocksStored | BlocksRemoved], group: int, hashes: Sequence[bytes]) -> None:
         if self._overflowed or not hashes:

@@ -1,14 +1,15 @@
 """Which node holds which prefix: a gateway's view, fed by events.
 
 The view may be late. That costs a miss or a worse route; what a node really serves, the node's own cache decides.
-Memory is bounded: past `max_blocks` the blocks heard of first are forgotten.
+Memory is bounded: past `max_blocks` the blocks heard of first are forgotten. A block on a node's SSD counts as held: the node
+reads it back before the request that needs it.
 """
 
 import sys
 from collections.abc import Sequence
 from itertools import islice
 
-from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent
+from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Medium
 from hybrid_cache.layout import ModelLayout
 from hybrid_cache.lookup import MISS, PrefixHit, longest_common_hit
 
@@ -16,7 +17,7 @@ DEFAULT_MAX_BLOCKS = 4_000_000
 
 
 class PrefixIndex:
-    """Prefixes of all nodes that serve one layout. Holders of a block are the bits of an int, one per node."""
+    """Prefixes of all nodes that serve one layout. Holders of a block are the bits of an int, one per node and medium."""
 
     def __init__(self, layout: ModelLayout, *, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
         if max_blocks <= 0:
@@ -24,11 +25,11 @@ class PrefixIndex:
         self.layout = layout
         self.max_blocks = max_blocks
         self._holders: tuple[dict[bytes, int], ...] = tuple({} for _ in layout.groups)
-        self._bits: dict[str, int] = {}
+        self._bits: dict[tuple[str, Medium], int] = {}
         self.forgotten_blocks = 0
 
     def __repr__(self) -> str:
-        return f"PrefixIndex({len(self)} blocks, nodes {sorted(self._bits)})"
+        return f"PrefixIndex({len(self)} blocks, nodes {sorted(self.nodes())})"
 
     def __len__(self) -> int:
         """Blocks known, each (group, hash) once however many nodes hold it."""
@@ -41,47 +42,59 @@ class PrefixIndex:
         return hashes + sum(sys.getsizeof(holders) for holders in self._holders)
 
     def nodes(self) -> tuple[str, ...]:
-        return tuple(self._bits)
+        return tuple(dict.fromkeys(node_id for node_id, _ in self._bits))
 
     def apply(self, node_id: str, event: CacheEvent) -> None:
         """Takes in what a node reported. Events about groups that the layout has not are a ValueError."""
         if isinstance(event, CacheCleared):
-            self.drop(node_id)
-            self._bit(node_id)
+            self._clear(node_id, tuple(Medium) if event.medium is None else (event.medium,))
+            self._bit(node_id, Medium.MEMORY)
             return
         if not 0 <= event.group < len(self._holders):
             raise ValueError(f"node {node_id!r} reports group {event.group}; the layout has {len(self._holders)}")
         match event:
-            case BlocksStored(group=group, hashes=hashes):
-                self._store(self._holders[group], self._bit(node_id), hashes)
-            case BlocksRemoved(group=group, hashes=hashes):
-                self._remove(self._holders[group], self._bit(node_id), hashes)
+            case BlocksStored(group=group, hashes=hashes, medium=medium):
+                self._store(self._holders[group], self._bit(node_id, medium), hashes)
+            case BlocksRemoved(group=group, hashes=hashes, medium=medium):
+                self._remove(self._holders[group], self._bit(node_id, medium), hashes)
 
     def drop(self, node_id: str) -> None:
         """Forgets a node: it is gone, or will send a snapshot."""
-        bit = self._bits.pop(node_id, 0)
-        if not bit:
-            return
-        for holders in self._holders:
-            self._remove(holders, bit, [block_hash for block_hash, nodes in holders.items() if nodes & bit])
+        self._clear(node_id, tuple(Medium))
 
     def match(self, node_id: str, hashes: Sequence[bytes], num_tokens: int) -> PrefixHit:
         """What `node_id` can probably reuse of a prompt's first `num_tokens` tokens."""
-        bit = self._bits.get(node_id, 0)
-        if not bit:
+        memory, ssd = (self._bits.get((node_id, medium), 0) for medium in (Medium.MEMORY, Medium.SSD))
+        if not memory | ssd:
             return MISS
-        held = tuple(_HeldBy(holders, bit) for holders in self._holders)
+        held = tuple(_HeldBy(holders, memory | ssd) for holders in self._holders)
+        if ssd:  # of which blocks may be missing anywhere
+            hashes = hashes[: self._leading(held, hashes[: num_tokens // self.layout.block_size])]
         return longest_common_hit(self.layout, held, hashes, num_tokens)
+
+    def _leading(self, held: Sequence["_HeldBy"], hashes: Sequence[bytes]) -> int:
+        """Blocks of the prompt up to the first that some full-attention group lacks."""
+        full = [held[group] for group in self.layout.full_groups]
+        missing = (i for i, block_hash in enumerate(hashes) if any(block_hash not in group for group in full))
+        return next(missing, len(hashes))
 
     def match_all(self, hashes: Sequence[bytes], num_tokens: int) -> dict[str, PrefixHit]:
         """`match` for every node."""
-        return {node_id: self.match(node_id, hashes, num_tokens) for node_id in self._bits}
+        return {node_id: self.match(node_id, hashes, num_tokens) for node_id in self.nodes()}
 
-    def _bit(self, node_id: str) -> int:
-        if node_id not in self._bits:
+    def _bit(self, node_id: str, medium: Medium) -> int:
+        key = (node_id, medium)
+        if key not in self._bits:
             used = sum(self._bits.values())
-            self._bits[node_id] = ~used & (used + 1)  # the lowest bit nobody has
-        return self._bits[node_id]
+            self._bits[key] = ~used & (used + 1)  # the lowest bit nobody has
+        return self._bits[key]
+
+    def _clear(self, node_id: str, media: Sequence[Medium]) -> None:
+        bits = sum(self._bits.pop((node_id, medium), 0) for medium in media)
+        if not bits:
+            return
+        for holders in self._holders:
+            self._remove(holders, bits, [block_hash for block_hash, nodes in holders.items() if nodes & bits])
 
     def _store(self, holders: dict[bytes, int], bit: int, hashes: Sequence[bytes]) -> None:
         for block_hash in hashes:
@@ -107,13 +120,13 @@ class PrefixIndex:
 
 
 class _HeldBy:
-    """The blocks of one group that one node holds."""
+    """The blocks of one group that one node holds in any of its media."""
 
-    __slots__ = ("bit", "holders")
+    __slots__ = ("bits", "holders")
 
-    def __init__(self, holders: dict[bytes, int], bit: int) -> None:
+    def __init__(self, holders: dict[bytes, int], bits: int) -> None:
         self.holders = holders
-        self.bit = bit
+        self.bits = bits
 
     def __contains__(self, block_hash: object) -> bool:
-        return bool(self.holders.get(block_hash, 0) & self.bit)  # type: ignore[call-overload]
+        return bool(self.holders.get(block_hash, 0) & self.bits)  # type: ignore[call-overload]

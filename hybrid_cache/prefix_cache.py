@@ -16,7 +16,7 @@ from typing import Final
 
 from hybrid_cache.blocks import Companion, Item, Node, Pages
 from hybrid_cache.errors import DuplicateReservation, IntegrityError, OutOfPages, UnknownReservation
-from hybrid_cache.events import BlocksStored, CacheCleared, CacheEvent, EventLog
+from hybrid_cache.events import BlocksStored, CacheCleared, CacheEvent, EventLog, Medium
 from hybrid_cache.eviction.base import EvictionPolicy, Use
 from hybrid_cache.eviction.choice import default_policy
 from hybrid_cache.layout import ModelLayout
@@ -86,6 +86,11 @@ class PrefixCache:
         """The hashes that a group can be matched at."""
         return self._held[group]
 
+    def pages_of(self, group: int, block_hash: bytes) -> Pages:
+        """The pages of a window's block or a snapshot; empty unless it is held."""
+        companion = self._companions[group].get(block_hash)
+        return companion.pages if companion is not None else ()
+
     def report(self) -> PoolReport:
         prefix = self._prefix_pages()
         free = self._pool.num_free
@@ -106,7 +111,7 @@ class PrefixCache:
     def take_events(self) -> list[CacheEvent]:
         """Changes since the last call. A reader that stayed away too long gets CacheCleared and a snapshot instead."""
         events = self._events.take()
-        return [CacheCleared(), *self.snapshot()] if events is None else events
+        return [CacheCleared(Medium.MEMORY), *self.snapshot()] if events is None else events
 
     # Transactions
 
@@ -141,7 +146,7 @@ class PrefixCache:
             self._unlock(hold, now)
             raise
         self._holds[request_id] = hold
-        if purpose is not Purpose.PROMOTION:  # the request itself is still to come
+        if purpose not in (Purpose.PROMOTION, Purpose.ATTENTION):  # the request itself is still to come
             self._eviction.begin(Use(now, hashes, category))
         return self._describe(hold, cached, purpose)
 
@@ -261,6 +266,8 @@ class PrefixCache:
     # Allocation
 
     def _snapshot_lengths(self, num_tokens: int, hit: PrefixHit, purpose: Purpose) -> set[int]:
+        if purpose is Purpose.ATTENTION:
+            return set()
         if purpose is not Purpose.PREFILL or len(self.layout.full_groups) == len(self.layout.groups):
             return {num_tokens}
         prefill = Prefill(

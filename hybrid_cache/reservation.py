@@ -12,6 +12,7 @@ class Purpose(Enum):
     PREFILL = "prefill"  # load [0, cached_tokens), compute the rest here
     LANDING = "landing"  # full attention of [0, cached_tokens) is here, the rest arrives by transfer
     PROMOTION = "promotion"  # a landing from a lower tier, ahead of the request that needs it
+    ATTENTION = "attention"  # a promotion of full attention alone, ahead of a landing: no window tails, no snapshots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,9 +25,17 @@ class Promotion:
     num_tokens: int
     blocks: tuple[tuple[BlockKey, tuple[Segment, ...]], ...]
 
+    @property
+    def size(self) -> int:
+        """Bytes to read."""
+        return sum(segment.length for _, segments in self.blocks for segment in segments)
+
 
 class Tiers:
-    """A prefix cache, the disk below it and the arena both move bytes through."""
+    """A prefix cache, the disk below it and the arena both move bytes through.
+
+    `demote` and `read` may run in threads; everything else belongs to the cache's owner.
+    """
 
     def __init__(self, cache: PrefixCache, disk: DiskTier, views: Views) -> None:
         self.cache = cache
@@ -46,22 +54,37 @@ class Tiers:
         held = tuple(_Either(self, group, hashes) for group in range(len(self.cache.layout.groups)))
         return longest_common_hit(self.cache.layout, held, hashes, num_tokens)
 
+    def gain(self, hashes: Sequence[bytes], num_tokens: int, *, attention_only: bool = False) -> tuple[int, int]:
+        """Tokens of a prompt that are cached, and that would be with what the disk adds."""
+        both, memory = self.match(hashes, num_tokens), self.cache.match(hashes, num_tokens)
+        if attention_only:
+            return memory.attention_tokens, both.attention_tokens
+        return memory.num_tokens, both.num_tokens
+
     def plan_promotion(
-        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, *, now: float, ttl_s: float
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        num_tokens: int,
+        *,
+        now: float,
+        ttl_s: float,
+        attention_only: bool = False,
     ) -> Promotion | None:
         """Reserves pages for what the disk adds to a prompt's hit. None if it adds nothing or there is no room.
 
         Call it for requests that wait in a queue as well: then their prefixes are there when their turn comes.
+        `attention_only` leaves out states and windows, for a landing: they will arrive with it.
         """
-        length = self.match(hashes, num_tokens).num_tokens
-        if length <= self.cache.match(hashes, num_tokens).num_tokens:
+        have, length = self.gain(hashes, num_tokens, attention_only=attention_only)
+        if length <= have:
             return None
+        purpose = Purpose.ATTENTION if attention_only else Purpose.PROMOTION
         try:
-            reservation = self.cache.reserve(
-                request_id, hashes, length, now=now, ttl_s=ttl_s, purpose=Purpose.PROMOTION
-            )
+            reservation = self.cache.reserve(request_id, hashes, length, now=now, ttl_s=ttl_s, purpose=purpose)
         except OutOfPages:
             return None
+        self._complete_windows(reservation, hashes)
         return Promotion(request_id, length, tuple(self._sources(reservation, hashes)))
 
     def read(self, promotion: Promotion) -> bool:
@@ -73,6 +96,13 @@ class Tiers:
         if ok:
             self.cache.commit(promotion.request_id, promotion.num_tokens, now)
         self.cache.release(promotion.request_id, now)
+
+    def _complete_windows(self, reservation: Reservation, hashes: Sequence[bytes]) -> None:
+        # A promotion has all its windows in pages of its own; those that are still in memory are read back like the rest.
+        for group in self.cache.layout.window_groups:
+            for index, pages in enumerate(reservation.blocks[group]):
+                if pages and (held := self.cache.pages_of(group, hashes[index])):
+                    self.demote(group, hashes[index], held)
 
     def _sources(self, reservation: Reservation, hashes: Sequence[bytes]) -> list[tuple[BlockKey, tuple[Segment, ...]]]:
         layout = self.cache.layout
@@ -98,7 +128,8 @@ class _Either:
 
     def __init__(self, tiers: Tiers, group: int, hashes: Sequence[bytes]) -> None:
         memory = tiers.cache.held(group)
-        known = [block_hash in memory or BlockKey(group, block_hash) in tiers.disk for block_hash in hashes]
+        on_disk = tiers.disk.holds(group, hashes)
+        known = [block_hash in memory or block_hash in on_disk for block_hash in hashes]
         if group in tiers.cache.layout.full_groups:
             known = known[: known.index(False)] if False in known else known
         self._hashes = {block_hash for block_hash, there in zip(hashes, known, strict=False) if there}

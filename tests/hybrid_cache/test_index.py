@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared
+from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
 from hybrid_cache.index import PrefixIndex
 from hybrid_cache.lookup import MISS, PrefixHit
 from hybrid_cache.prefix_cache import PrefixCache
@@ -69,3 +69,20 @@ def test_index_agrees_with_the_caches_it_hears(prompts):
         for variant in range(3):
             hashes = hashes_of([*range(8), *([variant] * 40)])
             assert index.match(name, hashes, 48) == caches[name].match(hashes, 48)
+
+
+def test_media_of_a_node_are_told_apart():
+    index = PrefixIndex(make_layout(FULL))
+    index.apply("a", BlocksStored(0, tuple(CHAIN)))
+    index.apply("a", BlocksStored(0, tuple(CHAIN[4:]), Medium.SSD))
+    index.apply("a", BlocksRemoved(0, tuple(CHAIN[4:])))
+    assert index.match("a", CHAIN, 40) == PrefixHit(40, 40)
+    assert index.nodes() == ("a",)
+    index.apply("a", BlocksRemoved(0, (CHAIN[6],), Medium.SSD))
+    assert index.match("a", CHAIN, 40) == PrefixHit(24, 24)  # a disk has holes anywhere
+    index.apply("a", CacheCleared(Medium.MEMORY))
+    assert index.match("a", CHAIN, 40) == MISS
+    index.apply("a", BlocksStored(0, tuple(CHAIN[:4])))
+    assert index.match("a", CHAIN, 40) == PrefixHit(24, 24)
+    index.apply("a", CacheCleared())
+    assert len(index) == 0

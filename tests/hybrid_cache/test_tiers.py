@@ -1,4 +1,4 @@
-from hybrid_cache.disk import DiskTier, FileDisk
+from hybrid_cache.disk import BlockKey, DiskTier, FileDisk
 from hybrid_cache.lookup import PrefixHit
 from hybrid_cache.prefix_cache import PrefixCache
 from hybrid_cache.tiers import Tiers
@@ -102,4 +102,38 @@ def test_nothing_to_promote(tmp_path):
     node.prefill(PROMPT)
     assert not node.promote(PROMPT)
     assert not node.promote([7] * 18)
+    node.disk.close()
+
+
+def test_a_window_that_is_half_in_memory_comes_back_whole(tmp_path):
+    node = Node(tmp_path)
+    node.prefill(PROMPT)
+    tail = [hashes_of(PROMPT)[index] for index in LAYOUT.window_blocks(1, 16)]
+    while all(node.cache.pages_of(1, block_hash) for block_hash in tail):
+        node.cache._evict_one(0.0)
+    assert any(node.cache.pages_of(1, block_hash) for block_hash in tail)
+    assert node.promote(PROMPT)
+    again = reserve(node.cache, "again", PROMPT)
+    assert again.cached_tokens == 16
+    for index in LAYOUT.window_blocks(1, 16):
+        assert node.byte_of(1, again.blocks[1][index]) == {hash((1, tuple(PROMPT[: (index + 1) * BLOCK]))) % 251}
+    node.disk.close()
+
+
+def test_attention_alone_comes_back_for_a_landing(tmp_path):
+    node = Node(tmp_path)
+    node.prefill(PROMPT)
+    node.cache.clear(0.0)
+    node.disk.flush()
+    for group in (1, 2):  # as if they had been overwritten since
+        for block_hash in node.disk.hashes(group):
+            node.disk.drop(BlockKey(group, block_hash))
+    assert not node.promote(PROMPT)
+    plan = node.tiers.plan_promotion("p", hashes_of(PROMPT), 18, now=1.0, ttl_s=9.0, attention_only=True)
+    assert plan is not None
+    assert {key.group for key, _ in plan.blocks} == {0}
+    assert plan.size == 4 * LAYOUT.block_bytes(0)
+    node.tiers.finish(plan, node.tiers.read(plan), 1.0)
+    assert node.cache.match(hashes_of(PROMPT), 18) == PrefixHit(0, 16)
+    node.cache.check_integrity()
     node.disk.close()
