@@ -14,18 +14,27 @@ class NodeState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NODE_STATE_READY: _ClassVar[NodeState]
     NODE_STATE_DRAINING: _ClassVar[NodeState]
     NODE_STATE_ENGINE_DOWN: _ClassVar[NodeState]
+
+class Medium(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MEDIUM_UNSPECIFIED: _ClassVar[Medium]
+    MEDIUM_MEMORY: _ClassVar[Medium]
+    MEDIUM_SSD: _ClassVar[Medium]
 NODE_STATE_UNSPECIFIED: NodeState
 NODE_STATE_STARTING: NodeState
 NODE_STATE_READY: NodeState
 NODE_STATE_DRAINING: NodeState
 NODE_STATE_ENGINE_DOWN: NodeState
+MEDIUM_UNSPECIFIED: Medium
+MEDIUM_MEMORY: Medium
+MEDIUM_SSD: Medium
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class NodeDescription(_message.Message):
-    __slots__ = ("node_id", "cluster", "cluster_kind", "role", "state", "engine_url", "model_id", "layout_json", "layout_fingerprint", "block_size", "max_model_len", "load", "pool", "integrity_error", "boot_id", "engine_pid")
+    __slots__ = ("node_id", "cluster", "cluster_kind", "role", "state", "engine_url", "model_id", "layout_json", "layout_fingerprint", "block_size", "max_model_len", "load", "pool", "integrity_error", "boot_id", "engine_pid", "ssd")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_KIND_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +51,7 @@ class NodeDescription(_message.Message):
     INTEGRITY_ERROR_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_PID_FIELD_NUMBER: _ClassVar[int]
+    SSD_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     cluster: str
     cluster_kind: str
@@ -58,7 +68,40 @@ class NodeDescription(_message.Message):
     integrity_error: str
     boot_id: str
     engine_pid: int
-    def __init__(self, node_id: _Optional[str] = ..., cluster: _Optional[str] = ..., cluster_kind: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., engine_url: _Optional[str] = ..., model_id: _Optional[str] = ..., layout_json: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., pool: _Optional[_Union[PoolReport, _Mapping]] = ..., integrity_error: _Optional[str] = ..., boot_id: _Optional[str] = ..., engine_pid: _Optional[int] = ...) -> None: ...
+    ssd: SsdReport
+    def __init__(self, node_id: _Optional[str] = ..., cluster: _Optional[str] = ..., cluster_kind: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., engine_url: _Optional[str] = ..., model_id: _Optional[str] = ..., layout_json: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., pool: _Optional[_Union[PoolReport, _Mapping]] = ..., integrity_error: _Optional[str] = ..., boot_id: _Optional[str] = ..., engine_pid: _Optional[int] = ..., ssd: _Optional[_Union[SsdReport, _Mapping]] = ...) -> None: ...
+
+class SsdReport(_message.Message):
+    __slots__ = ("capacity_bytes", "blocks", "bytes", "queued_bytes", "events", "promotions", "open")
+    class EventsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class PromotionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    PROMOTIONS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    capacity_bytes: int
+    blocks: int
+    bytes: int
+    queued_bytes: int
+    events: _containers.ScalarMap[str, int]
+    promotions: _containers.ScalarMap[str, int]
+    open: bool
+    def __init__(self, capacity_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., events: _Optional[_Mapping[str, int]] = ..., promotions: _Optional[_Mapping[str, int]] = ..., open: _Optional[bool] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("running", "waiting", "queued_tokens", "sending", "landing", "egress_bytes_total", "ingress_bytes_total", "links")
@@ -241,20 +284,24 @@ class NodeEvent(_message.Message):
     def __init__(self, seq: _Optional[int] = ..., snapshot: _Optional[_Union[CacheSnapshot, _Mapping]] = ..., stored: _Optional[_Union[BlocksStored, _Mapping]] = ..., removed: _Optional[_Union[BlocksRemoved, _Mapping]] = ..., description: _Optional[_Union[NodeDescription, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., cleared: _Optional[_Union[CacheCleared, _Mapping]] = ...) -> None: ...
 
 class BlocksStored(_message.Message):
-    __slots__ = ("group", "hashes")
+    __slots__ = ("group", "hashes", "medium")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
     group: int
     hashes: bytes
-    def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+    medium: Medium
+    def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., medium: _Optional[_Union[Medium, str]] = ...) -> None: ...
 
 class BlocksRemoved(_message.Message):
-    __slots__ = ("group", "hashes")
+    __slots__ = ("group", "hashes", "medium")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
     group: int
     hashes: bytes
-    def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+    medium: Medium
+    def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., medium: _Optional[_Union[Medium, str]] = ...) -> None: ...
 
 class CacheSnapshot(_message.Message):
     __slots__ = ("groups",)
@@ -263,8 +310,10 @@ class CacheSnapshot(_message.Message):
     def __init__(self, groups: _Optional[_Iterable[_Union[BlocksStored, _Mapping]]] = ...) -> None: ...
 
 class CacheCleared(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("medium",)
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    medium: Medium
+    def __init__(self, medium: _Optional[_Union[Medium, str]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_s",)
