@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 from weakref import WeakValueDictionary
 
+from transport.coding import CodecAccounts, CpuMeter, FormatOf
 from transport.errors import Closed, LocalProtocolError
 from transport.lanes import Urgency
 from transport.link import LinkState
@@ -61,12 +62,14 @@ class TransferClient:
         weight: float = 1.0,
         placement: Sequence[tuple[int, int]] = (),
         link: str = "",
+        formats: FormatOf | None = None,
     ) -> "Push":
         """Begins a transfer whose range i, of `sizes[i]` bytes, lies in `source(i)` once `push.ready(i)` says so.
 
         The memory must stay as it is until `on_done(PushResult)`. With `same_host` the source must be an ArenaSource,
         and the receiver copies the bytes itself. `link` names the line to the peer: peers of one link share its egress
-        budget (by default every address is a link of its own).
+        budget (by default every address is a link of its own). `formats(i)` says what range i is and how it may be made
+        smaller where the receiver decodes that; without, and on the same host, bytes travel as they are.
         """
         if same_host and not isinstance(source, ArenaSource):
             raise LocalProtocolError("a transfer on the same host needs an ArenaSource")
@@ -86,6 +89,7 @@ class TransferClient:
                 tenant=tenant,
                 weight=weight,
                 placement=tuple(placement),
+                formats=formats,
             )
             evicted = self._evict()
         for peer in evicted:
@@ -100,6 +104,14 @@ class TransferClient:
     def links(self) -> list[LinkState]:
         """Every TCP link there is."""
         return [peer.link() for (_, same_host), peer in list(self._peers.items()) if not same_host]
+
+    def codecs(self) -> dict[str, CodecAccounts]:
+        """What was coded, by link."""
+        accounts: dict[str, CodecAccounts] = {}
+        for (_, same_host), peer in list(self._peers.items()):
+            if not same_host:
+                accounts.setdefault(peer.link_name, CodecAccounts()).merge(peer.codecs())
+        return accounts
 
     @property
     def refusals(self) -> Counter[tuple[str, str]]:
@@ -184,6 +196,7 @@ class TransferClient:
         return self._leaving
 
     def _keep_time(self) -> None:
+        cpu = CpuMeter()
         while True:
             with self._lock:
                 if self._closing:
@@ -195,5 +208,8 @@ class TransferClient:
             for peer in leaving:
                 peer.stop()
                 peer.join()
+            # Who codes nothing need not know how busy the machine is.
+            coding_s = [peer.chooser.accounts.cpu_s for peer in peers if peer.chooser.active]
+            idle_cores = cpu.idle_cores(time.monotonic(), sum(coding_s)) if coding_s else 0.0
             for peer in peers:
-                peer.keep(time.monotonic())
+                peer.keep(time.monotonic(), idle_cores)

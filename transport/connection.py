@@ -19,10 +19,10 @@ from transport.crypto import TAG_BYTES, Seal, connection_seal
 from transport.errors import ConnectionRefused, GreetingRefused, LocalProtocolError, PeerLost, RemoteProtocolError
 from transport.frames import (
     CHUNK_BODY_BYTES,
-    CHUNK_KIND,
     FLAG_SEALED,
     HEADER,
     MAX_BODY_BYTES,
+    PAYLOAD_KINDS,
     VERSION_MAX,
     VERSION_MIN,
     Abort,
@@ -31,10 +31,12 @@ from transport.frames import (
     Cancel,
     Chunk,
     Code,
+    CodedChunk,
     Frame,
     Goodbye,
     Hello,
     Nack,
+    Offer,
     Open,
     Ping,
     Pong,
@@ -44,6 +46,7 @@ from transport.frames import (
     decode,
     encode,
     encode_chunk,
+    encode_coded,
 )
 
 NONCE_BYTES: Final = 16
@@ -68,12 +71,12 @@ _G, _O, _C = State.GREETING, State.OPEN, State.CLOSED
 _BOTH: Final[dict[type[Frame], State]] = {Ping: _O, Pong: _O, Goodbye: _C}
 _SAID_BY_SENDER: Final[dict[State, dict[type[Frame], State]]] = {
     _G: {Hello: _O, Goodbye: _C},
-    _O: {**_BOTH, Open: _O, Chunk: _O, Reference: _O, Abort: _O},
+    _O: {**_BOTH, Open: _O, Chunk: _O, CodedChunk: _O, Reference: _O, Abort: _O},
     _C: {},
 }
 _SAID_BY_RECEIVER: Final[dict[State, dict[type[Frame], State]]] = {
     _G: {Welcome: _O, Goodbye: _C},
-    _O: {**_BOTH, Accept: _O, Refuse: _O, Ack: _O, Nack: _O, Cancel: _O},
+    _O: {**_BOTH, Offer: _O, Accept: _O, Refuse: _O, Ack: _O, Nack: _O, Cancel: _O},
     _C: {},
 }
 # What may come in. What may go out is the other one; only the greeting differs, since saying Hello opens nothing yet.
@@ -95,8 +98,13 @@ class Connection:
         session_secret: Callable[[bytes], bytes | None] | None = None,
         ping_interval_s: float = 2.0,
         dead_after_s: float = 10.0,
+        version_max: int = VERSION_MAX,
+        codecs: int = 0,
     ) -> None:
         self.role = role
+        self.version = 0  # once agreed on
+        self.codecs = codecs  # what the receiver decodes; a sender learns it
+        self._version_max = version_max
         self.state = State.GREETING
         self.integrity = integrity
         self.nonce = nonce
@@ -121,7 +129,7 @@ class Connection:
         if role is Role.SENDER:
             self._say(
                 Hello(
-                    version_min=VERSION_MIN, version_max=VERSION_MAX, integrity=integrity, nonce=nonce, session=session
+                    version_min=VERSION_MIN, version_max=version_max, integrity=integrity, nonce=nonce, session=session
                 )
             )
 
@@ -220,6 +228,13 @@ class Connection:
         seal.seal_into(number, plain, header, out)
         return header
 
+    def seal_coded(self, seal: Seal, chunk: CodedChunk, coded: memoryview, out: memoryview) -> bytes:
+        """Seals a coded chunk's payload into `out` and returns what goes before it."""
+        number = self._send_seq
+        header = self.coded_header(chunk)
+        seal.seal_into(number, coded, header, out)
+        return header
+
     def open_chunk(self, seal: Seal, sealed: memoryview, out: memoryview) -> None:
         """Opens the payload of the last Chunk. Raises RemoteProtocolError; `out` must not be used then."""
         try:
@@ -234,6 +249,13 @@ class Connection:
         seq = self._send_seq
         self._send_seq += 1
         return encode_chunk(slot, offset, length, checksum, seq, sealed)
+
+    def coded_header(self, chunk: CodedChunk) -> bytes:
+        """What goes before a coded chunk's payload."""
+        assert self.state is State.OPEN
+        seq = self._send_seq
+        self._send_seq += 1
+        return encode_coded(chunk, seq)
 
     def data_to_send(self) -> bytes:
         """Greetings, pings and pongs."""
@@ -278,7 +300,7 @@ class Connection:
         if seq != self._receive_seq & 0xFFFF:
             raise RemoteProtocolError(f"frame {seq} where {self._receive_seq & 0xFFFF} was due")
         body = self._buffer[stop - body_bytes : stop]
-        if kind == CHUNK_KIND:
+        if kind in PAYLOAD_KINDS:
             self._chunk_header, self._chunk_seq = bytes(self._buffer[self._begin : stop]), self._receive_seq
         if self._seal_in is not None:
             body, flags = self._unseal(kind, flags, body)
@@ -286,13 +308,13 @@ class Connection:
         self._receive_seq += 1
         self._begin = stop
         self._enter(frame)
-        self._bulk = kind == CHUNK_KIND and self.payload_left > BULK_BYTES
+        self._bulk = kind in PAYLOAD_KINDS and self.payload_left > BULK_BYTES
         return frame
 
     def _unseal(self, kind: int, flags: int, body: memoryview) -> tuple[memoryview, int]:
         if not flags & FLAG_SEALED or self._seal_in is None:
             raise RemoteProtocolError("a frame that is not sealed")
-        if kind == CHUNK_KIND:
+        if kind in PAYLOAD_KINDS:
             return body, flags
         header = bytes(self._buffer[self._begin : self._begin + HEADER.size])
         return memoryview(self._seal_in.open(self._receive_seq, bytes(body), header)), flags & ~FLAG_SEALED
@@ -316,12 +338,15 @@ class Connection:
             self.state = allowed[type(frame)]
         except KeyError:
             raise RemoteProtocolError(f"{type(frame).__name__} in state {self.state.name}") from None
-        if isinstance(frame, Chunk):
+        if isinstance(frame, Offer | CodedChunk) and self.version < 2:
+            raise RemoteProtocolError(f"{type(frame).__name__} in version {self.version}")
+        if isinstance(frame, Chunk | CodedChunk):
             if frame.sealed != (self._seal_in is not None):
                 raise RemoteProtocolError("a chunk of another integrity mode")
             if frame.length > self.max_chunk_bytes:
                 raise RemoteProtocolError(f"chunk of {frame.length} bytes, at most {self.max_chunk_bytes}")
-            self.payload_left = frame.length + (TAG_BYTES if frame.sealed else 0)
+            size = frame.length if isinstance(frame, Chunk) else frame.coded_length
+            self.payload_left = size + (TAG_BYTES if frame.sealed else 0)
 
     def _answered(self, frame: Frame) -> bool:
         """Deals with the frames that concern the connection alone."""
@@ -332,6 +357,8 @@ class Connection:
                 pass
             case Goodbye():
                 raise ConnectionRefused(frame.code, frame.detail)
+            case Offer():
+                self.codecs = frame.codecs
             case Welcome():
                 self._welcomed(frame)
                 return False
@@ -344,9 +371,9 @@ class Connection:
 
     def _greet(self, hello: Hello) -> None:
         self.peer_nonce, self.session = hello.nonce, hello.session
-        version = min(hello.version_max, VERSION_MAX)
+        version = min(hello.version_max, self._version_max)
         if version < max(hello.version_min, VERSION_MIN):
-            self._refuse(Code.VERSION, f"we speak {VERSION_MIN} to {VERSION_MAX}")
+            self._refuse(Code.VERSION, f"we speak {VERSION_MIN} to {self._version_max}")
         if hello.integrity != self.integrity:
             self._refuse(Code.INTEGRITY_MODE, f"this listener wants {self.integrity}")
         if len(hello.nonce) != NONCE_BYTES:
@@ -356,15 +383,18 @@ class Connection:
         self._say(
             Welcome(version=version, integrity=self.integrity, nonce=self.nonce, max_chunk_bytes=self.max_chunk_bytes)
         )
+        self.version = version
+        if version >= 2 and self.codecs:
+            self._say(Offer(codecs=self.codecs))
 
     def _welcomed(self, welcome: Welcome) -> None:
-        if not VERSION_MIN <= welcome.version <= VERSION_MAX or welcome.integrity != self.integrity:
+        if not VERSION_MIN <= welcome.version <= self._version_max or welcome.integrity != self.integrity:
             raise RemoteProtocolError(f"cannot go on with version {welcome.version}, {welcome.integrity}")
         if len(welcome.nonce) != NONCE_BYTES:
             raise RemoteProtocolError("bad nonce")
         if not welcome.max_chunk_bytes:
             raise RemoteProtocolError("chunks of no bytes")
-        self.peer_nonce = welcome.nonce
+        self.peer_nonce, self.version = welcome.nonce, welcome.version
         self.max_chunk_bytes = min(self.max_chunk_bytes, welcome.max_chunk_bytes)
         if not self._agree_on_keys():
             raise LocalProtocolError("sealed chunks need a session")

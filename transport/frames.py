@@ -6,11 +6,13 @@
 `seq` counts the frames of one direction (mod 2^16): a frame that is missing, repeated or out of place ends the
 connection, and its chunks are sent again over another one. A Chunk is followed by its payload, which is not part of the
 body, so that the driver can read it straight into its final place. A transfer is one line of bytes, its ranges laid end
-to end; chunks, acknowledgements and resumption speak of offsets in that line and never of ranges.
+to end; chunks, acknowledgements and resumption speak of offsets in that line and never of ranges. A CodedChunk is a chunk
+whose payload was made smaller (see codec); both ends speak version 2 then, and the receiver has offered to decode it.
 
     sender                                        receiver
       | Hello(versions, nonce) ------------------->  |
       |  <------------------- Welcome(version, nonce) |   or Goodbye(code)
+      |  <------------------- Offer(codecs)           |   from version 2 on
       | Open(slot, transfer, proof, manifest) ------> |
       |  <------------------- Accept(slot, missing)   |   or Refuse(slot, code)
       | Chunk(slot, offset) payload ---------------> |
@@ -31,11 +33,13 @@ from transport.errors import RemoteProtocolError
 
 MAGIC: Final = 0x50664B56  # "VKfP"
 VERSION_MIN: Final = 1
-VERSION_MAX: Final = 1
+VERSION_MAX: Final = 2  # 2: Offer and CodedChunk
 
 HEADER: Final = struct.Struct("<BBHI")
 CHUNK: Final = struct.Struct("<BBHIIIQQ")  # header and body of a Chunk in one go: it is the one hot frame
 CHUNK_BODY_BYTES: Final = CHUNK.size - HEADER.size
+CODED: Final = struct.Struct("<BBHIIIQQI")  # the same for a CodedChunk
+CODED_BODY_BYTES: Final = CODED.size - HEADER.size
 
 MAX_BODY_BYTES: Final = 64 << 10
 MAX_CHUNK_BYTES: Final = 16 << 20
@@ -60,6 +64,7 @@ class Code(StrEnum):
     BAD_SECRET = "bad_secret"
     MANIFEST = "manifest_mismatch"
     CHECKSUM = "checksum"
+    CODEC = "codec"
     ARENA = "arena_not_readable"
     CANCELLED = "cancelled"
     ABORTED = "aborted"
@@ -157,6 +162,29 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What the receiver decodes: a mask of codec.Codec. Until it is heard, nothing is coded."""
+
+    codecs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodedChunk:
+    """A Chunk whose `length` bytes travel as `coded_length` bytes; the checksum is of the latter."""
+
+    slot: int
+    offset: int
+    length: int
+    coded_length: int
+    checksum: int
+    sealed: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
     """A chunk whose bytes lie in the sender's arena file, at `extents` (start, length): same host only."""
 
@@ -226,9 +254,10 @@ class Pong:
 
 Frame: TypeAlias = (
     Hello | Welcome | Goodbye | Open | Accept | Refuse | Chunk | Reference | Ack | Nack | Cancel | Abort | Ping | Pong
-)
+    | Offer | CodedChunk
+)  # fmt: skip
 
-# The body of a frame is its fields in this order. Chunk has its own struct.
+# The body of a frame is its fields in this order. Chunk and CodedChunk have structs of their own.
 _U8, _U16, _U32, _U64, _BOOL = "B", "H", "I", "Q", "?"
 _TEXT, _BLOB, _PAIRS, _SPANS = "text", "blob", "pairs", "spans"
 _FIELDS: Final[dict[type[Frame], tuple[tuple[str, str], ...]]] = {
@@ -254,13 +283,16 @@ _FIELDS: Final[dict[type[Frame], tuple[tuple[str, str], ...]]] = {
     Abort: (("slot", _U32), ("leave", _BOOL), ("detail", _TEXT)),
     Ping: (("token", _U32),),
     Pong: (("token", _U32),),
+    Offer: (("codecs", _U32),),
 }
 _KINDS: Final[dict[type[Frame], int]] = {
     Hello: 1, Welcome: 2, Goodbye: 3, Open: 4, Accept: 5, Refuse: 6, Chunk: 7, Reference: 8,
-    Ack: 9, Nack: 10, Cancel: 11, Abort: 12, Ping: 13, Pong: 14,
+    Ack: 9, Nack: 10, Cancel: 11, Abort: 12, Ping: 13, Pong: 14, Offer: 15, CodedChunk: 16,
 }  # fmt: skip
 _TYPES: Final = {kind: frame for frame, kind in _KINDS.items()}
 CHUNK_KIND: Final = _KINDS[Chunk]
+CODED_KIND: Final = _KINDS[CodedChunk]
+PAYLOAD_KINDS: Final = (CHUNK_KIND, CODED_KIND)
 _FIRST_BYTES: Final = struct.Struct("<I")
 
 
@@ -268,6 +300,8 @@ def encode(frame: Frame, seq: int) -> bytes:
     """The bytes of a frame (of a Chunk: without its payload)."""
     if isinstance(frame, Chunk):
         return encode_chunk(frame.slot, frame.offset, frame.length, frame.checksum, seq, frame.sealed)
+    if isinstance(frame, CodedChunk):
+        return encode_coded(frame, seq)
     body = b"".join(_ENCODERS[kind](getattr(frame, name)) for name, kind in _FIELDS[type(frame)])
     if isinstance(frame, Hello):
         body = _FIRST_BYTES.pack(MAGIC) + body
@@ -280,13 +314,21 @@ def encode_chunk(slot: int, offset: int, length: int, checksum: int, seq: int, s
     return CHUNK.pack(CHUNK_KIND, flags, seq & 0xFFFF, CHUNK_BODY_BYTES, slot, length, offset, checksum)
 
 
+def encode_coded(chunk: CodedChunk, seq: int) -> bytes:
+    """The 36 bytes before a coded chunk's payload."""
+    flags, where = FLAG_SEALED if chunk.sealed else 0, (chunk.slot, chunk.length, chunk.offset)
+    return CODED.pack(CODED_KIND, flags, seq & 0xFFFF, CODED_BODY_BYTES, *where, chunk.checksum, chunk.coded_length)
+
+
 def decode(kind: int, flags: int, body: memoryview) -> Frame:
     """The frame of a whole body. Raises RemoteProtocolError on anything malformed."""
     frame_type = _TYPES.get(kind)
     if frame_type is None:
         raise RemoteProtocolError(f"unknown frame kind {kind}")
     try:
-        return _decode_chunk(flags, body) if frame_type is Chunk else _decode_fields(frame_type, body)
+        if frame_type is Chunk:
+            return _decode_chunk(flags, body)
+        return _decode_coded(flags, body) if frame_type is CodedChunk else _decode_fields(frame_type, body)
     except (struct.error, UnicodeDecodeError, ValueError, IndexError) as exc:
         raise RemoteProtocolError(f"malformed {frame_type.__name__}: {exc}") from exc
 
@@ -298,6 +340,22 @@ def _decode_chunk(flags: int, body: memoryview) -> Chunk:
     if not 0 < length <= MAX_CHUNK_BYTES or offset + length > MAX_TRANSFER_BYTES:
         raise ValueError(f"length {length} at offset {offset}")
     return Chunk(slot=slot, offset=offset, length=length, checksum=checksum, sealed=bool(flags & FLAG_SEALED))
+
+
+def _decode_coded(flags: int, body: memoryview) -> CodedChunk:
+    if len(body) != CODED_BODY_BYTES:
+        raise ValueError(f"body of {len(body)} bytes")
+    slot, length, offset, checksum, coded_length = struct.unpack("<IIQQI", body)
+    if not 0 < coded_length < length <= MAX_CHUNK_BYTES or offset + length > MAX_TRANSFER_BYTES:
+        raise ValueError(f"length {length}, coded {coded_length}, at offset {offset}")
+    return CodedChunk(
+        slot=slot,
+        offset=offset,
+        length=length,
+        coded_length=coded_length,
+        checksum=checksum,
+        sealed=bool(flags & FLAG_SEALED),
+    )
 
 
 def _decode_fields(frame_type: type[Frame], body: memoryview) -> Frame:

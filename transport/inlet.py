@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from transport.checksum import Integrity, digest, transfer_seed
+from transport.codec import CodecError, Decoder
 from transport.connection import BULK_BYTES, NONCE_BYTES, Connection, Role, State
 from transport.crypto import TLS_RECORD, Seal, chunk_seal
 from transport.errors import GreetingRefused, PeerLost, RemoteProtocolError, TransportError
@@ -17,6 +18,7 @@ from transport.frames import (
     Ack,
     Chunk,
     Code,
+    CodedChunk,
     Frame,
     Goodbye,
     Hello,
@@ -62,7 +64,10 @@ class Inlet(threading.Thread):
             max_chunk_bytes=options.max_chunk_bytes,
             dead_after_s=options.tcp.dead_after_s,
             session_secret=server.secret_of,
+            codecs=options.codecs,
         )
+        self._decoder: Decoder | None = None  # made when first needed
+        self._opened = memoryview(b"")  # coded payloads out of their seal
         self._seals: dict[int, Seal] = {}
         self._sealed = memoryview(b"")  # where sealed payloads lie until they are opened
         self._send_lock = threading.Lock()
@@ -174,6 +179,8 @@ class Inlet(threading.Thread):
         match frame:
             case Chunk():
                 self._receive_chunk(frame)
+            case CodedChunk():
+                self._receive_coded(frame)
             case Reference():
                 self._copy_reference(frame)
             case Open():
@@ -239,6 +246,67 @@ class Inlet(threading.Thread):
             self._server.count(f"rejected:{Code.SEAL}")
             raise
         self._finish(claim, True)
+
+    def _receive_coded(self, chunk: CodedChunk) -> None:
+        """Whole into a buffer of ours, checked and decoded there, and only then into its place."""
+        self._server.received_bytes += chunk.length
+        size = self._connection.payload_left
+        if len(self._sealed) < size:
+            self._sealed = memoryview(bytearray(size))
+        self._read_past([self._sealed[:size]])
+        if chunk.slot not in self._seeds:
+            return  # it was refused, or has ended
+        coded = self._checked(chunk, self._sealed[:size])
+        if coded is None:
+            self._reject(chunk, Code.CHECKSUM)
+            return
+        plain = self._plain_of(chunk.length)[: chunk.length]
+        lossy_bytes = self._decode(chunk, coded, plain)
+        if lossy_bytes is None:
+            self._reject(chunk, Code.CODEC)
+            return
+        claim = self._server.claim(self.who, chunk, self._sink_of)
+        if claim is not None:
+            scatter(plain, claim.views)
+            self._finish(claim, True, lossy_bytes)
+
+    def _checked(self, chunk: CodedChunk, payload: memoryview) -> memoryview | None:
+        """The coded bytes, if they are what was sent."""
+        if not chunk.sealed:
+            if self._server.options.integrity is Integrity.NONE:
+                return payload
+            return payload if digest([payload], self._seeds[chunk.slot], chunk.offset) == chunk.checksum else None
+        if len(self._opened) < chunk.coded_length:
+            self._opened = memoryview(bytearray(chunk.coded_length))
+        opened = self._opened[: chunk.coded_length]
+        try:
+            self._connection.open_chunk(self._seals[chunk.slot], payload, opened)
+        except RemoteProtocolError:
+            self._server.count(f"rejected:{Code.SEAL}")
+            raise
+        return opened
+
+    def _decode(self, chunk: CodedChunk, coded: memoryview, plain: memoryview) -> int | None:
+        """How many bytes of it are not exact; None when it cannot be decoded, or must not be."""
+        if self._decoder is None:
+            self._decoder = Decoder(self._server.options.codecs)
+        began = time.thread_time()
+        try:
+            shares = self._decoder.decode(coded, plain)
+        except CodecError as exc:
+            log.warning("connection %d: a chunk that does not decode: %s", self.who, exc)
+            return None
+        self._server.on_decoded(shares, time.thread_time() - began)
+        lossy_bytes = sum(share.plain_bytes for share in shares if share.codec.lossy)
+        with self._server.lock:
+            taken = self._server.landings.takes(self.who, chunk.slot, lossy=lossy_bytes > 0)
+        return lossy_bytes if taken else None
+
+    def _reject(self, chunk: CodedChunk, code: Code) -> None:
+        with self._server.lock:
+            reply = self._server.landings.reject(self.who, chunk.slot, chunk.offset, chunk.length, code)
+        if reply is not None:
+            self.say(reply)
 
     def _open_sealed(self, seal: Seal, sealed: memoryview, claim: Claim) -> None:
         if len(claim.views) == 1:
@@ -316,9 +384,9 @@ class Inlet(threading.Thread):
             return True
         return digest(claim.views, self._seeds[claim.slot], claim.start) == frame.checksum
 
-    def _finish(self, claim: Claim, verified: bool) -> None:
+    def _finish(self, claim: Claim, verified: bool, lossy_bytes: int = 0) -> None:
         with self._server.lock:
-            reply = self._server.landings.finish(claim, verified, time.monotonic())
+            reply = self._server.landings.finish(claim, verified, time.monotonic(), lossy_bytes)
             settled = claim.landing.outcome is not None
         if isinstance(reply, Ack):
             self._acks.setdefault(claim.slot, []).append((claim.start, claim.stop))

@@ -41,6 +41,7 @@ class LandingResult:
     duplicate_bytes: int
     chunks: int
     rejected_chunks: int
+    lossy_bytes: int  # quantised on the way: what landed is close to what was sent, but not the same
     first_byte_at: float  # on the clock of the listener (time.monotonic); 0 = nothing came
     done_at: float
 
@@ -60,6 +61,8 @@ class Landing:
     on_done: OnLanded | None
     deadline: float
     orphan_timeout_s: float
+    exact: bool = True  # quantised chunks are refused
+    lossy_bytes: int = 0
     outcome: Outcome | None = None
     senders: set[int] = field(default_factory=set)  # connections that opened it
     orphaned_at: float = float("inf")
@@ -93,6 +96,7 @@ class Landing:
             duplicate_bytes=self.inbox.duplicate_bytes,
             chunks=self.inbox.chunks,
             rejected_chunks=self.inbox.rejected_chunks,
+            lossy_bytes=self.lossy_bytes,
             first_byte_at=self.first_byte_at,
             done_at=self.done_at,
         )
@@ -153,6 +157,7 @@ class Landings:
         on_done: OnLanded | None,
         deadline: float,
         orphan_timeout_s: float = float("inf"),
+        exact: bool = True,
     ) -> Landing:
         if transfer_id in self._active:
             raise LocalProtocolError(f"transfer {transfer_id} is expected already")
@@ -164,6 +169,7 @@ class Landings:
             on_done=on_done,
             deadline=deadline,
             orphan_timeout_s=orphan_timeout_s,
+            exact=exact,
         )
         self._ended.pop(transfer_id, None)
         self._active[transfer_id] = landing
@@ -271,7 +277,22 @@ class Landings:
         landing.first_byte_at = landing.first_byte_at or now
         return Claim(landing, who, slot, start, stop, _places(landing, start, stop, sink_of))
 
-    def finish(self, claim: Claim, verified: bool, now: float) -> Ack | Nack | None:
+    def takes(self, who: int, slot: int, *, lossy: bool) -> bool:
+        """Whether a coded chunk may come in: into an exact landing only what decodes to what was sent."""
+        landing = self._slots[who].get(slot)
+        return landing is None or not (lossy and landing.exact)
+
+    def reject(self, who: int, slot: int, start: int, length: int, code: Code) -> Nack | None:
+        """A chunk that is not even written: it does not decode, or not to what is taken here."""
+        self.counters[f"rejected:{code}"] += 1
+        landing = self._slots[who].get(slot)
+        if landing is None or landing.outcome is not None:
+            return None
+        landing.inbox.chunks += 1
+        landing.inbox.rejected_chunks += 1
+        return Nack(slot=slot, offset=start, length=length, code=code)
+
+    def finish(self, claim: Claim, verified: bool, now: float, lossy_bytes: int = 0) -> Ack | Nack | None:
         """The chunk is in its place (or, not verified, it is as if it had never come)."""
         landing = claim.landing
         if landing.outcome is not None and not landing.outcome.ok:
@@ -281,6 +302,7 @@ class Landings:
         if not verified:
             self.counters["rejected:checksum"] += 1
             return Nack(slot=claim.slot, offset=claim.start, length=claim.stop - claim.start, code=Code.CHECKSUM)
+        landing.lossy_bytes += lossy_bytes
         if landing.inbox.complete:
             self._end(landing, Outcome(), now)
         return Ack(slot=claim.slot, ranges=((claim.start, claim.stop),))

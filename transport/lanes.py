@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
+from transport.coding import FormatOf
 from transport.frames import Abort, Accept, Ack, Cancel, Code, Frame, Nack, Refuse, known
 from transport.transfer import Manifest, Outbox
 
@@ -23,6 +24,7 @@ MAX_BATCH_CHUNKS: Final = 64
 CHUNK_S: Final = 0.1  # how long a chunk may take
 # A chunk that fails its checksum this often does so for a reason that another try will not cure.
 MAX_REJECTED_CHUNKS: Final = 16
+MAX_UNDECODED_CHUNKS: Final = 4096  # all that may be on its way when the receiver says that it takes none coded
 
 
 class Urgency(IntEnum):
@@ -57,6 +59,8 @@ class Transfer:
     weight: float = 1.0
     arena_path: str = ""
     placement: tuple[tuple[int, int], ...] = ()
+    formats: FormatOf | None = None  # what its ranges are; without, they leave as they are
+    undecoded_chunks: int = 0
     outcome: Outcome | None = None
     opened_on: set[int] = field(default_factory=set)
     writing: int = 0  # lanes that are reading the source memory at this moment
@@ -270,7 +274,12 @@ class LaneScheduler:
 
     def _on_nack(self, lane: int, nack: Nack, transfer: Transfer) -> None:
         transfer.outbox.on_rejected(lane, nack.offset, nack.offset + nack.length)
-        if transfer.outbox.rejected_chunks > MAX_REJECTED_CHUNKS or nack.code == Code.ARENA:
+        if nack.code == Code.CODEC:
+            transfer.formats = None  # from now on plain
+            transfer.undecoded_chunks += 1
+        rejected = transfer.outbox.rejected_chunks - transfer.undecoded_chunks
+        hopeless = rejected > MAX_REJECTED_CHUNKS or transfer.undecoded_chunks > MAX_UNDECODED_CHUNKS
+        if hopeless or nack.code == Code.ARENA:
             self.abort(transfer, f"chunk at {nack.offset} was rejected: {nack.code}", code=known(nack.code))
 
     def _release_window(self, lane: int, size: int) -> None:

@@ -13,10 +13,11 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from transport.checksum import Integrity, digest, transfer_seed
+from transport.coder import LaneCoder
 from transport.connection import NONCE_BYTES, Connection, Role, State
 from transport.crypto import TAG_BYTES, Seal, Session, chunk_seal
 from transport.errors import ConnectionRefused, LocalProtocolError, PeerLost, TransportError
-from transport.frames import MAX_LIST, Open, Reference, Welcome
+from transport.frames import MAX_LIST, CodedChunk, Open, Reference, Welcome
 from transport.lanes import MAX_BATCH_CHUNKS, Batch, Piece, Transfer
 from transport.link import TcpInfo, tcp_info
 from transport.shm import ArenaSource, gather, merge_extents
@@ -96,6 +97,7 @@ class Outlet:
         self._sealed = memoryview(b"")  # payloads of one batch, sealed
         self._sealed_bytes = 0
         self._plain = memoryview(b"")
+        self._coder = LaneCoder(peer)
         self._failures = 0
 
     # from other threads
@@ -265,6 +267,7 @@ class Outlet:
         try:
             outgoing = Outgoing()
             self._sealed_bytes = 0
+            self._coder.begin_batch()
             for notice in batch.notices:
                 outgoing.add(connection.send(notice))
             for transfer in batch.opens:
@@ -272,7 +275,7 @@ class Outlet:
             for piece in batch.pieces:
                 self._add_piece(outgoing, connection, piece)
             self._write(sock, connection, outgoing)
-            self._peer.charge(batch.num_bytes, time.monotonic())
+            self._peer.charge(batch.num_bytes - self._coder.bytes_saved, time.monotonic())
         finally:
             self._peer.batch_done(batch)
 
@@ -305,6 +308,11 @@ class Outlet:
             log.exception("the source of push %s failed", transfer.transfer_id)
             self._peer.abort(transfer, f"source: {exc}", keep_landing=False)
             return
+        if transfer.formats is not None and connection.codecs:
+            coded = self._coder.code(transfer, transfer.formats, connection.codecs, piece.start, piece.stop, views)
+            if coded is not None:
+                self._add_coded(outgoing, connection, piece, coded)
+                return
         checksum = 0
         if self._peer.options.integrity is Integrity.CHECKSUM or transfer.arena_path:
             checksum = digest(views, self._seeds[transfer.slot], piece.start)
@@ -318,17 +326,45 @@ class Outlet:
         outgoing.add(connection.chunk_header(transfer.slot, piece.start, length, checksum))
         outgoing.views.extend((view, transfer) for view in views)
 
-    def _add_sealed(self, outgoing: Outgoing, connection: Connection, piece: Piece, views: list[memoryview]) -> None:
-        length = piece.stop - piece.start
+    def _add_coded(self, outgoing: Outgoing, connection: Connection, piece: Piece, coded: memoryview) -> None:
+        slot, seal = piece.transfer.slot, None
+        checksum = 0
+        if self._session is not None:
+            seal = self._seals[slot]
+        elif self._peer.options.integrity is Integrity.CHECKSUM:
+            checksum = digest([coded], self._seeds[slot], piece.start)
+        chunk = CodedChunk(
+            slot=slot,
+            offset=piece.start,
+            length=piece.stop - piece.start,
+            coded_length=len(coded),
+            checksum=checksum,
+            sealed=seal is not None,
+        )
+        if seal is None:
+            outgoing.add(connection.coded_header(chunk))
+            outgoing.views.append((coded, None))
+            return
+        sealed = self._sealed_room(len(coded))
+        outgoing.add(connection.seal_coded(seal, chunk, coded, sealed))
+        outgoing.views.append((sealed, None))
+
+    def _sealed_room(self, length: int) -> memoryview:
+        """Where a payload of this batch is sealed."""
         if not len(self._sealed):
             self._sealed = memoryview(bytearray(self._peer.options.chunk_bytes + MAX_BATCH_CHUNKS * TAG_BYTES))
+        room = self._sealed[self._sealed_bytes : self._sealed_bytes + length + TAG_BYTES]
+        self._sealed_bytes += len(room)
+        return room
+
+    def _add_sealed(self, outgoing: Outgoing, connection: Connection, piece: Piece, views: list[memoryview]) -> None:
+        length = piece.stop - piece.start
         if len(views) > 1:
             if not len(self._plain):
                 self._plain = memoryview(bytearray(self._peer.options.chunk_bytes))
             gather(views, self._plain)
         plain = views[0] if len(views) == 1 else self._plain[:length]
-        sealed = self._sealed[self._sealed_bytes : self._sealed_bytes + length + TAG_BYTES]
-        self._sealed_bytes += len(sealed)
+        sealed = self._sealed_room(length)
         slot = piece.transfer.slot
         outgoing.add(connection.seal_chunk(self._seals[slot], slot, piece.start, plain, sealed))
         outgoing.views.append((sealed, None))

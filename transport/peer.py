@@ -3,14 +3,16 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from transport.checksum import Integrity
+from transport.codec import Codec, Share
+from transport.coding import Chooser, CodecAccounts, FormatOf, Situation
 from transport.crypto import Identity, Session, request_session
 from transport.errors import Closed, ConnectionRefused
-from transport.frames import MAX_CHUNK_BYTES, Code, Frame, known
+from transport.frames import MAX_CHUNK_BYTES, Code, Frame, Nack, known
 from transport.governor import Governor
 from transport.lanes import Batch, LaneScheduler, Transfer, Urgency
 from transport.link import LinkMonitor, LinkState
@@ -103,6 +105,7 @@ class Peer:
         self._pace: float | None = None
         self._lanes = [Outlet(self, index) for index in range(count)]
         self._budget: float | None = None
+        self.chooser = Chooser()
         self.busy_at = time.monotonic()
         self.follow_budget()
 
@@ -115,6 +118,7 @@ class Peer:
     def open(
         self, manifest: Manifest, source: RangeViews, on_done: OnPushed | None, *, transfer_id: str, secret: bytes,
         urgency: Urgency, deadline: float, tenant: str, weight: float, placement: tuple[tuple[int, int], ...],
+        formats: FormatOf | None,
     ) -> Push:  # fmt: skip
         with self.lock:
             if self.closing:
@@ -130,6 +134,7 @@ class Peer:
                 weight=weight,
                 arena_path=source.path if self.same_host and isinstance(source, ArenaSource) else "",
                 placement=placement,
+                formats=None if self.same_host else formats,
             )
             self._next_slot = (self._next_slot + 1) & 0xFFFFFFFF
             push = Push(self, transfer, source, on_done)
@@ -267,6 +272,8 @@ class Peer:
     def on_frame(self, lane: Outlet, frame: Frame) -> None:
         """What the receiver says about a transfer. Raises RemoteProtocolError."""
         with self.lock:
+            if isinstance(frame, Nack) and frame.code == Code.CODEC:
+                self.chooser.accounts.events["refused_by_peer"] += 1
             self.scheduler.on_frame(lane.key, frame)
             self._wake_lanes()
 
@@ -329,7 +336,24 @@ class Peer:
         if changed:
             self._share_budget()
 
-    def keep(self, now: float) -> None:
+    def on_coded(
+        self, transfer: Transfer, asked: Mapping[str, Codec], shares: Sequence[Share], cpu_s: float, sent: int
+    ) -> None:
+        """A chunk of `transfer` was coded, and leaves as `sent` bytes."""
+        plain = sum(share.plain_bytes for share in shares)
+        with self.lock:
+            self.chooser.on_coded(asked, shares, cpu_s, time.monotonic())
+            transfer.outbox.bytes_saved += plain - sent
+            for share in shares:
+                transfer.outbox.bytes_by_codec[share.codec.label] += share.plain_bytes
+
+    def codecs(self) -> CodecAccounts:
+        accounts = CodecAccounts()
+        with self.lock:
+            accounts.merge(self.chooser.accounts)
+        return accounts
+
+    def keep(self, now: float, idle_cores: float) -> None:
         """Samples the link, ends what is late or has no connection left."""
         self._egress.follow(now)
         self.follow_budget()
@@ -349,6 +373,9 @@ class Peer:
                 budget_bytes_per_s=self._budget or 0.0,
                 congestion_control=next((lane.congestion for lane in self._lanes if lane.up), ""),
             )
+            rates = [rate for rate in (state.available_bytes_per_s, self._budget) if rate]
+            situation = Situation(link_bytes_per_s=min(rates, default=0.0), backlog_bytes=queued, idle_cores=idle_cores)
+            self.chooser.on_situation(situation, now)
         self._govern(state, now)
         self.settle()
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from transport.checksum import Integrity
+from transport.codec import Codec, Share, decodable
+from transport.coding import CodecAccounts
 from transport.crypto import Identity, Sessions, grant_session, refuse_tls
 from transport.errors import Closed
 from transport.frames import (
@@ -21,6 +23,7 @@ from transport.frames import (
     Cancel,
     Chunk,
     Code,
+    CodedChunk,
     Reference,
 )
 from transport.inlet import Inlet
@@ -50,6 +53,7 @@ class ServerOptions:
     session_life_s: float = 3600.0
     max_chunk_bytes: int = 16 << 20
     max_connections: int = 4096
+    codecs: Codec = field(default_factory=lambda: decodable(lossy=False))  # that senders may use; RAW = none
     arena_dirs: Sequence[str] = DEFAULT_ARENA_DIRS  # where arenas of senders on this host may lie; () = TCP only
     tcp: TcpOptions = field(default_factory=TcpOptions)
 
@@ -79,6 +83,7 @@ class TransferServer:
         self._next_inlet = 0
         self._closing = False
         self.received_bytes = 0
+        self._decoded = CodecAccounts()
         self.address = ""
 
     def start(self) -> "TransferServer":
@@ -102,11 +107,13 @@ class TransferServer:
         on_done: OnLanded | None = None,
         deadline_s: float = FOREVER,
         orphan_timeout_s: float = FOREVER,
+        exact: bool = True,
     ) -> Landing:
         """Announces a transfer: range i, of `sizes[i]` bytes, goes into the writable byte views `targets(i)`.
 
         `on_done(LandingResult)` is called once, when nothing writes into the targets any more. `deadline_s` counts from
-        now; `orphan_timeout_s` from the moment when the last connection of a sender that had begun goes away.
+        now; `orphan_timeout_s` from the moment when the last connection of a sender that had begun goes away. `exact`
+        refuses quantised bytes even where `ServerOptions.codecs` allows them.
         """
         with self.changed:
             if self._closing:
@@ -119,6 +126,7 @@ class TransferServer:
                 on_done=on_done,
                 deadline=time.monotonic() + deadline_s,
                 orphan_timeout_s=orphan_timeout_s,
+                exact=exact,
             )
             self.changed.notify_all()
         return landing
@@ -150,6 +158,14 @@ class TransferServer:
         """What happened so far: "landed", "failed:<code>", "refused:<code>", "rejected:<code>", "lost_connections"."""
         with self.lock:
             return Counter(self.landings.counters)
+
+    @property
+    def codecs(self) -> CodecAccounts:
+        """What was decoded so far; only the codecs are known here, not what the ranges are."""
+        with self.lock:
+            accounts = CodecAccounts()
+            accounts.merge(self._decoded)
+        return accounts
 
     @property
     def bytes_received(self) -> int:
@@ -280,7 +296,11 @@ class TransferServer:
             self.changed.notify_all()
         self.settle()
 
-    def claim(self, who: int, frame: Chunk | Reference, sink_of: SinkOf) -> Claim | None:
+    def on_decoded(self, shares: Iterable[Share], cpu_s: float) -> None:
+        with self.lock:
+            self._decoded.add(shares, cpu_s)
+
+    def claim(self, who: int, frame: Chunk | CodedChunk | Reference, sink_of: SinkOf) -> Claim | None:
         """Waits for connections that write into the same place; they are ended, since their sender has given them
         up.
         """

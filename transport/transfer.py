@@ -12,9 +12,9 @@ Both ends compute the same line from the same sizes, so chunks need no names but
 import hashlib
 import hmac
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TypeAlias
 
@@ -105,7 +105,9 @@ class PushStats:
     bytes_resumed: int  # of those acked: landed before this sender sent anything
     bytes_resent: int
     chunks: int
-    rejected_chunks: int  # the receiver found a wrong checksum
+    rejected_chunks: int  # the receiver found a wrong checksum, or could not decode it
+    bytes_saved: int = 0  # of those sent: by which coding made them smaller
+    bytes_by_codec: Mapping[str, int] = field(default_factory=dict)  # of those sent, where coding was allowed
 
 
 class Outbox:
@@ -129,6 +131,8 @@ class Outbox:
         self.bytes_resent = 0
         self.chunks = 0
         self.rejected_chunks = 0
+        self.bytes_saved = 0
+        self.bytes_by_codec: Counter[str] = Counter()
 
     @property
     def complete(self) -> bool:
@@ -212,6 +216,8 @@ class Outbox:
             bytes_resent=self.bytes_resent,
             chunks=self.chunks,
             rejected_chunks=self.rejected_chunks,
+            bytes_saved=self.bytes_saved,
+            bytes_by_codec=dict(self.bytes_by_codec),
         )
 
     def _resend(self, start: int, stop: int) -> None:

@@ -35,6 +35,11 @@ ANY_FRAME: st.SearchStrategy[Frame] = st.one_of(
     st.builds(frames.Abort, slot=u32, leave=st.booleans(), detail=text),
     st.builds(frames.Ping, token=u32),
     st.builds(frames.Pong, token=u32),
+    st.builds(frames.Offer, codecs=u32),
+    st.builds(
+        frames.CodedChunk, slot=u32, offset=st.integers(0, 2**40), length=st.integers(1000, frames.MAX_CHUNK_BYTES),
+        coded_length=st.integers(1, 999), checksum=u64, sealed=st.booleans()
+    ),
 )  # fmt: skip
 
 
