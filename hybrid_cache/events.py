@@ -10,6 +10,7 @@ class Medium(StrEnum):
 
     MEMORY = "memory"
     SSD = "ssd"
+    ENGINE = "engine"  # the cache of an engine that keeps one of its own, such as vLLM's in GPU memory
 
 
 @dataclass(frozen=True, slots=True)

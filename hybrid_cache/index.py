@@ -2,7 +2,7 @@
 
 The view may be late. That costs a miss or a worse route; what a node really serves, the node's own cache decides.
 Memory is bounded: past `max_blocks` the blocks heard of first are forgotten. A block on a node's SSD counts as held: the node
-reads it back before the request that needs it.
+reads it back before the request that needs it. So does a block in an engine's own cache: the engine finds it there itself.
 """
 
 import sys
@@ -64,11 +64,12 @@ class PrefixIndex:
 
     def match(self, node_id: str, hashes: Sequence[bytes], num_tokens: int) -> PrefixHit:
         """What `node_id` can probably reuse of a prompt's first `num_tokens` tokens."""
-        memory, ssd = (self._bits.get((node_id, medium), 0) for medium in (Medium.MEMORY, Medium.SSD))
-        if not memory | ssd:
+        memory = self._bits.get((node_id, Medium.MEMORY), 0)
+        others = sum(self._bits.get((node_id, medium), 0) for medium in Medium if medium is not Medium.MEMORY)
+        if not memory | others:
             return MISS
-        held = tuple(_HeldBy(holders, memory | ssd) for holders in self._holders)
-        if ssd:  # of which blocks may be missing anywhere
+        held = tuple(_HeldBy(holders, memory | others) for holders in self._holders)
+        if others:  # of which blocks may be missing anywhere
             hashes = hashes[: self._leading(held, hashes[: num_tokens // self.layout.block_size])]
         return longest_common_hit(self.layout, held, hashes, num_tokens)
 

@@ -20,6 +20,7 @@ class Medium(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MEDIUM_UNSPECIFIED: _ClassVar[Medium]
     MEDIUM_MEMORY: _ClassVar[Medium]
     MEDIUM_SSD: _ClassVar[Medium]
+    MEDIUM_ENGINE: _ClassVar[Medium]
 NODE_STATE_UNSPECIFIED: NodeState
 NODE_STATE_STARTING: NodeState
 NODE_STATE_READY: NodeState
@@ -28,6 +29,7 @@ NODE_STATE_ENGINE_DOWN: NodeState
 MEDIUM_UNSPECIFIED: Medium
 MEDIUM_MEMORY: Medium
 MEDIUM_SSD: Medium
+MEDIUM_ENGINE: Medium
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
