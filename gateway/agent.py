@@ -13,6 +13,8 @@ from gateway.tokens import Prompt
 from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared
 from hybrid_cache.hashing import HASH_BYTES, split_hashes
 from transport.control import MAX_CONTROL_BYTES, REASON_KEY, ticket_info
+from transport.credentials import channel_credentials, channel_options
+from transport.crypto import Identity
 from transport.messages import TicketInfo
 from transport.proto import node_pb2 as pb
 from transport.proto.node_pb2_grpc import NodeAgentStub
@@ -25,6 +27,8 @@ REASONS: Final = {
     grpc.StatusCode.FAILED_PRECONDITION: "not_ready",
     grpc.StatusCode.INVALID_ARGUMENT: "invalid",
 }
+# What gRPC says of a node whose certificate is not accepted; of ours, the node's side tells nothing but a closed socket.
+NOT_WHO_WE_MEANT: Final = ("handshake failed", "Hostname Verification Check failed", "CERTIFICATE_VERIFY_FAILED")
 STATES: Final = {
     pb.NODE_STATE_STARTING: "starting",
     pb.NODE_STATE_READY: "ready",
@@ -78,20 +82,43 @@ NodeEvent = NodeInfo | NodeLoad | BlocksStored | BlocksRemoved | CacheCleared
 class AgentClient:
     """One agent. Every call has a deadline; every failure is a NodeError with a reason label."""
 
-    def __init__(self, address: str, timeout_s: float) -> None:
+    def __init__(self, address: str, timeout_s: float, identity: Identity | None = None, name: str = "") -> None:
         self.address = address
         self.timeout_s = timeout_s
-        # A node that comes back must be found at once, not after gRPC's own backoff of up to two minutes.
-        self._channel = grpc.aio.insecure_channel(
-            address,
-            options=[
-                ("grpc.max_send_message_length", MAX_CONTROL_BYTES),
-                ("grpc.max_receive_message_length", MAX_CONTROL_BYTES),
-                ("grpc.initial_reconnect_backoff_ms", 100),
-                ("grpc.max_reconnect_backoff_ms", 2000),
-            ],
-        )
+        self._identity = identity
+        self._version = identity.version() if identity is not None else ()
+        self._name = name
+        self._channel = self._open()
         self._stub: Any = NodeAgentStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def _open(self) -> grpc.aio.Channel:
+        options: list[tuple[str, Any]] = [
+            ("grpc.max_send_message_length", MAX_CONTROL_BYTES),
+            ("grpc.max_receive_message_length", MAX_CONTROL_BYTES),
+            # A node that comes back must be found at once, not after gRPC's own backoff of up to two minutes.
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 2000),
+        ]
+        if self._identity is None:
+            return grpc.aio.insecure_channel(self.address, options=options)
+        options += channel_options(self._name)
+        return grpc.aio.secure_channel(self.address, channel_credentials(self._identity), options=options)
+
+    async def renew(self) -> None:
+        """Takes up a certificate that has changed, for connections from now on. Raises NodeError."""
+        if self._identity is None:
+            return
+        try:
+            version = self._identity.version()
+            if version == self._version:
+                return
+            self._identity.check()
+            old, self._channel = self._channel, self._open()
+        except OSError as error:
+            raise NodeError(self.address, "identity", str(error)) from error
+        self._version = version
+        self._stub = NodeAgentStub(self._channel)  # type: ignore[no-untyped-call]
+        await old.close(self.timeout_s)
 
     async def close(self) -> None:
         await self._channel.close()
@@ -113,6 +140,7 @@ class AgentClient:
 
     async def watch(self, load_interval_s: float, silence_s: float) -> AsyncGenerator[NodeEvent, None]:
         """Events until the stream ends or is silent for `silence_s`. Raises NodeError, also on a lost event."""
+        await self.renew()
         stream = self._stub.Watch(pb.WatchRequest(load_interval_s=load_interval_s))
         last_seq: int | None = None
         try:
@@ -151,7 +179,10 @@ def node_error(address: str, error: grpc.aio.AioRpcError) -> NodeError:
     """The foreign error as ours, with the label it is counted under."""
     code = error.code()
     labels = [str(value) for key, value in error.trailing_metadata() or () if key == REASON_KEY]
-    return NodeError(address, labels[0] if labels else REASONS.get(code, code.name.lower()), error.details() or "")
+    details = error.details() or ""
+    if not labels and any(sign in details for sign in NOT_WHO_WE_MEANT):
+        labels = ["identity"]
+    return NodeError(address, labels[0] if labels else REASONS.get(code, code.name.lower()), details)
 
 
 def events_from(event: pb.NodeEvent) -> list[NodeEvent]:

@@ -46,10 +46,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the gateway until it is told to stop. 0: ended in peace; 1: cannot listen; 2: the configuration is wrong."""
+    """Runs the gateway until it is told to stop. 0: ended in peace; 2: the configuration is wrong, or a port taken."""
     arguments = parser().parse_args(argv)
     try:
         config = load(arguments.config)
+        check_identity(config)
         tokenizer = TextTokenizer.load(config.tokenizer_dir)
     except ConfigError as error:
         print(f"prfaas gateway: {error}", file=sys.stderr)
@@ -60,15 +61,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _run(config, tokenizer)
 
 
+def check_identity(config: GatewayConfig) -> None:
+    """Raises ConfigError now for files that no agent could be talked to with."""
+    try:
+        if config.identity is not None:
+            config.identity.check()
+    except OSError as error:
+        raise ConfigError(str(error)) from error
+
+
 def _run(config: GatewayConfig, tokenizer: TextTokenizer) -> int:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
     )
     try:
         uvloop.run(serve(config, tokenizer, _announce))
-    except OSError as error:
-        print(f"prfaas gateway: cannot listen on {config.host}:{config.port}: {error}", file=sys.stderr)
-        return 1
+    except ConfigError as error:
+        print(f"prfaas gateway: {error}", file=sys.stderr)
+        return BAD_CONFIG
     # The loop's handlers are gone: a second SIGTERM must not turn a clean end into a kill.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return 0

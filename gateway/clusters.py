@@ -101,12 +101,14 @@ class Clusters:
         *,
         served_model: str = "",
         decode_slots: int = 16,
+        on_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.nodes = [Node(agent) for agent in agents]
         self.served: ServedModel | None = None
         self._served_name = served_model
         self._decode_slots = decode_slots
         self._clock = clock
+        self._on_lost = on_lost
         self._index: PrefixIndex | None = None
         self._changed = asyncio.Event()
         self._watches: list[asyncio.Task[None]] = []
@@ -205,6 +207,7 @@ class Clusters:
             except (NodeError, CacheError, ValueError, KeyError) as error:
                 if node.connected or not failures:
                     log.warning("node %s is down: %s", node.id, error)
+                self._on_lost(error.reason if isinstance(error, NodeError) else "bad_event")
             self._lost(node)
             await asyncio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S) - 1)])
             failures += 1

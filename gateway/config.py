@@ -16,10 +16,11 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from gateway.errors import ConfigError
 from planner.placement import PLACERS
+from transport.crypto import Identity
 
 MAX_BODY_BYTES: Final = 10 * 1024 * 1024
 # type -> (what TOML may give, how the message calls it)
@@ -29,15 +30,20 @@ _KINDS: Final = MappingProxyType[Any, tuple[tuple[type, ...], str]](
         int: ((int,), "an integer"),
         float: ((int, float), "a number"),
         Path: ((str,), "a path"),
+        Path | None: ((str,), "a path"),
     }
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
-    """Where a node's agent answers gRPC, as `host:port`."""
+    """Where a node's agent answers gRPC, as `host:port`.
+
+    `name` is what its certificate must carry, where that is not the host; only with mutual TLS.
+    """
 
     agent: str
+    name: str = ""
 
     def __post_init__(self) -> None:
         host, _, port = self.agent.rpartition(":")
@@ -88,6 +94,7 @@ class GatewayConfig:
     """`[gateway]`. `threshold_tokens` is the paper's t, in uncached tokens.
 
     `port` 0 takes any free port; `metrics_port` 0 serves /metrics on the API port only.
+    `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS.
     """
 
     tokenizer_dir: Path
@@ -103,6 +110,9 @@ class GatewayConfig:
     tokenise_threads: int = 2
     kept_records: int = 4096
     log_level: str = "info"
+    certificate: Path | None = None
+    key: Path | None = None
+    authority: Path | None = None
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
@@ -114,12 +124,24 @@ class GatewayConfig:
             _require(getattr(self, name) > 0, name, getattr(self, name), "an integer above 0")
         _require(self.log_level in LOG_LEVELS, "log_level", self.log_level, f"one of {', '.join(LOG_LEVELS)}")
         _require(self.threshold_tokens >= 0, "threshold_tokens", self.threshold_tokens, "a number of at least 0")
+        for name in IDENTITY_KEYS:
+            value = getattr(self, name)
+            others = [other for other in IDENTITY_KEYS if getattr(self, other) is not None]
+            _require(not others or value is not None, name, value, f"a path, since {others} is given; they go together")
         agents = [node.agent for node in self.nodes]
         _require(bool(agents), "nodes", agents, "at least one [[gateway.nodes]] table")
         _require(len(set(agents)) == len(agents), "nodes", agents, "every agent once")
 
+    @property
+    def identity(self) -> Identity | None:
+        """Who the gateway is to agents; None: it talks to them in plain text."""
+        if self.certificate is None or self.key is None or self.authority is None:
+            return None
+        return Identity(certificate=self.certificate, key=self.key, authority=self.authority)
+
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+IDENTITY_KEYS: Final = ("certificate", "key", "authority")
 
 
 def load(path: Path) -> GatewayConfig:
@@ -138,6 +160,10 @@ def load(path: Path) -> GatewayConfig:
 
 def parse(table: dict[str, Any], base: Path = Path()) -> GatewayConfig:
     """The configuration in `table`; a relative path in it is relative to `base`. Raises ConfigError."""
+    if "clusters" in table:
+        raise ConfigError("clusters: this is a topology, for `prfaas up`; a gateway's file has one table, [gateway]")
+    if "node" in table and "gateway" not in table:
+        raise ConfigError("node: this is a node's file, for `prfaas node`; a gateway's has one table, [gateway]")
     _known_keys(table, ["gateway"], "")
     if not isinstance(gateway := table.get("gateway"), dict):
         raise ConfigError("gateway: missing, a [gateway] table is needed")
@@ -186,7 +212,7 @@ def _typed(kind: Any, value: Any, where: str, base: Path) -> Any:
     accepted, name = _KINDS[kind]
     if not isinstance(value, accepted) or isinstance(value, bool):
         raise ConfigError(f"{where}={_short(value)}: must be {name}")
-    return base / str(value) if kind is Path else kind(value)
+    return base / str(value) if Path in (kind, *get_args(kind)) else kind(value)
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:

@@ -2,6 +2,7 @@
 
 GatewayError
 ├── ConfigError               the configuration file is wrong; the process does not start
+│   └── CannotListen          a port that it names is not to be had
 ├── ApiError                  becomes the client's answer, in OpenAI's shape
 │   ├── BadRequest            400: the client's own mistake, `param` names the field
 │   ├── Overloaded            429: too many requests in flight
@@ -25,6 +26,10 @@ class GatewayError(Exception):
 
 class ConfigError(GatewayError):
     """Names the key, the value and what is allowed."""
+
+
+class CannotListen(ConfigError):
+    """Names the address, and why not."""
 
 
 class ApiError(GatewayError):

@@ -51,6 +51,10 @@ class Metrics:
         self._fallbacks = Counter(
             "prfaas_fallbacks", "Times that a first choice did not work out", ["reason"], registry=registry
         )
+        self._lost = Counter(
+            "prfaas_node_watch_failures", "Times that an agent could not be watched (on), by reason", ["reason"],
+            registry=registry,
+        )  # fmt: skip
         self._lag = Histogram(
             "prfaas_event_loop_lag_seconds", "Delay of the event loop", registry=registry, buckets=LAG_BUCKETS_S
         )
@@ -67,7 +71,8 @@ class Metrics:
         if status != 200:
             return
         timeline = request.timeline
-        if timeline.ttft_s is not None:
+        # An answer that is not streamed comes as a whole: its first byte says nothing about its first token.
+        if request.call.stream and timeline.ttft_s is not None:
             self._ttft.labels(route).observe(timeline.ttft_s)
         if timeline.e2e_s is not None:
             self._e2e.labels(route).observe(timeline.e2e_s)
@@ -92,6 +97,9 @@ class Metrics:
 
     def fallback(self, reason: str) -> None:
         self._fallbacks.labels(reason).inc()
+
+    def node_lost(self, reason: str) -> None:
+        self._lost.labels(reason).inc()
 
     def loop_lag(self, seconds: float) -> None:
         self._lag.observe(seconds)

@@ -151,7 +151,7 @@ def record_of(request: Request, seq: int, status: int, error: str = "") -> Reque
         seq=seq,
         id=request.id,
         status=status,
-        arrived_s=timeline.arrived,
+        arrived_s=round(timeline.arrived, 6),
         endpoint=request.call.endpoint,
         stream=request.call.stream,
         route=request.route_label,
@@ -165,12 +165,17 @@ def record_of(request: Request, seq: int, status: int, error: str = "") -> Reque
         output_tokens=request.output_tokens,
         threshold=route.threshold_tokens if route else 0.0,
         fallbacks=list(request.fallbacks),
-        ttft_s=timeline.ttft_s,
-        e2e_s=timeline.e2e_s,
+        ttft_s=_rounded(timeline.ttft_s),
+        e2e_s=_rounded(timeline.e2e_s),
         bytes=sent,
         link=outcome.link if outcome else "",
-        overlap=outcome.bytes_before_prefill_end / sent if outcome and sent else None,
-        kv_ready_minus_prefill_end_s=timeline.kv_wait_s,
+        overlap=round(outcome.bytes_before_prefill_end / sent, 6) if outcome and sent else None,
+        kv_ready_minus_prefill_end_s=_rounded(timeline.kv_wait_s),
         timeline=timeline.relative(),
         error=error,
     )
+
+
+def _rounded(seconds: float | None) -> float | None:
+    """To microseconds: what is beyond is noise of the subtraction."""
+    return None if seconds is None else round(seconds, 6)

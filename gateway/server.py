@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from gateway.app import FrontDoor, build_app, build_metrics_app
 from gateway.clusters import Clusters
 from gateway.config import GatewayConfig
 from gateway.dispatch import Dispatcher
+from gateway.errors import CannotListen
 from gateway.legs import Legs
 from gateway.metrics import Metrics
 from gateway.records import Records
@@ -45,8 +47,14 @@ async def running(
 ) -> AsyncIterator[Gateway]:
     """A gateway that answers inside the block."""
     metrics = Metrics()
-    agents = [AgentClient(node.agent, config.timeouts.rpc_s) for node in config.nodes]
-    clusters = Clusters(agents, clock, served_model=config.served_model, decode_slots=config.routing.decode_slots)
+    agents = [AgentClient(node.agent, config.timeouts.rpc_s, config.identity, node.name) for node in config.nodes]
+    clusters = Clusters(
+        agents,
+        clock,
+        served_model=config.served_model,
+        decode_slots=config.routing.decode_slots,
+        on_lost=metrics.node_lost,
+    )
     reader = PromptReader(tokenizer, config.tokenise_threads)
     legs = Legs(config.timeouts, max_connections=2 * config.max_in_flight)
     dispatcher = Dispatcher(config, clusters, reader, legs, metrics, clock)
@@ -106,7 +114,11 @@ async def _listen(runners: list[web.AppRunner], app: web.Application, host: str,
     )
     runners.append(runner)
     await runner.setup()
-    await web.TCPSite(runner, host, port, backlog=1024).start()
+    try:
+        await web.TCPSite(runner, host, port, backlog=1024).start()
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise CannotListen(f"cannot listen on {host}:{port}: {reason}; choose another port") from error
     bound_host, bound_port = runner.addresses[0][:2]
     return f"http://[{bound_host}]:{bound_port}" if ":" in bound_host else f"http://{bound_host}:{bound_port}"
 

@@ -44,6 +44,8 @@ def test_a_good_file_fills_in_defaults(tmp_path: Path) -> None:
         ("[gateway]\nlog_level = 'loud'", r"gateway\.log_level='loud': must be one of debug, info"),
         ("[gateway]\nrouting = 5", r"gateway\.routing=5: must be a table"),
         ("[gateway]\nrouting = { placement = 'x' }", r"gateway\.routing\.placement='x': must be one of cache_aware"),
+        ("[gateway]\nkey = 'k'", r"gateway\.certificate=None: must be a path, since \['key'\] is given"),
+        ("[[clusters]]\n[gateway]", "this is a topology, for `prfaas up`"),
         ("[gatway]\n[gateway]", r"gatway=\{\}: unknown key \(did you mean 'gateway'\?\)"),
     ],
 )
@@ -56,6 +58,11 @@ def test_a_bad_value_is_named(tmp_path: Path, change: str, message: str) -> None
     ("text", "message"),
     [
         ("", r"gateway: missing"),
+        ("[node]\nnode_id='x'", "this is a node's file, for `prfaas node`"),
+        (
+            "[gateway]\ntokenizer_dir='x'\nnodes=[{agent='a:1'}]\ncertificate='c'\nkey='k'\nauthority='a'",
+            r"gateway: certificate .*c with key .*k: no such file",
+        ),
         ("[gateway]\ntokenizer_dir='x'", r"gateway\.nodes=\[\]: must be at least one"),
         ("[gateway]\n[[gateway.nodes]]\nagent='a:1'", r"gateway\.tokenizer_dir: missing"),
         (

@@ -31,6 +31,22 @@ def aborted(w: World) -> list[str]:
     return [reason for node in w.nodes.nodes for _, reason in node.aborts]
 
 
+# What is counted
+
+
+@on_loop
+async def test_only_streams_have_a_time_to_first_token() -> None:
+    async with world() as w:
+        await (await w.complete(SHORT)).read()
+        await w.settled()
+        assert "prfaas_time_to_first_token_seconds_count{" not in await w.metrics()
+        await (await w.complete(SHORT, stream=True)).read()
+        await w.settled()
+        assert 'prfaas_time_to_first_token_seconds_count{route="local"} 1.0' in await w.metrics()
+        for record in await w.records():
+            assert record["ttft_s"] == round(record["ttft_s"], 6)
+
+
 # Where it goes
 
 

@@ -100,7 +100,7 @@ async def test_a_second_signal_ends_streams_too(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_port_that_is_taken_is_one_line_and_exit_code_one(tmp_path: Path) -> None:
+async def test_a_port_that_is_taken_is_one_line_and_exit_code_two(tmp_path: Path) -> None:
     async with topology(decode=1) as nodes:
         path = write_config(tmp_path, nodes)
         port = nodes.nodes[0].engine_url.rpartition(":")[2]
@@ -109,6 +109,7 @@ async def test_a_port_that_is_taken_is_one_line_and_exit_code_one(tmp_path: Path
             sys.executable, "-m", "gateway", "-c", str(path), stderr=asyncio.subprocess.PIPE
         )
         _, error = await running.communicate()
-        assert running.returncode == 1
-        assert b"cannot listen on 127.0.0.1:" in error
+        assert running.returncode == 2
+        assert f"gateway: cannot listen on 127.0.0.1:{port}: Address already in use; choose another".encode() in error
+        assert error.count(b"listen") == 1
         assert b"Traceback" not in error

@@ -107,10 +107,13 @@ class World:
         async with self.http.get("/prfaas/requests") as response:
             return [json.loads(line) for line in (await response.text()).splitlines()]
 
-    async def fallbacks(self) -> dict[str, float]:
+    async def metrics(self) -> str:
         await self.idle()
         async with self.http.get("/metrics") as response:
-            lines = (await response.text()).splitlines()
+            return await response.text()
+
+    async def fallbacks(self) -> dict[str, float]:
+        lines = (await self.metrics()).splitlines()
         found = [line for line in lines if line.startswith("prfaas_fallbacks_total{")]
         return {line.split('"')[1]: float(line.rsplit(" ", 1)[1]) for line in found}
 
