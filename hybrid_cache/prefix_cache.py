@@ -198,6 +198,13 @@ class PrefixCache:
             self.abort(request_id, now)
         return ended
 
+    def shrink(self, num_pages: int, now: float) -> int:
+        """Evicts until `num_pages` more pages are free, or nothing can leave; returns how many more there are."""
+        before = self._pool.num_free
+        while self._evictable_pages and self._pool.num_free - before < num_pages:
+            self._evict_one(now)
+        return self._pool.num_free - before
+
     def clear(self, now: float) -> None:
         """Drops everything that is not in use."""
         while self._evictable_pages:

@@ -9,17 +9,19 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import fields, replace
 from pathlib import Path
 
 from hybrid_cache.errors import IntegrityError
 from hybrid_cache.layout import ModelLayout
 from node.arena import SHM_DIR
 from node.broadcast import Broadcast
-from node.config import NodeConfig
+from node.config import RELOADABLE, NodeConfig
 from node.consumer import Consumer
 from node.engine_socket import EngineConnection, EngineSocket
-from node.errors import ArenaError, EngineError, LayoutMismatch, NodeRefusal, SecondEngine
+from node.errors import ArenaError, ConfigError, EngineError, LayoutMismatch, NodeRefusal, SecondEngine
 from node.links import Links
 from node.pages import Pages
 from node.producer import Producer
@@ -52,6 +54,7 @@ class NodeAgent:
         self.pages: Pages | None = None
         self.producer: Producer | None = None
         self.consumer: Consumer | None = None
+        self.reloads = Counter(applied=0, unchanged=0, refused=0)
         self.draining = False
         self.unusable = ""  # why no engine can work here, whatever it does
         self._now = now
@@ -67,9 +70,13 @@ class NodeAgent:
         """Starts listening and starts the engine; `wait_ready` waits for it."""
         self.links.start()
         await self.socket.start()
-        self._tasks = [asyncio.create_task(self.supervisor.run()), asyncio.create_task(self._keep_house())]
-        for task in self._tasks:
-            task.add_done_callback(_log_failure)
+        self._start(self.supervisor.run())
+        self._start(self._keep_house())
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        task.add_done_callback(_log_failure)
+        self._tasks.append(task)
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Waits for the engine's Hello. Raises TimeoutError, and EngineError when waiting is in vain."""
@@ -101,7 +108,24 @@ class NodeAgent:
         await asyncio.to_thread(self.links.close)
         await asyncio.sleep(0)  # callbacks that the links' last threads left on the loop
         if self.pages:
-            self.pages.close()
+            await self.pages.close()
+
+    def reconfigure(self, read: Callable[[], NodeConfig]) -> None:
+        """Takes up what may change while the node runs. What is wrong with the file is logged, and nothing changes."""
+        try:
+            new = read()
+        except ConfigError as exc:
+            self.reloads["refused"] += 1
+            log.error("configuration refused node=%s: %s", self.config.node_id, exc)
+            return
+        changed = [f.name for f in fields(new) if getattr(new, f.name) != getattr(self.config, f.name)]
+        for name in changed:
+            change = f"{getattr(self.config, name)!r} -> {getattr(new, name)!r}"
+            note = "" if name in RELOADABLE else " (needs a restart)"
+            log.info("configuration node=%s %s: %s%s", self.config.node_id, name, change, note)
+        self.links.set_budgets(new.budgets())
+        self.config = replace(self.config, **{name: getattr(new, name) for name in RELOADABLE})
+        self.reloads["applied" if set(changed) & set(RELOADABLE) else "unchanged"] += 1
 
     def is_idle(self) -> bool:
         """Whether nothing runs, is sent or lands."""
@@ -117,6 +141,8 @@ class NodeAgent:
                 self._end_silent_engine()
                 if self.consumer:
                     self.consumer.expire()
+                if self.pages:
+                    self.pages.publish()
             except Exception:  # leases must go on to end, even if one could not
                 log.exception("housekeeping failed node=%s", self.config.node_id)
 
@@ -167,6 +193,8 @@ class NodeAgent:
             )
         if self.pages is None:
             self.pages = pages
+            if self.config.ssd_dir:
+                self._start(pages.open_ssd())
             self.producer = Producer(pages, self.links, self.config.room_timeout_s, self._now)
             self.consumer = Consumer(pages, self.links, self.config.lease_s, self._now)
         return pages
@@ -286,6 +314,8 @@ class NodeAgent:
             description.layout_fingerprint = self.pages.layout.fingerprint
             description.block_size = self.pages.layout.block_size
             description.pool.CopyFrom(self.pages.report())
+            if ssd := self.pages.ssd_report():
+                description.ssd.CopyFrom(ssd)
         return description
 
     def integrity_error(self) -> str:

@@ -33,11 +33,12 @@ class NodeConfig:
 
     `transport` "auto" hands KVCache over in shared memory where both ends are on one host; "tcp" never does.
     `transfer_advertise` is the host:port that others should send KVCache to, where a relay or NAT stands before this node.
-    `block_size` and `max_model_len` of 0 leave the choice to the engine.
+    `block_size` and `max_model_len` of 0 leave the choice to the engine, `engine_start_timeout_s` of 0 to the kind of engine.
     `connections` "auto" begins with a few and lets long links have more; a number is what every receiver gets.
     `certificate`, `key` and `authority` are PEM files, and make the control service speak mutual TLS; `integrity` "aead"
     needs them, too. They are read again when they change.
     `egress_bytes_per_s` limits what leaves for each destination cluster; 0 is no limit.
+    `ssd_dir` is where blocks go that leave memory, up to `ssd_bytes`, in a directory named after the node; empty: nowhere.
     """
 
     node_id: str
@@ -57,6 +58,8 @@ class NodeConfig:
     run_dir: str = ".prfaas/run"
     cache_bytes: int = 256 << 20
     hugepages: bool = False
+    ssd_dir: str = ""
+    ssd_bytes: int = 0
     chunk_tokens: int = 512
     max_model_len: int = 0
     block_size: int = 0
@@ -90,6 +93,10 @@ class NodeConfig:
         for name in ("control_port", "transfer_port", "engine_port", "metrics_port"):
             _in_range(name, getattr(self, name), 0, 65535)
         _in_range("cache_bytes", self.cache_bytes, 1 << 20, 1 << 50)
+        if self.ssd_dir:
+            _in_range("ssd_bytes", self.ssd_bytes, 1 << 20, 1 << 50)
+        elif self.ssd_bytes:
+            raise ConfigError(f"ssd_bytes = {self.ssd_bytes!r}: allowed only with ssd_dir, which is empty")
         _in_range("chunk_tokens", self.chunk_tokens, 1, 1 << 20)
         _in_range("max_model_len", self.max_model_len, 0, 1 << 30)
         _in_range("block_size", self.block_size, 0, 1 << 16)

@@ -106,6 +106,17 @@ class Consumer:
         self.counts.reserved += 1
         return entry.transfer_id, secret, entry.reservation
 
+    async def reserve_settled(self, request: pb.ReserveRequest) -> tuple[str, bytes, Reservation]:
+        """`reserve`, after an SSD has given back what it can; the pages may be written into. Raises NodeRefusal."""
+        await self._pages.bring_back_for_landing(request.block_hashes, request.num_tokens)
+        reserved = self.reserve(request)
+        try:
+            await self._pages.settled()
+        except BaseException:
+            self.abort(reserved[0], "given_up")
+            raise
+        return reserved
+
     def _reserve(self, request: pb.ReserveRequest) -> tuple[Incoming, bytes]:
         block_size = self._pages.layout.block_size
         if request.prefix_only and request.num_tokens % block_size:

@@ -22,6 +22,8 @@ class NodeCollector(Collector):
         description = self._agent.describe()
         yield from _pool(description.pool)
         yield from _load(description.load)
+        if description.HasField("ssd"):
+            yield from _ssd(description.ssd)
         yield from self._requests()
         ready = GaugeMetricFamily("prfaas_node_ready", "1 when the node takes requests")
         ready.add_metric([], float(description.state == pb.NODE_STATE_READY))
@@ -29,6 +31,7 @@ class NodeCollector(Collector):
         restarts = CounterMetricFamily("prfaas_engine_restarts", "Times the engine was started again")
         restarts.add_metric([], self._agent.supervisor.restarts)
         yield restarts
+        yield _counter("prfaas_config_reloads", "SIGHUPs, by what came of them", "outcome", self._agent.reloads)
 
     def _requests(self) -> Iterator[Metric]:
         if not (self._agent.producer and self._agent.consumer):
@@ -71,6 +74,21 @@ def _pool(pool: pb.PoolReport) -> Iterator[Metric]:
     size = GaugeMetricFamily("prfaas_pool_page_bytes", "Bytes of a page")
     size.add_metric([], pool.page_bytes)
     yield size
+
+
+def _ssd(ssd: pb.SsdReport) -> Iterator[Metric]:
+    is_open = GaugeMetricFamily("prfaas_ssd_open", "1 when the SSD tier's directory can be used")
+    is_open.add_metric([], float(ssd.open))
+    yield is_open
+    held = GaugeMetricFamily("prfaas_ssd_bytes", "Bytes of the SSD tier, by state", labels=["state"])
+    for state, size in (("capacity", ssd.capacity_bytes), ("held", ssd.bytes), ("queued", ssd.queued_bytes)):
+        held.add_metric([state], size)
+    yield held
+    blocks = GaugeMetricFamily("prfaas_ssd_blocks", "Blocks and snapshots that the SSD tier holds")
+    blocks.add_metric([], ssd.blocks)
+    yield blocks
+    yield _counter("prfaas_ssd_events", "What happened to blocks of the SSD tier", "event", ssd.events)
+    yield _counter("prfaas_ssd_promotions", "Prefixes that requests needed back, by outcome", "outcome", ssd.promotions)
 
 
 def _load(load: pb.Load) -> Iterator[Metric]:

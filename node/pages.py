@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from hybrid_cache import hashing
-from hybrid_cache.errors import OutOfPages
-from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheEvent
+from hybrid_cache.disk import DiskTier
+from hybrid_cache.errors import DiskInUse, OutOfPages
+from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Medium
 from hybrid_cache.layout import ModelLayout, RangeKey, Segment
 from hybrid_cache.lookup import PrefixHit
 from hybrid_cache.prefix_cache import PrefixCache
@@ -16,8 +18,15 @@ from node.arena import Arena, arena_path
 from node.broadcast import Broadcast
 from node.config import NodeConfig
 from node.errors import NodeRefusal
+from node.ssd import Ssd, open_disk
 from transport.proto import node_pb2 as pb
 from transport.shm import ArenaSource
+
+log = logging.getLogger(__name__)
+
+SSD_RETRY_S = 5.0
+SSD_SAVE_S = 10.0
+MEDIA = {Medium.MEMORY: pb.MEDIUM_MEMORY, Medium.SSD: pb.MEDIUM_SSD, Medium.ENGINE: pb.MEDIUM_ENGINE}
 
 MAX_TOKENS = 1 << 24
 """Longer than any context; a length beyond it is a mistake, and must not make us build lists of its size."""
@@ -44,12 +53,38 @@ class Pages:
         except BaseException:
             self.arena.close()
             raise
+        self.ssd: Ssd | None = None
+        self._config = config
         self._now = now
         self._events = events
         self._freed = asyncio.Event()
 
-    def close(self) -> None:
-        """Gives the memory back; nothing may use pages any more."""
+    async def open_ssd(self) -> None:
+        """Opens the SSD tier, however long its directory cannot be used; what lies there can be matched from then on."""
+        node_id = self._config.node_id
+        directory = Path(self._config.ssd_dir) / node_id
+        while True:
+            opening = asyncio.ensure_future(
+                asyncio.to_thread(open_disk, self.layout, directory, self._config.ssd_bytes)
+            )
+            try:
+                disk = await asyncio.shield(opening)
+                break
+            except (DiskInUse, OSError) as exc:
+                log.error("no SSD tier node=%s, next try in %.0fs: %s", node_id, SSD_RETRY_S, exc)
+            except asyncio.CancelledError:
+                opening.add_done_callback(_close_unused)
+                raise
+            await asyncio.sleep(SSD_RETRY_S)
+        self.ssd = Ssd(self.cache, disk, self.segment_views, self._changed, self._now)
+        for stored in self.ssd.snapshot():
+            self._events.publish(as_message(stored))
+        log.info("SSD tier node=%s: %s blocks", node_id, self.ssd.report().blocks)
+
+    async def close(self) -> None:
+        """Saves what an SSD may keep and gives the memory back; nothing may use pages any more."""
+        if self.ssd:
+            await self.ssd.close(SSD_SAVE_S)
         self.arena.close()
 
     def place(self, reservation: Reservation, key: RangeKey) -> tuple[Segment, ...]:
@@ -59,7 +94,11 @@ class Pages:
 
     def views(self, reservation: Reservation, key: RangeKey) -> list[memoryview]:
         """The same as writable memory."""
-        return [self.arena.view(segment.start, segment.length) for segment in self.place(reservation, key)]
+        return self.segment_views(self.place(reservation, key))
+
+    def segment_views(self, segments: Sequence[Segment]) -> list[memoryview]:
+        """Ranges of the arena as writable memory."""
+        return [self.arena.view(segment.start, segment.length) for segment in segments]
 
     def source(self, segments: Callable[[int], Iterable[Segment]]) -> ArenaSource:
         """The arena as a transfer's source, whose range i lies in `segments(i)`."""
@@ -72,7 +111,7 @@ class Pages:
         return self.cache.match(hashes, num_tokens)
 
     def reserve(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose) -> Reservation:
-        """Locks reusable blocks and allocates the rest. Raises NodeRefusal.
+        """Locks reusable blocks and allocates the rest. Raises NodeRefusal. New pages may be written into once `settled`.
 
         Without a lease of its own: who reserves must release, because only it knows when threads have let go of the pages.
         """
@@ -97,7 +136,7 @@ class Pages:
         except OutOfPages as exc:
             raise NodeRefusal("no_capacity", str(exc)) from exc
         finally:
-            self._publish()
+            self.publish()
         return reservation
 
     async def reserve_when_free(
@@ -106,10 +145,12 @@ class Pages:
         """`reserve`, waiting up to `timeout_s` for running requests to free pages. Raises NodeRefusal."""
         self._check(hashes, num_tokens)
         deadline = self._now() + timeout_s
+        await self.bring_back(hashes, num_tokens)
         while True:
             self._freed.clear()
             try:
-                return self._reserve(request_id, hashes, num_tokens, purpose)
+                reservation = self._reserve(request_id, hashes, num_tokens, purpose)
+                break
             except NodeRefusal:
                 left_s = deadline - self._now()
                 if left_s <= 0 or not self.cache.report().reservations:
@@ -118,24 +159,54 @@ class Pages:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await self._freed.wait()
+        try:
+            await self.settled()
+        except BaseException:
+            self.release(request_id)
+            raise
+        return reservation
+
+    async def bring_back(self, hashes: Sequence[bytes], num_tokens: int) -> None:
+        """Has the SSD give back what it adds to a prompt's hit, unless computing it is sooner done."""
+        if self.ssd:
+            await self.ssd.bring_back_for_prefill(hashes, num_tokens)
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """A prefill computed that much in that time."""
+        if self.ssd and num_tokens:
+            self.ssd.computed(num_tokens, seconds)
+
+    async def bring_back_for_landing(self, joined_hashes: bytes, num_tokens: int) -> None:
+        """Has the SSD give back full attention that need not be sent here then. What is wrong with a request, `reserve` says."""
+        if self.ssd:
+            with contextlib.suppress(NodeRefusal):
+                hashes = split_hashes(joined_hashes)
+                self._check(hashes, num_tokens)
+                await self.ssd.bring_back_for_landing(hashes, num_tokens)
+
+    async def settled(self) -> None:
+        """Returns when what lay in reserved pages before has been copied, should it have to be: then they may be filled."""
+        if self.ssd:
+            await self.ssd.settled()
 
     def commit(self, request_id: str, filled_tokens: int) -> None:
         """Filled blocks become prefix-cache blocks."""
         self.cache.commit(request_id, filled_tokens, now=self._now())
-        self._publish()
+        self.publish()
 
     def release(self, request_id: str) -> None:
         """Unlocks and drops what is not prefix cache; idempotent."""
         self.cache.release(request_id, now=self._now())
+        self._changed()
+
+    def _changed(self) -> None:
         self._freed.set()
-        self._publish()
+        self.publish()
 
     def snapshot_event(self) -> pb.NodeEvent:
         """All that is cached, as the first event of a watcher."""
-        groups = [
-            pb.BlocksStored(group=stored.group, hashes=b"".join(stored.hashes)) for stored in self.cache.snapshot()
-        ]
-        return pb.NodeEvent(snapshot=pb.CacheSnapshot(groups=groups))
+        stored = (*self.cache.snapshot(), *(self.ssd.snapshot() if self.ssd else ()))
+        return pb.NodeEvent(snapshot=pb.CacheSnapshot(groups=[as_message(each).stored for each in stored]))
 
     def report(self) -> pb.PoolReport:
         """Page counts as a message."""
@@ -150,16 +221,29 @@ class Pages:
             page_bytes=self.layout.page_bytes,
         )
 
-    def _publish(self) -> None:
-        for event in self.cache.take_events():
-            self._events.publish(_as_message(event))
+    def ssd_report(self) -> pb.SsdReport | None:
+        """What the SSD tier holds; None where the node has none."""
+        if self.ssd:
+            return self.ssd.report()
+        return pb.SsdReport(open=False) if self._config.ssd_dir else None
+
+    def publish(self) -> None:
+        """Tells watchers what has changed since the last time. Disks change by themselves."""
+        for event in (*self.cache.take_events(), *(self.ssd.take_events() if self.ssd else ())):
+            self._events.publish(as_message(event))
 
 
-def _as_message(event: CacheEvent) -> pb.NodeEvent:
+def _close_unused(opening: "asyncio.Future[DiskTier]") -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
+
+
+def as_message(event: CacheEvent) -> pb.NodeEvent:
+    """A cache event as gateways hear it."""
     match event:
-        case BlocksStored(group, hashes):
-            return pb.NodeEvent(stored=pb.BlocksStored(group=group, hashes=b"".join(hashes)))
-        case BlocksRemoved(group, hashes):
-            return pb.NodeEvent(removed=pb.BlocksRemoved(group=group, hashes=b"".join(hashes)))
-        case _:
-            return pb.NodeEvent(cleared=pb.CacheCleared())
+        case BlocksStored(group, hashes, medium):
+            return pb.NodeEvent(stored=pb.BlocksStored(group=group, hashes=b"".join(hashes), medium=MEDIA[medium]))
+        case BlocksRemoved(group, hashes, medium):
+            return pb.NodeEvent(removed=pb.BlocksRemoved(group=group, hashes=b"".join(hashes), medium=MEDIA[medium]))
+        case CacheCleared(medium):
+            return pb.NodeEvent(cleared=pb.CacheCleared(medium=MEDIA[medium] if medium else pb.MEDIUM_UNSPECIFIED))

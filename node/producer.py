@@ -221,6 +221,7 @@ class Producer:
         if job is None:
             return
         job.prefill_end_s = self._now() - job.started_at
+        self._pages.computed(job.reservation.num_tokens - job.reservation.cached_tokens, job.prefill_end_s)
         if job.push:
             job.bytes_before_prefill_end = job.push.bytes_sent
         self._pages.commit(job.reservation.request_id, message.num_tokens)
@@ -291,6 +292,7 @@ class Producer:
     async def push_prefix(self, hashes: list[bytes], ticket: m.TicketInfo) -> tuple[int, int]:
         """Sends a cached prefix of `ticket.num_tokens` tokens; returns tokens and bytes. Raises NodeRefusal."""
         self._check_layout(ticket)
+        await self._pages.bring_back(hashes, ticket.num_tokens)
         if self._pages.match(hashes, ticket.num_tokens).num_tokens != ticket.num_tokens:
             raise NodeRefusal("not_cached", f"no prefix of {ticket.num_tokens} tokens is cached here")
         reservation = self._pages.reserve(

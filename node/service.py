@@ -14,6 +14,8 @@ from node.config import NodeConfig
 from node.errors import NodeRefusal
 from node.pages import split_hashes
 from transport.control import MAX_CONTROL_BYTES, REASON_KEY, ticket_info
+from transport.credentials import server_credentials
+from transport.crypto import Identity
 from transport.proto import node_pb2 as pb
 from transport.proto import node_pb2_grpc as rpc
 
@@ -55,7 +57,7 @@ class NodeService(rpc.NodeAgentServicer):
         try:
             self._admit(self._agent.config, request)
             consumer = self._agent.ready_consumer()
-            transfer_id, secret, reservation = consumer.reserve(request)
+            transfer_id, secret, reservation = await consumer.reserve_settled(request)
         except NodeRefusal as exc:
             await _refuse(context, exc)
         config = self._agent.config
@@ -125,8 +127,13 @@ async def _refuse(context: grpc.aio.ServicerContext, refusal: NodeRefusal) -> No
     raise AssertionError("abort raises")
 
 
-async def serve(service: NodeService, host: str, port: int) -> tuple[grpc.aio.Server, int]:
-    """Starts a gRPC server; returns it and its port. Raises OSError if the port is taken."""
+async def serve(
+    service: NodeService, host: str, port: int, identity: Identity | None = None
+) -> tuple[grpc.aio.Server, int]:
+    """Starts a gRPC server; returns it and its port. With an identity, callers must have a certificate, too.
+
+    Raises OSError if the port is taken or a certificate cannot be read.
+    """
     options = [
         ("grpc.max_receive_message_length", MAX_CONTROL_BYTES),
         ("grpc.max_send_message_length", MAX_CONTROL_BYTES),
@@ -135,7 +142,10 @@ async def serve(service: NodeService, host: str, port: int) -> tuple[grpc.aio.Se
     server = grpc.aio.server(options=options)
     rpc.add_NodeAgentServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        if identity is None:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        else:
+            bound = server.add_secure_port(f"{host}:{port}", server_credentials(identity))
     except RuntimeError as exc:
         raise OSError(errno.EADDRINUSE, f"cannot listen on {host}:{port}") from exc
     await server.start()

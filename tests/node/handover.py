@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from hybrid_cache.hashing import block_hashes, tokens_digest
 from hybrid_cache.layout import KVCacheGroup, ModelLayout
@@ -36,17 +37,20 @@ LAYOUT = ModelLayout(
 class HandNode:
     """A node whose engine is the test."""
 
-    def __init__(self, name: str, tmp_path: Path, *, use_shm: bool = False, room_timeout_s: float = 30.0) -> None:
-        config = NodeConfig(
-            node_id=f"{name}-{time.monotonic_ns()}",
-            cluster="c",
-            cluster_kind="pd",
-            role="decode",
-            model="m",
-            run_dir=str(tmp_path),
-            cache_bytes=1 << 20,
-            connections=3,
-        )
+    def __init__(
+        self, name: str, tmp_path: Path, *, use_shm: bool = False, room_timeout_s: float = 30.0, **changes: Any
+    ) -> None:
+        values: dict[str, Any] = {
+            "node_id": f"{name}-{time.monotonic_ns()}",
+            "cluster": "c",
+            "cluster_kind": "pd",
+            "role": "decode",
+            "model": "m",
+            "run_dir": str(tmp_path),
+            "cache_bytes": 1 << 20,
+            "connections": 3,
+        }
+        config = NodeConfig(**(values | changes))
         self.links = Links(config, use_shm=use_shm)
         self.links.start()
         self.pages = Pages(LAYOUT, config, Broadcast(), time.monotonic)
@@ -62,7 +66,7 @@ class HandNode:
         await asyncio.to_thread(self.links.close)
         await asyncio.sleep(0.01)
         self.pages.cache.check_integrity()
-        self.pages.close()
+        await self.pages.close()
 
     # As an engine
 
