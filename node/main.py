@@ -2,12 +2,14 @@
 
 import argparse
 import asyncio
+import errno
 import logging
+import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
 import uvloop
@@ -25,24 +27,24 @@ EXIT_BAD_CONFIG = 2
 EXIT_ENGINE_FAILED = 3
 
 
-def run(config: NodeConfig, admit: Admit) -> int:
-    """Runs one node to its end; returns the exit status."""
+def run(config: NodeConfig, admit: Admit, read_again: Callable[[], NodeConfig]) -> int:
+    """Runs one node to its end; returns the exit status. SIGHUP applies what `read_again` gives."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    status = uvloop.run(_run(config, admit))
+    status = uvloop.run(_run(config, admit, read_again))
     # The loop's handlers are gone: a second SIGTERM must not turn a clean end into a kill.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return status
 
 
-async def _run(config: NodeConfig, admit: Admit) -> int:
-    stop = asyncio.Event()
+async def _run(config: NodeConfig, admit: Admit, read_again: Callable[[], NodeConfig]) -> int:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stop.set)
     # Ended in reverse: nobody may call into an agent that closes.
     async with AsyncExitStack() as stack:
         try:
-            agent = await _start(config, admit, stack)
-        except OSError as exc:
+            agent = await _start(config, admit, read_again, stack)
+        except (OSError, ConfigError) as exc:
             print(f"node {config.node_id}: cannot start: {exc}", file=sys.stderr)
             return EXIT_BAD_CONFIG
         if not await _engine_came(agent, stop):
@@ -55,17 +57,36 @@ async def _run(config: NodeConfig, admit: Admit) -> int:
     return 0
 
 
-async def _start(config: NodeConfig, admit: Admit, stack: AsyncExitStack) -> NodeAgent:
-    """Starts all listeners, then the engine. Raises OSError."""
+async def _start(
+    config: NodeConfig, admit: Admit, read_again: Callable[[], NodeConfig], stack: AsyncExitStack
+) -> NodeAgent:
+    """Starts all listeners, then the engine. Raises OSError, ConfigError."""
     agent = NodeAgent(config, time.monotonic)
     stack.push_async_callback(agent.close)
-    metrics = await serve_metrics(agent, config.host, config.metrics_port)
+    with _binding(config, "metrics_port"):
+        metrics = await serve_metrics(agent, config.host, config.metrics_port)
     stack.push_async_callback(metrics.close)
-    server, port = await serve(NodeService(agent, admit, time.monotonic), config.host, config.control_port)
+    service = NodeService(agent, admit, time.monotonic)
+    with _binding(config, "control_port"):
+        server, port = await serve(service, config.host, config.control_port, config.identity)
     stack.push_async_callback(server.stop, STOP_GRACE_S)
-    await agent.start()
+    with _binding(config, "transfer_port"):
+        await agent.start()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, agent.reconfigure, read_again)
     print(f"node listening id={config.node_id} agent={config.host}:{port} metrics={metrics.url}", flush=True)
     return agent
+
+
+@contextmanager
+def _binding(config: NodeConfig, key: str) -> Iterator[None]:
+    """An address that is not to be had is the fault of a key."""
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
+            raise
+        port = getattr(config, key)
+        raise ConfigError(f"{key} = {port}: cannot listen on {config.host}:{port}: {os.strerror(exc.errno)}") from exc
 
 
 async def _engine_came(agent: NodeAgent, stop: asyncio.Event) -> bool:
@@ -89,6 +110,11 @@ async def _engine_came(agent: NodeAgent, stop: asyncio.Event) -> bool:
 
 def check_model(config: NodeConfig) -> None:
     """Raises ConfigError now for a model that every start of an engine would fail on."""
+    try:
+        if config.identity is not None:
+            config.identity.check()
+    except OSError as exc:
+        raise ConfigError(str(exc)) from exc
     if config.engine == "embedded" and not (Path(config.model) / "config.json").is_file():
         raise ConfigError(
             f"model = {config.model!r}: it must be a model directory, with a config.json; `prfaas model build` makes one"
@@ -112,4 +138,4 @@ def node_main(prog: str, about: str, kind: str, admit: Admit, argv: Sequence[str
     except ConfigError as exc:
         print(f"{prog}: {exc}", file=sys.stderr)
         return EXIT_BAD_CONFIG
-    return run(config, admit)
+    return run(config, admit, lambda: load_node_config(arguments.config))

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,9 +78,40 @@ def _children(pid: int) -> list[int]:
 @pytest.mark.parametrize("key", ["control_port", "transfer_port", "metrics_port"])
 def test_a_port_in_use_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        path = config_file(tmp_path, more=f"{key} = {taken.getsockname()[1]}")
+        port = taken.getsockname()[1]
+        path = config_file(tmp_path, more=f"{key} = {port}")
         assert main(["-c", path]) == 2
-    assert "node main: cannot start: " in capsys.readouterr().err
+    said = f"node main: cannot start: {key} = {port}: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    assert said in capsys.readouterr().err
+
+
+def test_a_hang_up_signal_changes_budgets_and_says_so(tmp_path: Path) -> None:
+    with node(tmp_path) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        metrics = line.rpartition("metrics=")[2].strip()
+
+        def reloaded(outcome: str) -> bool:
+            with urllib.request.urlopen(f"{metrics}/metrics", timeout=10) as answer:
+                return f'prfaas_config_reloads_total{{outcome="{outcome}"}} 1.0' in answer.read().decode()
+
+        path = tmp_path / "node.toml"
+        text = path.read_text()
+        for more, outcome in (("", "unchanged"), ("egress_bytes_per_s = -1", "refused"), ("threads = 1", "applied")):
+            path.write_text(text + more + ("\n[node.egress_bytes_per_s]\nwest = 5e6\n" if outcome == "applied" else ""))
+            process.send_signal(signal.SIGHUP)
+            deadline = time.monotonic() + 60.0
+            while not reloaded(outcome):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60.0) == 0
+
+
+def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = "certificate = 'n.pem'\nkey = 'n.key'\nauthority = 'ca.pem'"
+    assert main(["-c", config_file(tmp_path, more=keys)]) == 2
+    assert f"certificate {tmp_path}/n.pem with key {tmp_path}/n.key: no such file" in capsys.readouterr().err
 
 
 def test_an_engine_that_cannot_work_ends_the_node_with_the_reason(
