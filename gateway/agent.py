@@ -10,7 +10,7 @@ import grpc.aio
 
 from gateway.errors import NodeError
 from gateway.tokens import Prompt
-from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared
+from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
 from hybrid_cache.hashing import HASH_BYTES, split_hashes
 from transport.control import MAX_CONTROL_BYTES, REASON_KEY, ticket_info
 from transport.credentials import channel_credentials, channel_options
@@ -35,6 +35,7 @@ STATES: Final = {
     pb.NODE_STATE_DRAINING: "draining",
     pb.NODE_STATE_ENGINE_DOWN: "engine_down",
 }
+MEDIA: Final = {pb.MEDIUM_SSD: Medium.SSD, pb.MEDIUM_ENGINE: Medium.ENGINE}  # anything else is memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,9 +198,11 @@ def events_from(event: pb.NodeEvent) -> list[NodeEvent]:
         case "stored":
             return _stored(event.stored)
         case "removed":
-            return [BlocksRemoved(event.removed.group, tuple(split_hashes(event.removed.hashes)))]
+            removed = event.removed
+            return [BlocksRemoved(removed.group, tuple(split_hashes(removed.hashes)), _medium(removed.medium))]
         case "cleared":
-            return [CacheCleared()]
+            every = event.cleared.medium == pb.MEDIUM_UNSPECIFIED
+            return [CacheCleared(None if every else _medium(event.cleared.medium))]
         case _:
             return []  # an event of a later version
 
@@ -246,4 +249,9 @@ def _stored(message: pb.BlocksStored) -> list[NodeEvent]:
     step = MAX_EVENT_HASHES * HASH_BYTES
     starts = range(0, len(message.hashes), step)
     parts = (message.hashes[start : start + step] for start in starts)
-    return [BlocksStored(message.group, tuple(split_hashes(part))) for part in parts]
+    medium = _medium(message.medium)
+    return [BlocksStored(message.group, tuple(split_hashes(part)), medium) for part in parts]
+
+
+def _medium(medium: pb.Medium) -> Medium:
+    return MEDIA.get(medium, Medium.MEMORY)

@@ -6,7 +6,6 @@ everything again. Nothing here is written down: nodes hold the truth, this is wh
 """
 
 import asyncio
-import hashlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
@@ -19,6 +18,7 @@ from gateway.errors import NodeError
 from gateway.tokens import Hashing, Prompt
 from hybrid_cache.errors import CacheError
 from hybrid_cache.events import CacheEvent
+from hybrid_cache.hashing import model_salt
 from hybrid_cache.index import PrefixIndex
 from hybrid_cache.layout import ModelLayout
 from planner.views import ClusterKind, LinkView, NodeView, Role
@@ -44,7 +44,7 @@ class ServedModel:
 
 def salt_of(layout: ModelLayout, tenant: str = "") -> bytes:
     """What block hashes of a tenant's prompts for a model start from; equal at every gateway."""
-    return hashlib.sha256(f"{tenant}\0{layout.fingerprint}".encode()).digest()
+    return model_salt(layout.fingerprint, tenant)
 
 
 class Node:

@@ -49,6 +49,11 @@ def tokens_digest(tokens: Tokens, salt: bytes) -> bytes:
     return sha256(root + _token_bytes(tokens)).digest()
 
 
+def model_salt(fingerprint: str, tenant: str = "") -> bytes:
+    """What block hashes of a tenant's prompts for a model start from; equal at every gateway and node."""
+    return sha256(f"{tenant}\0{fingerprint}".encode()).digest()
+
+
 def split_hashes(data: bytes) -> list[bytes]:
     """Hashes out of their concatenation, as messages carry them."""
     if len(data) % HASH_BYTES:

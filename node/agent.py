@@ -15,16 +15,21 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from hybrid_cache.errors import IntegrityError
+from hybrid_cache.events import CacheEvent
+from hybrid_cache.hashing import model_salt
 from hybrid_cache.layout import ModelLayout
 from node.arena import SHM_DIR
 from node.broadcast import Broadcast
 from node.config import RELOADABLE, NodeConfig
 from node.consumer import Consumer
+from node.engine_cache import EngineCache
 from node.engine_socket import EngineConnection, EngineSocket
 from node.errors import ArenaError, ConfigError, EngineError, LayoutMismatch, NodeRefusal, SecondEngine
+from node.kv_events import events_endpoint, follow
 from node.links import Links
-from node.pages import Pages
+from node.pages import Pages, as_message
 from node.producer import Producer
+from node.serving import serves
 from node.supervisor import EngineSupervisor
 from transport import messages as m
 from transport.proto import node_pb2 as pb
@@ -60,6 +65,9 @@ class NodeAgent:
         self._now = now
         self._alone_since = now()
         self._engine: EngineConnection | None = None
+        self._engine_serves = False
+        self._engine_cache: EngineCache | None = None
+        self._engine_tasks: list[asyncio.Task[None]] = []  # end with the engine's connection
         self._hello: m.Hello | None = None
         self._engine_load = m.LoadReport(running=0, waiting=0, queued_tokens=0)
         self._tasks: list[asyncio.Task[None]] = []
@@ -79,9 +87,9 @@ class NodeAgent:
         self._tasks.append(task)
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Waits for the engine's Hello. Raises TimeoutError, and EngineError when waiting is in vain."""
+        """Waits for an engine that takes requests. Raises TimeoutError, and EngineError when waiting is in vain."""
         async with asyncio.timeout(timeout_s):
-            while self._engine is None:
+            while not self._engine_serves:
                 if self.unusable or self.supervisor.gave_up:
                     raise EngineError(self.unusable or "it died too often")
                 await asyncio.sleep(POLL_S)
@@ -99,9 +107,10 @@ class NodeAgent:
 
     async def close(self) -> None:
         """Ends the engine, the links and the arena, in the order in which they use each other."""
+        self._end_engine_tasks()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._engine_tasks, return_exceptions=True)
         await self.supervisor.stop(ENGINE_STOP_S)
         await self.socket.close()
         shutil.rmtree(self._socket_dir, ignore_errors=True)
@@ -151,7 +160,7 @@ class NodeAgent:
         if self._engine is not None or self.supervisor.pid is None:
             return
         silent_s = self._now() - max(self._alone_since, self.supervisor.started_at)
-        if silent_s > self.config.engine_start_timeout_s:
+        if silent_s > self.config.start_timeout_s:
             log.error("engine killed node=%s: no Hello for %.1fs", self.config.node_id, silent_s)
             self.supervisor.kill()
 
@@ -176,7 +185,37 @@ class NodeAgent:
         if self.draining:
             engine.send(m.Drain())
         log.info("engine joined node=%s pid=%d url=%s", self.config.node_id, hello.engine_pid, hello.http_url)
+        if self.config.engine == "vllm":
+            self._engine_tasks = [
+                asyncio.create_task(self._await_http(hello.http_url)),
+                asyncio.create_task(self._follow_engine_cache(pages.layout)),
+            ]
+            for task in self._engine_tasks:
+                task.add_done_callback(_log_failure)
+        else:  # it listened before it said Hello
+            self._engine_serves = True
         self._publish_description()
+
+    async def _await_http(self, url: str) -> None:
+        await serves(url)
+        self._engine_serves = True
+        log.info("engine serves node=%s url=%s", self.config.node_id, url)
+        self._publish_description()
+
+    async def _follow_engine_cache(self, layout: ModelLayout) -> None:
+        self._engine_cache = EngineCache(layout, model_salt(layout.fingerprint))
+        await follow(events_endpoint(self.socket.path), self._engine_cache, self._publish_cache_event)
+
+    def _publish_cache_event(self, event: CacheEvent) -> None:
+        self.events.publish(as_message(event))
+
+    def _end_engine_tasks(self) -> None:
+        for task in self._engine_tasks:
+            task.cancel()
+        if self._engine_cache is not None:
+            for event in self._engine_cache.clear():
+                self._publish_cache_event(event)
+            self._engine_cache = None
 
     def _pages_for(self, hello: m.Hello) -> Pages:
         try:
@@ -235,7 +274,8 @@ class NodeAgent:
             self.producer.engine_gone(engine)
             self.consumer.engine_gone(engine)
         if self._engine is engine:
-            self._engine = None
+            self._engine, self._engine_serves = None, False
+            self._end_engine_tasks()
             self._alone_since = self._now()
             self._engine_load = m.LoadReport(running=0, waiting=0, queued_tokens=0)
             self._publish_description()
@@ -246,7 +286,7 @@ class NodeAgent:
         """The consumer, if this node takes new reservations. Raises NodeRefusal."""
         if self.draining:
             raise NodeRefusal("draining", f"{self.config.node_id} finishes what it has")
-        if self._engine is None or self.consumer is None:
+        if not self._engine_serves or self.consumer is None:
             raise NodeRefusal("engine_down", f"{self.config.node_id} has no engine right now")
         return self.consumer
 
@@ -272,11 +312,10 @@ class NodeAgent:
         """The node's state as the control service names it."""
         if self.draining:
             return pb.NODE_STATE_DRAINING
-        if self._engine is not None:
+        if self._engine_serves:
             return pb.NODE_STATE_READY
-        return (
-            pb.NODE_STATE_STARTING if self.pages is None and not self.supervisor.gave_up else pb.NODE_STATE_ENGINE_DOWN
-        )
+        starting = self._engine is not None or self.pages is None
+        return pb.NODE_STATE_STARTING if starting and not self.supervisor.gave_up else pb.NODE_STATE_ENGINE_DOWN
 
     def load(self) -> pb.Load:
         """Queues and links right now."""
@@ -330,7 +369,10 @@ class NodeAgent:
 
     def snapshot_event(self) -> pb.NodeEvent:
         """What is cached right now; empty before the first engine."""
-        return self.pages.snapshot_event() if self.pages else pb.NodeEvent(snapshot=pb.CacheSnapshot())
+        event = self.pages.snapshot_event() if self.pages else pb.NodeEvent(snapshot=pb.CacheSnapshot())
+        if self._engine_cache is not None:
+            event.snapshot.groups.extend(as_message(stored).stored for stored in self._engine_cache.snapshot())
+        return event
 
     def _publish_description(self) -> None:
         self.events.publish(pb.NodeEvent(description=self.describe()))

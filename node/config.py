@@ -14,7 +14,9 @@ from transport.pacing import Budget, DailyBudget
 
 CLUSTER_KINDS: Final = ("prfaas", "pd")
 ROLES: Final = ("prefill", "decode")
-ENGINES: Final = ("embedded", "emulated")
+ENGINES: Final = ("embedded", "emulated", "vllm")
+# A vLLM server imports itself three times, and compiles where it has a GPU.
+START_TIMEOUT_S: Final = {"embedded": 120.0, "emulated": 120.0, "vllm": 900.0}
 TRANSPORTS: Final = ("auto", "tcp")
 CONGESTION_CONTROLS: Final = ("auto", "bbr", "cubic")
 INTEGRITIES: Final = {"plain": Integrity.NONE, "checksum": Integrity.CHECKSUM, "aead": Integrity.AEAD}
@@ -75,7 +77,7 @@ class NodeConfig:
     lease_s: float = 900.0
     room_timeout_s: float = 20.0
     drain_timeout_s: float = 60.0
-    engine_start_timeout_s: float = 120.0
+    engine_start_timeout_s: float = 0.0
     engine_max_restarts: int = 5
 
     def __post_init__(self) -> None:
@@ -108,8 +110,9 @@ class NodeConfig:
         egress_budgets(self.egress_bytes_per_s)
         _in_range("threads", self.threads, 1, 1024)
         _in_range("engine_max_restarts", self.engine_max_restarts, 0, 1000)
-        for name in ("lease_s", "room_timeout_s", "drain_timeout_s", "engine_start_timeout_s"):
+        for name in ("lease_s", "room_timeout_s", "drain_timeout_s"):
             _in_range(name, getattr(self, name), 0.1, 86400.0)
+        _in_range("engine_start_timeout_s", self.engine_start_timeout_s, 0.0, 86400.0)
 
     def _check_identity(self) -> None:
         missing = [name for name in IDENTITY_KEYS if not getattr(self, name)]
@@ -124,6 +127,11 @@ class NodeConfig:
     def model_name(self) -> str:
         """The name that API users ask for."""
         return self.served_model or Path(self.model).name
+
+    @property
+    def start_timeout_s(self) -> float:
+        """How long the engine may take until it can be used."""
+        return self.engine_start_timeout_s or START_TIMEOUT_S[self.engine]
 
     @property
     def identity(self) -> Identity | None:
@@ -230,8 +238,8 @@ def load_node_config(path: Path) -> NodeConfig:
     config = node_config(document["node"], f"{path}: [node]")
     # A relative path is relative to its file.
     paths = [name for name in ("model", *IDENTITY_KEYS) if getattr(config, name)]
-    if config.engine == "emulated":
-        paths.remove("model")
+    if config.engine == "emulated" or (config.engine == "vllm" and not (path.parent / config.model).exists()):
+        paths.remove("model")  # a name, not a path
     absolute: dict[str, Any] = {name: str(path.parent / getattr(config, name)) for name in paths}
     return replace(config, **absolute)
 

@@ -26,7 +26,8 @@ _LIBC = ctypes.CDLL(None)  # before any fork: a child of a process with threads 
 def engine_command(config: NodeConfig, socket_path: Path) -> list[str]:
     """The command line of this node's engine."""
     model = ["--emulate", config.model] if config.engine == "emulated" else ["--model", config.model]
-    command = [sys.executable, "-m", "engine", *model]
+    module = "engine.vllm_launch" if config.engine == "vllm" else "engine"
+    command = [sys.executable, "-m", module, *model]
     command += ["--host", config.host, "--port", str(config.engine_port), "--agent-socket", str(socket_path)]
     command += ["--model-name", config.model_name, "--chunk-tokens", str(config.chunk_tokens)]
     command += ["--threads", str(config.threads), "--drain-timeout-s", str(config.drain_timeout_s)]
@@ -34,6 +35,8 @@ def engine_command(config: NodeConfig, socket_path: Path) -> list[str]:
         command += ["--block-size", str(config.block_size)]
     if config.max_model_len:
         command += ["--max-model-len", str(config.max_model_len)]
+    if config.engine == "vllm":
+        command += ["--role", config.role, "--"]  # what follows is vLLM's own
     return [*command, *config.engine_args]
 
 
@@ -111,15 +114,25 @@ class EngineSupervisor:
                 stdout=out,
                 stderr=out,
                 env=environment,
+                start_new_session=True,
                 preexec_fn=die_with_parent,
             )
-        return await self._process.wait()
+        try:
+            return await self._process.wait()
+        finally:
+            if self._process.returncode is not None:
+                self._kill_group()
 
     def kill(self) -> None:
         """SIGKILL; `run` starts the next one."""
         if self._process and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        """The engine and what it started: workers that outlive their server would hold its pages and its memory."""
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     async def stop(self, timeout_s: float) -> None:
         """SIGTERM (running streams finish), SIGKILL after `timeout_s`. Call after `run` was cancelled."""
@@ -134,6 +147,7 @@ class EngineSupervisor:
             log.error("engine killed node=%s: it did not end within %.1fs", self._config.node_id, timeout_s)
             self.kill()
             await process.wait()
+        self._kill_group()
 
 
 def die_with_parent() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rich.console import Console
 
 import prfaas
+from node.command_line import add_node_arguments, config_from, split_engine_args
 from prfaas.errors import PrfaasError, TopologyError
 
 if TYPE_CHECKING:
@@ -26,7 +27,12 @@ WIDTH_WHEN_PIPED = 160
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status: 0 done, 1 failed, 2 bad configuration or arguments."""
-    arguments = _parser().parse_args(argv)
+    own, engine_args = split_engine_args(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    arguments = parser.parse_args(own)
+    if engine_args and arguments.command != "node":
+        parser.error("only `prfaas node` takes arguments for an engine after --")
+    arguments.engine_args = engine_args
     try:
         status: int = arguments.run(arguments)
     except PrfaasError as exc:
@@ -62,10 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     gateway.set_defaults(run=_gateway)
 
-    node = commands.add_parser("node", help="run one node: agent and engine")
-    node.add_argument(
-        "-c", "--config", type=Path, required=True, metavar="FILE.toml", help="configuration with a [node] table"
-    )
+    node = commands.add_parser("node", help="run one node: agent and engine; what follows -- is the engine's own")
+    add_node_arguments(node)
     node.set_defaults(run=_node)
 
     _add_model(commands.add_parser("model", help="build a tiny model of a real hybrid architecture, offline"))
@@ -182,19 +186,21 @@ def _gateway(arguments: argparse.Namespace) -> int:
 
 
 def _node(arguments: argparse.Namespace) -> int:
-    from node.config import load_node_config
     from node.errors import ConfigError
+    from node.main import check_identity, check_model, run
 
     try:
-        kind = load_node_config(arguments.config).cluster_kind
+        config = config_from(arguments, arguments.engine_args)
+        check_model(config)
+        check_identity(config)
     except ConfigError as exc:
         print(f"prfaas node: {exc}", file=sys.stderr)
         return EXIT_BAD_CONFIG
-    if kind == "prfaas":
-        from prfaas_cluster.__main__ import main as node_main
+    if config.cluster_kind == "prfaas":
+        from prfaas_cluster.admission import admit
     else:
-        from pd_cluster.__main__ import main as node_main
-    return node_main(["-c", str(arguments.config)])
+        from pd_cluster.admission import admit
+    return run(config, admit, lambda: config_from(arguments, arguments.engine_args))
 
 
 def _model_build(arguments: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from prfaas.topology import Topology
 
 NODE_MODULES = {"prfaas": "prfaas_cluster", "pd": "pd_cluster"}
 NODE_START_S = 60.0
-ENGINE_START_S = 180.0
+ENGINE_START_MARGIN_S = 60.0  # for a node to say that its engine did not come up
 GATEWAY_START_S = 60.0
 STOP_S = 60.0
 DEFAULT_PORT = 8000
@@ -116,7 +116,8 @@ class System:
         await process.start()
         listening = await process.line("node listening ", NODE_START_S)
         node.agent_address, node.metrics_url = listening["agent"], listening["metrics"]
-        node.engine_url = (await process.line("node ready ", ENGINE_START_S))["engine"]
+        ready_s = config.start_timeout_s + ENGINE_START_MARGIN_S
+        node.engine_url = (await process.line("node ready ", ready_s))["engine"]
         place = f"{config.cluster_kind}/{config.cluster} {config.role}"
         self._report(f"  {config.node_id:<10} {place:<22} agent {node.agent_address}")
         return node

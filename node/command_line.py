@@ -1,0 +1,69 @@
+"""A node's command line: a file with one table, [node], or a flag for every key of it, or both (flags win).
+
+prfaas node -c configs/hosts/east-p0.toml
+prfaas node --engine vllm --model models/llama --role prefill [-- any vLLM flag]
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+from node.config import CLUSTER_KINDS, ENGINES, ROLES, TRANSPORTS, NodeConfig, load_node_config, node_config
+from node.errors import ConfigError
+
+# Of a node without a file: alone, it serves whole requests.
+DEFAULTS: Final[dict[str, Any]] = {"cluster": "local", "cluster_kind": "pd", "role": "decode"}
+CHOICES: Final = {"cluster_kind": CLUSTER_KINDS, "role": ROLES, "engine": ENGINES, "transport": TRANSPORTS}
+FILE_ONLY: Final = ("engine_args", "egress_bytes_per_s")
+END_OF_OURS: Final = "--"
+
+
+def split_engine_args(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Our arguments, and after `--` the engine's. (argparse hands some of the latter to us.)"""
+    if END_OF_OURS not in argv:
+        return list(argv), ()
+    at = list(argv).index(END_OF_OURS)
+    return list(argv[:at]), tuple(argv[at + 1 :])
+
+
+def add_node_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds `-c` and the flags of all keys to `parser`."""
+    parser.add_argument(
+        "-c", "--config", type=Path, metavar="FILE.toml", help="configuration with one table, [node]; flags win over it"
+    )
+    keys = parser.add_argument_group("keys of [node], as docs/running.md explains them")
+    for field in fields(NodeConfig):
+        if field.name in FILE_ONLY:
+            continue
+        flag = f"--{field.name.replace('_', '-')}"
+        if field.type is bool:
+            keys.add_argument(flag, action=argparse.BooleanOptionalAction, default=None)
+        else:
+            kind: Any = field.type if field.type in (int, float) else str
+            keys.add_argument(flag, type=kind, choices=CHOICES.get(field.name), metavar=_metavar(field.name))
+
+
+def config_from(arguments: argparse.Namespace, engine_args: Sequence[str] = ()) -> NodeConfig:
+    """The configuration that the command line stands for. Raises ConfigError."""
+    given = {f.name: getattr(arguments, f.name) for f in fields(NodeConfig) if f.name not in FILE_ONLY}
+    flags = {key: value for key, value in given.items() if value is not None}
+    if arguments.config is not None:
+        config = load_node_config(arguments.config)
+        flags = {key: _number_or_text(key, value) for key, value in flags.items()}
+        return replace(config, **flags, engine_args=(*config.engine_args, *engine_args))
+    if not flags:
+        raise ConfigError("give a file with -c, or at least --model")
+    table = DEFAULTS | {key: _number_or_text(key, value) for key, value in flags.items()}
+    table.setdefault("node_id", f"{table['cluster']}-{table['role']}")
+    return node_config({**table, "engine_args": list(engine_args)}, "arguments")
+
+
+def _number_or_text(key: str, value: Any) -> Any:
+    """`connections` is a number or a word."""
+    return int(value) if key == "connections" and value.isdecimal() else value
+
+
+def _metavar(key: str) -> str | None:
+    return None if key in CHOICES else key.rpartition("_")[2].upper()

@@ -1,0 +1,205 @@
+"""What an engine's own prefix cache holds, in the names that gateways look for.
+
+vLLM tells of its blocks under hashes of its own. It also tells their tokens and their parents, so ours can be computed; a
+block whose parent is unknown, or that belongs to an adapter or to a salt of vLLM's, has no name here and is passed over.
+What is passed over, or forgotten too early, costs a lost hit; nothing here decides what an engine really reuses.
+
+vLLM keeps layers of one kind in one group or in several. A group of ours holds a block when each of them does: of a hybrid model
+a prefix is usable only where attention and states are both there.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Medium
+from hybrid_cache.hashing import block_hashes
+from hybrid_cache.layout import ModelLayout
+from hybrid_cache.spec import FullAttention, KVCacheSpec, LinearState, SlidingWindow
+
+EngineHash = int | bytes
+
+ATTENTION_KINDS: Final = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+WINDOW_KINDS: Final = frozenset({"sliding_window", "sliding_window_mla"})
+STATE_KINDS: Final = frozenset({"mamba"})
+
+
+class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Blocks of one of vLLM's groups. Groups that skip blocks name fewer than `token_ids` has."""
+
+    block_hashes: list[EngineHash]
+    parent_block_hash: EngineHash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Blocks that a group has no more."""
+
+    block_hashes: list[EngineHash]
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
+    """No group has any block."""
+
+
+EngineEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EngineCache:
+    """Translates one engine's events. `salt` is what hashes of its model's blocks start from."""
+
+    def __init__(self, layout: ModelLayout, salt: bytes) -> None:
+        self._layout = layout
+        self._salt = salt
+        self._names: dict[EngineHash, bytes] = {}
+        self._groups = tuple(_Group() for _ in layout.groups)
+        self._ours: dict[int, tuple[int, ...]] = {}  # vLLM's group → ours that hold the same
+
+    def apply(self, events: Sequence[EngineEvent]) -> list[CacheEvent]:
+        """What a batch of the engine's events means to gateways."""
+        cleared: list[CacheEvent] = []
+        # Names first: of a new block, the group that tells its tokens may speak last.
+        for event in events:
+            if isinstance(event, BlockStored):
+                self._learn(event)
+        for event in events:
+            match event:
+                case BlockStored():
+                    self._store(event)
+                case BlockRemoved():
+                    self._remove(event)
+                case AllBlocksCleared():
+                    cleared = self._clear_groups()
+        changes = [change for number, group in enumerate(self._groups) for change in group.changes(number)]
+        self._forget_names(events)
+        return [*cleared, *changes]
+
+    def clear(self) -> list[CacheEvent]:
+        """Begins anew: events were lost, or the engine was."""
+        self._names.clear()
+        self._ours.clear()
+        return self._clear_groups()
+
+    def snapshot(self) -> tuple[BlocksStored, ...]:
+        """Everything that is held, by group."""
+        held = (tuple(group.held) for group in self._groups)
+        return tuple(BlocksStored(number, hashes, Medium.ENGINE) for number, hashes in enumerate(held) if hashes)
+
+    def _learn(self, event: BlockStored) -> None:
+        size = self._layout.block_size
+        told = len(event.block_hashes) * size == len(event.token_ids)
+        if event.block_size != size or not told or event.lora_id is not None:
+            return
+        parent = b"" if event.parent_block_hash is None else self._names.get(event.parent_block_hash)
+        if parent is None:
+            return
+        # A salted block makes its descendants nameless, too: their chain begins with it.
+        plain = next((i for i, keys in enumerate(event.extra_keys or ()) if keys), len(event.block_hashes))
+        ours = block_hashes(event.token_ids[: plain * size], size, self._salt, parent)
+        self._names.update(zip(event.block_hashes, ours, strict=False))
+
+    def _store(self, event: BlockStored) -> None:
+        member = event.group_idx or 0
+        if event.block_size != self._layout.block_size:
+            return
+        if member not in self._ours:
+            self._ours[member] = tuple(self._groups_of(event))
+            for number in self._ours[member]:
+                self._groups[number].admit(member)
+        names = [self._names[key] for key in event.block_hashes if key in self._names]
+        for number in self._ours[member]:
+            self._groups[number].store(member, names)
+
+    def _remove(self, event: BlockRemoved) -> None:
+        member = event.group_idx or 0
+        names = [self._names[key] for key in event.block_hashes if key in self._names]
+        for number in self._ours.get(member, ()):
+            self._groups[number].remove(member, names)
+
+    def _groups_of(self, event: BlockStored) -> Iterator[int]:
+        for number, group in enumerate(self._layout.groups):
+            if _is_of(group.spec, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window):
+                yield number
+
+    def _clear_groups(self) -> list[CacheEvent]:
+        for group in self._groups:
+            group.clear()
+        return [CacheCleared(Medium.ENGINE)]
+
+    def _forget_names(self, events: Sequence[EngineEvent]) -> None:
+        if any(isinstance(event, AllBlocksCleared) for event in events):
+            self._names = {key: name for key, name in self._names.items() if any(name in g for g in self._groups)}
+        for event in events:
+            if not isinstance(event, BlockRemoved):
+                continue
+            for key in event.block_hashes:
+                name = self._names.get(key)
+                if name is not None and not any(name in group for group in self._groups):
+                    del self._names[key]
+
+
+class _Group:
+    """One group of ours: which of vLLM's groups hold each block, as bits, and which blocks all of them hold."""
+
+    def __init__(self) -> None:
+        self._members = 0
+        self._holders: dict[bytes, int] = {}
+        self._touched: dict[bytes, None] = {}
+        self.held: dict[bytes, None] = {}
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._holders
+
+    def admit(self, member: int) -> None:
+        """From now on a block is held only if `member` holds it, too."""
+        self._members |= 1 << member
+        self._touched.update(self.held)
+
+    def store(self, member: int, names: Iterable[bytes]) -> None:
+        for name in names:
+            self._holders[name] = self._holders.get(name, 0) | 1 << member
+            self._touched[name] = None
+
+    def remove(self, member: int, names: Iterable[bytes]) -> None:
+        for name in names:
+            left = self._holders.pop(name, 0) & ~(1 << member)
+            if left:
+                self._holders[name] = left
+            self._touched[name] = None
+
+    def clear(self) -> None:
+        self._holders.clear()
+        self._touched.clear()
+        self.held.clear()
+
+    def changes(self, number: int) -> Iterator[CacheEvent]:
+        """What became held and what is no longer, since the last call."""
+        complete = {name: self._holders.get(name, 0) == self._members for name in self._touched}
+        gone = tuple(name for name, whole in complete.items() if not whole and name in self.held)
+        new = tuple(name for name, whole in complete.items() if whole and name not in self.held)
+        self._touched.clear()
+        for name in gone:
+            del self.held[name]
+        self.held.update(dict.fromkeys(new))
+        if gone:
+            yield BlocksRemoved(number, gone, Medium.ENGINE)
+        if new:
+            yield BlocksStored(number, new, Medium.ENGINE)
+
+
+def _is_of(spec: KVCacheSpec, kind: str | None, window: int | None) -> bool:
+    match spec:
+        case FullAttention():
+            return kind in ATTENTION_KINDS or kind is None
+        case SlidingWindow(window=ours):
+            return kind in WINDOW_KINDS and window in (None, ours)
+        case LinearState():
+            return kind in STATE_KINDS
