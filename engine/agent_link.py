@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -55,6 +55,7 @@ class AgentJob:
         self._link = link
         self.job: Final = job
         self.kv: JobKV | None = None
+        self.granted: JobPages | None = None
         self.on_failure: Callable[[TransferError], None] | None = None
         self._pages: asyncio.Future[JobPages] = link.loop.create_future()
         self._delivered: asyncio.Future[Delivered] = link.loop.create_future()
@@ -67,6 +68,7 @@ class AgentJob:
             self.kv = self._link.map_job(pages)
         except PagesInvalid as exc:
             raise TransferError("pages_invalid", str(exc)) from exc
+        self.granted = pages
         return self.kv
 
     async def delivered(self) -> Delivered:
@@ -126,7 +128,9 @@ class AgentLink:
         http_url: str,
         on_welcome: Callable[[Welcome], None],
         on_drain: Callable[[], None],
+        on_lost: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """`on_lost` ends what reads and writes pages elsewhere: the agent lends them again once we have hung up."""
         self.loop: Final = asyncio.get_running_loop()
         self._path = path
         self._layout = layout
@@ -139,6 +143,7 @@ class AgentLink:
         )
         self._on_welcome = on_welcome
         self._on_drain = on_drain
+        self._on_lost = on_lost
         self._writer: asyncio.StreamWriter | None = None
         self._arena: Arena | None = None
         self._jobs: dict[str, AgentJob] = {}
@@ -267,6 +272,8 @@ class AgentLink:
             await self._read(reader)
         finally:
             self._lose()
+            if self._on_lost is not None:
+                await self._on_lost()
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()

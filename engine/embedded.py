@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from engine.base import Logits
 from engine.errors import ModelError, PrefillAborted
 from engine.kv_layers import SequenceCache
-from engine.layout_of import layout_of, model_identity, probe
+from engine.layout_of import layout_of, probe
+from engine.model_identity import model_identity
 from engine.pages import JobKV
 from hybrid_cache.layout import ModelLayout
 

@@ -4,11 +4,9 @@ One token is run and the cache inspected: true for every architecture transforme
 and latent ranks to keep in step with it.
 """
 
-import hashlib
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Final
 
-import msgspec
 import torch
 
 from engine.errors import ModelError
@@ -16,7 +14,6 @@ from engine.kv_layers import SequenceCache
 from hybrid_cache.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.spec import FullAttention, KVCacheSpec, LinearState, SlidingWindow
 
-_SAMPLE_BYTES: Final = 1 << 20
 _KIND_ORDER: Final = (FullAttention, SlidingWindow, LinearState)
 
 
@@ -38,40 +35,21 @@ def layout_of(cache: SequenceCache, model: str, dtype: str, block_size: int) -> 
             specs.setdefault(_attention_spec(layer), []).append(number)
     for number, layer in cache.linear_layers().items():
         if states := layer.states():
-            specs.setdefault(LinearState(sum(state.nbytes for state in states)), []).append(number)
+            specs.setdefault(_state_spec(states), []).append(number)
     ordered = sorted(specs.items(), key=lambda item: _KIND_ORDER.index(type(item[0])))
     groups = tuple(KVCacheGroup(spec, tuple(layers)) for spec, layers in ordered)
     return ModelLayout(model=model, dtype=dtype, block_size=block_size, groups=groups)
 
 
-def model_identity(directory: Path) -> str:
-    """Name and digest of configuration and weights: equal for copies of a model, different for another seed."""
-    config = directory / "config.json"
-    try:
-        kind = msgspec.json.decode(config.read_bytes()).get("model_type", "model")
-    except (OSError, msgspec.DecodeError, AttributeError) as exc:
-        raise ModelError(f"{config} cannot be read: {exc}") from exc
-    digest = hashlib.sha256(config.read_bytes())
-    for weights in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
-        digest.update(f"{weights.name}:{weights.stat().st_size}".encode())
-        digest.update(_sample(weights))
-    return f"{kind}-{digest.hexdigest()[:16]}"
-
-
 def _attention_spec(layer: Any) -> KVCacheSpec:
     k_bytes, v_bytes = (part[0, :, 0].nbytes for part in (layer.keys, layer.values))
+    heads = {"k_vector": layer.keys.shape[-1], "v_vector": layer.values.shape[-1]}
     window = getattr(layer, "sliding_window", None)
     if window is None:
-        return FullAttention(bytes_per_token=k_bytes + v_bytes, k_bytes_per_token=k_bytes)
-    return SlidingWindow(window=window, bytes_per_token=k_bytes + v_bytes, k_bytes_per_token=k_bytes)
+        return FullAttention(bytes_per_token=k_bytes + v_bytes, k_bytes_per_token=k_bytes, **heads)
+    return SlidingWindow(window=window, bytes_per_token=k_bytes + v_bytes, k_bytes_per_token=k_bytes, **heads)
 
 
-def _sample(path: Path) -> bytes:
-    """Start, middle and end of a weight file: enough to tell models apart, cheap for large ones."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        parts = []
-        for start in (0, max(0, size // 2 - _SAMPLE_BYTES // 2), max(0, size - _SAMPLE_BYTES)):
-            file.seek(start)
-            parts.append(file.read(_SAMPLE_BYTES))
-    return b"".join(parts)
+def _state_spec(states: Sequence[torch.Tensor]) -> LinearState:
+    parts = tuple((state.nbytes, str(state.dtype).removeprefix("torch."), int(state.shape[-1])) for state in states)
+    return LinearState(sum(state.nbytes for state in states), parts)

@@ -179,9 +179,8 @@ def sampling_params(
     )
 
 
-def transfer_of(request: OpenAIRequest) -> Transfer:
+def transfer_of(params: KVTransferParams | None) -> Transfer:
     """What `kv_transfer_params` ask for. Raises RequestError."""
-    params = request.kv_transfer_params
     if params is None:
         return Transfer()
     if params.do_remote_decode and params.do_remote_prefill:

@@ -97,7 +97,7 @@ class OpenAIServer:
         body: OpenAIRequest = parse_request(data, kind)
         self._check_model(body.model)
         check_supported(body)
-        transfer = transfer_of(body)
+        transfer = transfer_of(body.kv_transfer_params)
         engine = self._service.engine
         prompt = prompt_tokens(body, self._tokenizer, engine.vocab_size)
         if transfer.ticket is not None:

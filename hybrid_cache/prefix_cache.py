@@ -164,8 +164,12 @@ class PrefixCache:
         self._holds[request_id] = hold
         return length
 
-    def commit(self, request_id: str, filled_tokens: int, now: float) -> None:
+    def commit(
+        self, request_id: str, filled_tokens: int, now: float, unfilled: Container[tuple[int, int]] = ()
+    ) -> None:
         """Full blocks and aligned snapshots within the first `filled_tokens` tokens become prefix blocks.
+
+        `unfilled` stay the request's own: (group, block) of windows and (group, length) of states that nobody wrote.
 
         May be called as prefill goes on. Where a block is cached already, the older one stays and ours goes at release.
         Raises UnknownReservation.
@@ -174,7 +178,7 @@ class PrefixCache:
         full_blocks = min(filled_tokens, hold.num_tokens) // self.layout.block_size
         full_blocks = min(full_blocks, len(hold.hashes))
         self._commit_blocks(hold, full_blocks)
-        self._commit_companions(hold, full_blocks)
+        self._commit_companions(hold, full_blocks, unfilled)
 
     def release(self, request_id: str, now: float) -> None:
         """Unlocks what the request shares and frees what is its own. Unknown ids are fine."""
@@ -370,11 +374,11 @@ class PrefixCache:
         for group in self.layout.full_groups:
             self._events.stored(group, added)
 
-    def _commit_companions(self, hold: Hold, full_blocks: int) -> None:
-        for group, index in list(hold.own_windows):
+    def _commit_companions(self, hold: Hold, full_blocks: int, unfilled: Container[tuple[int, int]]) -> None:
+        for group, index in [key for key in hold.own_windows if key not in unfilled]:
             if index < full_blocks and group not in hold.nodes[index].companions:
                 self._add_companion(hold, hold.nodes[index], group, hold.own_windows.pop((group, index)))
-        for group, length in list(hold.own_states):
+        for group, length in [key for key in hold.own_states if key not in unfilled]:
             blocks, rest = divmod(length, self.layout.block_size)
             if not rest and blocks <= full_blocks and group not in hold.nodes[blocks - 1].companions:
                 self._add_companion(hold, hold.nodes[blocks - 1], group, hold.own_states.pop((group, length)))

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 
 from hybrid_cache import hashing
@@ -189,9 +189,9 @@ class Pages:
         if self.ssd:
             await self.ssd.settled()
 
-    def commit(self, request_id: str, filled_tokens: int) -> None:
-        """Filled blocks become prefix-cache blocks."""
-        self.cache.commit(request_id, filled_tokens, now=self._now())
+    def commit(self, request_id: str, filled_tokens: int, unfilled: Container[tuple[int, int]] = ()) -> None:
+        """Filled blocks become prefix-cache blocks, but those of `unfilled`: (group, block or length)."""
+        self.cache.commit(request_id, filled_tokens, self._now(), unfilled)
         self.publish()
 
     def release(self, request_id: str) -> None:

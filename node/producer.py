@@ -224,7 +224,7 @@ class Producer:
         self._pages.computed(job.reservation.num_tokens - job.reservation.cached_tokens, job.prefill_end_s)
         if job.push:
             job.bytes_before_prefill_end = job.push.bytes_sent
-        self._pages.commit(job.reservation.request_id, message.num_tokens)
+        self._pages.commit(job.reservation.request_id, message.num_tokens, frozenset(message.unfilled))
         self._report(job)
 
     def end(self, message: m.EndJob, owner: object) -> None:

@@ -117,10 +117,15 @@ class StateDone(Message, frozen=True, kw_only=True):
 
 
 class PrefillDone(Message, frozen=True, kw_only=True):
-    """All layers and states up to `num_tokens` are in their pages."""
+    """All layers and states up to `num_tokens` are in their pages, but those of `unfilled`.
+
+    An engine may be unable to keep a state at every length it was offered pages for; `unfilled` are the (group, length)
+    of such states and the (group, block) of such window blocks, which must not become prefix cache.
+    """
 
     job: str
     num_tokens: int
+    unfilled: tuple[tuple[int, int], ...] = ()
 
 
 class Delivered(Message, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@ import pytest
 
 from engine.byte_tokenizer import VOCAB_SIZE, byte_vocabulary
 from engine.errors import ModelError
-from engine.layout_of import model_identity
+from engine.model_identity import model_identity
 from engine.models import build_model
 from engine.tokenizer import TextTokenizer
 

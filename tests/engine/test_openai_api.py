@@ -40,7 +40,7 @@ def chat(**fields):
 def everything(request):
     """What the server asks of a parsed request."""
     check_supported(request)
-    transfer_of(request)
+    transfer_of(request.kv_transfer_params)
     prompt = prompt_tokens(request, TOKENIZER, 512)
     return sampling_params(request, len(prompt), 1024, 512, seed=5)
 
@@ -180,7 +180,9 @@ def test_prompts_in_all_shapes():
 
 
 def test_ticket_comes_back_as_bytes():
-    transfer = transfer_of(completion(kv_transfer_params={"do_remote_decode": True, "ticket": TICKET, "salt": "0102"}))
+    transfer = transfer_of(
+        completion(kv_transfer_params={"do_remote_decode": True, "ticket": TICKET, "salt": "0102"}).kv_transfer_params
+    )
     assert transfer.salt == b"\x01\x02"
     assert transfer.ticket is not None
     assert (transfer.ticket.secret, transfer.ticket.tokens_digest) == (b"\x0a", b"\xff")

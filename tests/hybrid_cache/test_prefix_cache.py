@@ -245,3 +245,14 @@ def test_prompt_shorter_than_a_block_is_the_first_ever():
     prefill(cache, PROMPT)
     cache.clear(0.0)
     assert cache.report().pages_free == 400
+
+
+def test_what_nobody_filled_does_not_become_prefix_cache():
+    cache = make_cache(FULL, WINDOW, STATE)
+    held = reserve(cache, "r", PROMPT)
+    windows = {(1, block) for block, pages in enumerate(held.blocks[1]) if pages}
+    states = {(2, length) for length in held.states[2]}
+    cache.commit("r", len(PROMPT), 0.0, windows | states)
+    cache.release("r", 1.0)
+    assert cache.match(HASHES, 18) == PrefixHit(0, 16)
+    cache.check_integrity()
