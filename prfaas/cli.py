@@ -187,12 +187,11 @@ def _gateway(arguments: argparse.Namespace) -> int:
 
 def _node(arguments: argparse.Namespace) -> int:
     from node.errors import ConfigError
-    from node.main import check_identity, check_model, run
+    from node.main import check_model, run
 
     try:
         config = config_from(arguments, arguments.engine_args)
         check_model(config)
-        check_identity(config)
     except ConfigError as exc:
         print(f"prfaas node: {exc}", file=sys.stderr)
         return EXIT_BAD_CONFIG
