@@ -25,13 +25,22 @@ from hybrid_cache.spec import FullAttention, LinearState, SlidingWindow
 DIGEST_BYTES: Final = 32
 
 # The KVCache of the tiny models of engine.models, as measured there (fp32).
+_GQA: Final = FullAttention(1024, 512, 64, 64)
+
+
+def _states(*parts: tuple[int, int]) -> KVCacheGroup:
+    """Three layers of states of (bytes, elements of the last axis)."""
+    spec = LinearState(sum(size for size, _ in parts), tuple((size, "float32", vector) for size, vector in parts))
+    return KVCacheGroup(spec, (0, 1, 2))
+
+
 GROUPS: Final[dict[str, tuple[KVCacheGroup, ...]]] = {
-    "kimi_linear": (KVCacheGroup(FullAttention(320, 256), (3,)), KVCacheGroup(LinearState(77824), (0, 1, 2))),
-    "qwen3_next": (KVCacheGroup(FullAttention(1024, 512), (3,)), KVCacheGroup(LinearState(73728), (0, 1, 2))),
-    "granite_hybrid": (KVCacheGroup(FullAttention(1024, 512), (3,)), KVCacheGroup(LinearState(141312), (0, 1, 2))),
-    "lfm2": (KVCacheGroup(FullAttention(1024, 512), (3,)), KVCacheGroup(LinearState(3072), (0, 1, 2))),
-    "gemma3": (KVCacheGroup(FullAttention(1024, 512), (3,)), KVCacheGroup(SlidingWindow(128, 1024, 512), (0, 1, 2))),
-    "llama": (KVCacheGroup(FullAttention(1024, 512), (0, 1, 2, 3)),),
+    "kimi_linear": (KVCacheGroup(FullAttention(320, 256, 64, 16), (3,)), _states((12288, 4), (65536, 64))),
+    "qwen3_next": (KVCacheGroup(_GQA, (3,)), _states((8192, 4), (65536, 64))),
+    "granite_hybrid": (KVCacheGroup(_GQA, (3,)), _states((10240, 4), (131072, 64))),
+    "lfm2": (KVCacheGroup(_GQA, (3,)), _states((3072, 3))),
+    "gemma3": (KVCacheGroup(_GQA, (3,)), KVCacheGroup(SlidingWindow(128, 1024, 512, 64, 64), (0, 1, 2))),
+    "llama": (KVCacheGroup(_GQA, (0, 1, 2, 3)),),
 }
 
 

@@ -37,6 +37,14 @@ class Segment(NamedTuple):
     length: int
 
 
+class Elements(NamedTuple):
+    """Consecutive bytes of a slab that hold values of `dtype` in vectors (heads) of `vector`; "" and 0: not known."""
+
+    num_bytes: int
+    dtype: str
+    vector: int
+
+
 class RangeKey(NamedTuple):
     """One slab of a transfer. `block` is a block index for attention groups, the token length for state groups."""
 
@@ -105,6 +113,17 @@ class ModelLayout:
                 return size
             case FullAttention(bytes_per_token=size) | SlidingWindow(bytes_per_token=size):
                 return size * self.block_size
+
+    def elements(self, group: int) -> tuple[Elements, ...]:
+        """What a slab of `group` consists of, in order."""
+        match self.groups[group].spec:
+            case LinearState(bytes_per_snapshot=size, parts=parts):
+                return tuple(Elements(*part) for part in parts) or (Elements(size, "", 0),)
+            case FullAttention() | SlidingWindow() as spec:
+                k_bytes = spec.k_bytes_per_token * self.block_size
+                v_bytes = spec.bytes_per_token * self.block_size - k_bytes
+                k, v = Elements(k_bytes, self.dtype, spec.k_vector), Elements(v_bytes, self.dtype, spec.v_vector)
+                return (k, v) if v_bytes else (k,)
 
     def block_bytes(self, group: int) -> int:
         """Bytes of one block (or snapshot) of all layers of `group`, waste not included."""
@@ -243,4 +262,6 @@ def _merge(cuts: list[Segment]) -> tuple[Segment, ...]:
 def _group_from(entry: dict[str, Any]) -> KVCacheGroup:
     sizes = dict(entry)
     kind, layers = sizes.pop("kind"), sizes.pop("layers")
+    if "parts" in sizes:
+        sizes["parts"] = tuple((int(size), str(dtype), int(vector)) for size, dtype, vector in sizes["parts"])
     return KVCacheGroup(_KINDS[kind](**sizes), tuple(layers))

@@ -218,3 +218,28 @@ def test_impossible_layouts():
         ModelLayout("m", "float32", 0, (KVCacheGroup(FULL, (0,)),))
     with pytest.raises(LayoutError):
         ModelLayout("m", "float32", 16, ())
+
+
+def test_a_layout_says_what_its_slabs_consist_of():
+    parts = ((64, "float32", 4), (192, "float32", 16))
+    layout = ModelLayout(
+        "m", "bfloat16", 32,
+        (
+            KVCacheGroup(FullAttention(96, 64, 32, 16), (0,)),
+            KVCacheGroup(SlidingWindow(128, 64, 64, 32), (1,)),
+            KVCacheGroup(LinearState(256, parts), (2,)),
+            KVCacheGroup(LinearState(100), (3,)),
+        ),
+    )  # fmt: skip
+    assert layout.elements(0) == ((32 * 64, "bfloat16", 32), (32 * 32, "bfloat16", 16))
+    assert layout.elements(1) == ((32 * 64, "bfloat16", 32),)
+    assert layout.elements(2) == parts
+    assert layout.elements(3) == ((100, "", 0),)
+    assert all(sum(e.num_bytes for e in layout.elements(g)) == layout.slab_bytes(g) for g in range(4))
+    assert ModelLayout.from_json(layout.to_json()) == layout
+    assert ModelLayout.from_json(layout.to_json()).fingerprint == layout.fingerprint
+
+
+def test_parts_are_the_whole_snapshot():
+    with pytest.raises(ValueError, match="100 bytes"):
+        LinearState(100, ((64, "float32", 4),))

@@ -1,0 +1,133 @@
+"""What a node does to KVCache on its way to other nodes, and what it takes from them: by default, nothing.
+
+    [node.coding]
+    accept_quantised = true                 # as a receiver; else senders hear that it takes exact bytes only
+    reuse_quantised = false                 # what was quantised on its way does not become prefix cache
+    [node.coding.full_attention]            # as a sender, by kind of group
+    compression = "auto"                    # "off", "auto" (while the link is the bottleneck), "zstd" (always)
+    quantisation = "int8"                   # "off", "int8", "fp8"
+    quantise_when = "bottleneck"            # or "always": tokens then do not depend on the load of the link
+
+KVCache that was quantised serves the request that it was made for. Other requests would take it for exact, and so would other
+nodes that it is copied to: hence it is not committed to the prefix cache unless `reuse_quantised` says so.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from math import gcd
+from typing import Any, Final
+
+from hybrid_cache.layout import Elements, ModelLayout, RangeKey
+from hybrid_cache.spec import FullAttention, KVCacheSpec, LinearState, SlidingWindow
+from node.errors import ConfigError
+from transport.codec import Codec, decodable, zstd_module
+from transport.coding import CodingPolicy, Compression, FormatOf, Quantisation, QuantiseWhen, RangeFormat
+from transport.elements import ITEM_BYTES, Run
+
+MIN_VECTOR: Final = 16  # shorter vectors would be mostly scales
+
+_POLICY_KEYS: Final[dict[str, type[StrEnum]]] = {
+    "compression": Compression,
+    "quantisation": Quantisation,
+    "quantise_when": QuantiseWhen,
+}
+_KIND_OF: Final[dict[type[KVCacheSpec], str]] = {
+    FullAttention: "full_attention",
+    SlidingWindow: "sliding_window",
+    LinearState: "linear_state",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coding:
+    """The [node.coding] table."""
+
+    accept_quantised: bool = False
+    reuse_quantised: bool = False
+    full_attention: CodingPolicy = field(default_factory=CodingPolicy)
+    sliding_window: CodingPolicy = field(default_factory=CodingPolicy)
+    linear_state: CodingPolicy = field(default_factory=CodingPolicy)
+
+    @property
+    def off(self) -> bool:
+        """Whether everything leaves as it is."""
+        return self.full_attention.off and self.sliding_window.off and self.linear_state.off
+
+    @property
+    def taken(self) -> Codec:
+        """What senders may use."""
+        return decodable(lossy=self.accept_quantised)
+
+    def policy(self, spec: KVCacheSpec) -> CodingPolicy:
+        """What may be done to groups of a kind."""
+        policy: CodingPolicy = getattr(self, _KIND_OF[type(spec)])
+        return policy
+
+
+def coding_of(table: Any, name: str = "coding") -> Coding:
+    """Parses the table. Raises ConfigError."""
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{name} = {table!r}: it must be a table")
+    known = [f.name for f in fields(Coding)]
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in known:
+            raise ConfigError(f"{name}: unknown key {key!r}; known keys are {', '.join(known)}")
+        if key in _KIND_OF.values():
+            values[key] = _policy_of(value, f"{name}.{key}")
+        elif isinstance(value, bool):
+            values[key] = value
+        else:
+            raise ConfigError(f"{name}.{key} = {value!r}: it must be true or false")
+    coding = Coding(**values)
+    if coding.reuse_quantised and not coding.accept_quantised:
+        raise ConfigError(f"{name}.reuse_quantised = true: allowed only with accept_quantised, which is false")
+    return coding
+
+
+def _policy_of(table: Any, name: str) -> CodingPolicy:
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{name} = {table!r}: it must be a table")
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in _POLICY_KEYS:
+            raise ConfigError(f"{name}: unknown key {key!r}; known keys are {', '.join(_POLICY_KEYS)}")
+        allowed = [str(member) for member in _POLICY_KEYS[key]]
+        if value not in allowed:
+            raise ConfigError(f"{name}.{key} = {value!r}: allowed are {', '.join(map(repr, allowed))}")
+        values[key] = _POLICY_KEYS[key](value)
+    policy = CodingPolicy(**values)
+    if policy.compression is not Compression.OFF and zstd_module() is None:
+        raise ConfigError(
+            f'{name}.compression = "{policy.compression}": it needs the zstd extra (pip install "prfaas[zstd]")'
+        )
+    return policy
+
+
+def formats_of(coding: Coding, layout: ModelLayout, ranges: Sequence[RangeKey], *, exact: bool) -> FormatOf | None:
+    """How the ranges of a transfer may be coded; None when they leave as they are. `exact` forbids to quantise."""
+    if coding.off:
+        return None
+    by_group = [_format(coding, layout, group, exact) for group in range(len(layout.groups))]
+    return lambda index: by_group[ranges[index].group]
+
+
+def _format(coding: Coding, layout: ModelLayout, group: int, exact: bool) -> RangeFormat:
+    spec = layout.groups[group].spec
+    policy = coding.policy(spec)
+    return RangeFormat(_KIND_OF[type(spec)], runs_of(layout.elements(group)), policy.exact() if exact else policy)
+
+
+def runs_of(elements: Sequence[Elements]) -> tuple[Run, ...]:
+    """Elements as transport knows them. K and V with heads of two sizes take the common part as their vector, so that a
+    chunk is one block and not two per slab.
+    """
+    known = [e if e.dtype in ITEM_BYTES else Elements(e.num_bytes, "", 0) for e in elements]
+    common = gcd(*(e.vector for e in known))
+    one_kind = len({e.dtype for e in known}) == 1 and common >= MIN_VECTOR
+    return tuple(Run(e.num_bytes, e.dtype, _vector(common if one_kind else e.vector)) for e in known)
+
+
+def _vector(elements: int) -> int:
+    return elements if elements >= MIN_VECTOR else 0
