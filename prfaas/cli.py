@@ -1,4 +1,4 @@
-"""The command line: `prfaas demo|up|gateway|node|model`."""
+"""The command line: `prfaas demo|up|gateway|node|certificates|model`."""
 
 import argparse
 import asyncio
@@ -12,9 +12,10 @@ from rich.console import Console
 
 import prfaas
 from node.command_line import add_node_arguments, config_from, split_engine_args
-from prfaas.errors import PrfaasError, TopologyError
+from prfaas.errors import CertificateError, PrfaasError, TopologyError
 
 if TYPE_CHECKING:
+    from prfaas.certificates import Holder
     from prfaas.system import System
     from prfaas.topology import Topology
 
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.run(arguments)
     except PrfaasError as exc:
         print(f"prfaas {arguments.command}: {exc}", file=sys.stderr)
-        return EXIT_BAD_CONFIG if isinstance(exc, TopologyError) else EXIT_FAILED
+        return EXIT_BAD_CONFIG if isinstance(exc, TopologyError | CertificateError) else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return status
@@ -71,6 +72,17 @@ def _parser() -> argparse.ArgumentParser:
     node = commands.add_parser("node", help="run one node: agent and engine; what follows -- is the engine's own")
     add_node_arguments(node)
     node.set_defaults(run=_node)
+
+    certificates = commands.add_parser(
+        "certificates", help="make an authority of your own and certificates for nodes and gateways"
+    )
+    certificates.add_argument(
+        "names", nargs="+", type=_holder, metavar="NAME[=HOST,...]",
+        help="a node_id, or gateway; HOSTs are names and addresses under which it is reached",
+    )  # fmt: skip
+    certificates.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the files are and go")
+    certificates.add_argument("--days", type=_within(1, 3650), default=365, metavar="N", help="how long they are good")
+    certificates.set_defaults(run=_certificates)
 
     _add_model(commands.add_parser("model", help="build a tiny model of a real hybrid architecture, offline"))
     return parser
@@ -119,7 +131,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     topology = load_topology(arguments.config or DEFAULT_FILE, arguments.state_dir)
     # Any free port: a demo must not fail because something else listens on 8000.
     demo = Demo(topology.replace_gateway(port=0), arguments.state_dir, arguments.requests, _console())
-    return _run(demo.run())
+    return _run(demo.run(), on_signal=lambda: print("stopping: what was started is ended in order ...", flush=True))
 
 
 def _up(arguments: argparse.Namespace) -> int:
@@ -148,13 +160,18 @@ async def _stay_up(topology: "Topology", state_dir: Path) -> NoReturn:
     raise AssertionError("only a signal ends it")
 
 
-def _run(main: Coroutine[Any, Any, bool]) -> int:
+def _run(main: Coroutine[Any, Any, bool], on_signal: Callable[[], None] = lambda: None) -> int:
     """Runs a command's coroutine; SIGINT and SIGTERM cancel it, so that everything it started is ended in order."""
 
     async def until_signalled() -> int:
         task = asyncio.ensure_future(main)
+
+        def stop() -> None:
+            on_signal()
+            task.cancel()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+            asyncio.get_running_loop().add_signal_handler(number, stop)
         await asyncio.wait([task])
         if task.cancelled():
             return EXIT_INTERRUPTED
@@ -200,6 +217,22 @@ def _node(arguments: argparse.Namespace) -> int:
     else:
         from pd_cluster.admission import admit
     return run(config, admit, lambda: config_from(arguments, arguments.engine_args))
+
+
+def _holder(text: str) -> "Holder":
+    from prfaas.certificates import holder
+
+    try:
+        return holder(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
+def _certificates(arguments: argparse.Namespace) -> int:
+    from prfaas.certificates import issue_and_tell
+
+    issue_and_tell(arguments.out, arguments.names, arguments.days, print)
+    return 0
 
 
 def _model_build(arguments: argparse.Namespace) -> int:

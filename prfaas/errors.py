@@ -2,6 +2,7 @@
 
 PrfaasError            printed without a traceback
 ├── TopologyError      the topology file is wrong: names the key, the value and what is allowed
+├── CertificateError   certificates cannot be made there
 └── StartError         a process did not come up, or a port is taken
 """
 
@@ -12,6 +13,10 @@ class PrfaasError(Exception):
 
 class TopologyError(PrfaasError):
     """The topology file cannot be used."""
+
+
+class CertificateError(PrfaasError):
+    """The folder cannot be written, or what it holds is no authority."""
 
 
 class StartError(PrfaasError):

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import fcntl
+import os
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any, Self
 import aiohttp
 
 from node.config import NodeConfig
-from prfaas.errors import StartError
+from prfaas.certificates import GATEWAY_NAME, Holder, issue
+from prfaas.errors import StartError, TopologyError
 from prfaas.process import Process
 from prfaas.toml import dump_toml
 from prfaas.topology import Topology
@@ -23,6 +25,7 @@ ENGINE_START_MARGIN_S = 60.0  # for a node to say that its engine did not come u
 GATEWAY_START_S = 60.0
 STOP_S = 60.0
 DEFAULT_PORT = 8000
+CERTIFICATE_DAYS = 365
 POLL_S = 0.1
 
 
@@ -55,11 +58,14 @@ class RunLock:
 
 
 def require_free_port(host: str, port: int) -> None:
-    """Says now what the gateway would find out only after all engines have started. Raises StartError."""
+    """Says now what the gateway would find out only after all engines have started. Raises TopologyError."""
     try:
         socket.create_server((host, port)).close()
     except OSError as exc:
-        raise StartError(f"cannot listen on {host}:{port}: {exc.strerror}; choose another port") from exc
+        reason = os.strerror(exc.errno) if exc.errno else str(exc)
+        raise TopologyError(
+            f"[gateway]: port = {port}: cannot listen on {host}:{port}: {reason}; choose another port"
+        ) from exc
 
 
 class System:
@@ -92,6 +98,7 @@ class System:
         require_free_port(
             self.topology.gateway.get("host", "127.0.0.1"), self.topology.gateway.get("port", DEFAULT_PORT)
         )
+        self._make_certificates()
         self._report(f"starting {len(self.topology.nodes)} nodes and a gateway; logs in {self._run_dir}/")
         try:
             async with asyncio.TaskGroup() as group:
@@ -101,6 +108,15 @@ class System:
             raise failures.exceptions[0] from None
         await self.start_gateway()
         await self.wait_ready(len(self.nodes))
+
+    def _make_certificates(self) -> None:
+        """New ones at every start, by an authority that stays. Raises CertificateError."""
+        folder = self.topology.certificates
+        if folder is None:
+            return
+        names = [*(config.node_id for config in self.topology.nodes), GATEWAY_NAME]
+        issue(folder, [Holder(name) for name in names], CERTIFICATE_DAYS)
+        self._report(f"mutual TLS: certificates for {len(names)} in {folder}/")
 
     async def start_node(self, config: NodeConfig) -> Node:
         """Starts one node and waits for its engine. Raises StartError."""
@@ -128,7 +144,7 @@ class System:
             "tokenizer_dir": self.topology.nodes[0].model,
             "served_model": self.topology.model.served_name,
             **self.topology.gateway,
-            "nodes": [{"agent": node.agent_address} for node in self.nodes.values()],
+            "nodes": [_agent(node) for node in self.nodes.values()],
         }
         path = self._run_dir / "gateway.toml"
         path.write_text(dump_toml({"gateway": table}))
@@ -153,6 +169,12 @@ class System:
         await asyncio.gather(*(node.process.stop(node.config.drain_timeout_s + STOP_S) for node in self.nodes.values()))
         if self._lock is not None:
             self._lock.close()
+
+
+def _agent(node: Node) -> Mapping[str, str]:
+    """How the gateway finds a node; with mutual TLS, its certificate must carry its id."""
+    name = {"name": node.config.node_id} if node.config.certificate else {}
+    return {"agent": node.agent_address, **name}
 
 
 async def _nodes_ready(session: aiohttp.ClientSession, api_url: str) -> int:

@@ -18,15 +18,16 @@ nodes = [{ node_id = "east-p0", role = "prefill" }]
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from engine.models import ARCHITECTURES
 from gateway.config import parse as parse_gateway
 from gateway.errors import ConfigError as GatewayConfigError
-from node.config import NodeConfig, node_config
+from node.config import IDENTITY_KEYS, NodeConfig, node_config
 from node.errors import ConfigError as NodeConfigError
+from prfaas.certificates import GATEWAY_NAME, paths
 from prfaas.errors import TopologyError
 
 DEFAULT_FILE = Path(__file__).parent / "data" / "local.toml"
@@ -64,10 +65,11 @@ class Topology:
     model: ModelChoice
     gateway: Mapping[str, Any]
     nodes: tuple[NodeConfig, ...]
+    certificates: Path | None = None  # where certificates are to be made; None: none are needed, or there are some
 
     def replace_gateway(self, **values: Any) -> "Topology":
         """The same system with other gateway settings."""
-        return Topology(model=self.model, gateway={**self.gateway, **values}, nodes=self.nodes)
+        return replace(self, gateway={**self.gateway, **values})
 
 
 def load_topology(path: Path, state_dir: Path) -> Topology:
@@ -85,29 +87,49 @@ def load_topology(path: Path, state_dir: Path) -> Topology:
 
 
 def _relative_to(directory: Path, document: dict[str, Any]) -> dict[str, Any]:
-    """A relative model path is relative to the file that names it."""
-    model = document.get("model")
-    if not isinstance(model, dict) or not isinstance(model.get("path"), str):
-        return document
-    return {**document, "model": {**model, "path": str(directory / model["path"])}}
+    """Relative paths of the model and of certificates are relative to the file that names them."""
+    return {key: _with_paths(value, directory) if key != "clusters" else value for key, value in document.items()}
+
+
+def _with_paths(table: Any, directory: Path) -> Any:
+    if not isinstance(table, dict):
+        return table
+    paths = {key: str(directory / table[key]) for key in ("path", *IDENTITY_KEYS) if isinstance(table.get(key), str)}
+    return {**table, **paths}
 
 
 def parse_topology(document: Mapping[str, Any], state_dir: Path) -> Topology:
     """The system in a TOML document. Raises TopologyError, or the ConfigError of the part that is wrong."""
+    if "clusters" not in document:
+        raise TopologyError(_what_it_is(document))
     _only_keys(document, ("model", "gateway", "node", "clusters"), "")
     model = _model(document.get("model", {}))
     common = _table(document.get("node", {}), "[node]")
     common = {**common, "model": str(model.directory(state_dir)), "served_model": model.served_name}
-    nodes = tuple(
-        node
+    tables = [
+        entry
         for index, cluster in enumerate(_list(document.get("clusters", []), "clusters"))
-        for node in _nodes(cluster, index, common)
-    )
-    _check_nodes(nodes)
+        for entry in _nodes(cluster, index, common)
+    ]
     gateway = _table(document.get("gateway", {}), "[gateway]")
+    certificates = _certificates(state_dir, [table for _, table in tables])
+    if certificates is not None:
+        tables = [(where, {**paths(certificates, str(table.get("node_id"))), **table}) for where, table in tables]
+        gateway = {**paths(certificates, GATEWAY_NAME), **gateway}
+    nodes = tuple(node_config(table, where) for where, table in tables)
+    _check_nodes(nodes)
     # Checked now, so that a typo is reported before anything starts; the agents' real addresses are known later.
     parse_gateway({"gateway": {**gateway, "tokenizer_dir": ".", "nodes": [{"agent": "127.0.0.1:1"}]}})
-    return Topology(model=model, gateway=gateway, nodes=nodes)
+    return Topology(model=model, gateway=gateway, nodes=nodes, certificates=certificates)
+
+
+def _what_it_is(document: Mapping[str, Any]) -> str:
+    node, gateway = document.get("node"), document.get("gateway")
+    if isinstance(node, dict) and "node_id" in node:
+        return "this is a node's file, for `prfaas node`; a topology has [[clusters]]"
+    if isinstance(gateway, dict) and "nodes" in gateway:
+        return "this is a gateway's file, for `prfaas gateway`; a topology has [[clusters]]"
+    return "this is no topology: it has no [[clusters]]"
 
 
 def _model(table: Any) -> ModelChoice:
@@ -120,18 +142,23 @@ def _model(table: Any) -> ModelChoice:
     return ModelChoice(**table)
 
 
-def _nodes(cluster: Any, index: int, common: Mapping[str, Any]) -> list[NodeConfig]:
+def _certificates(state_dir: Path, nodes: list[dict[str, Any]]) -> Path | None:
+    """Where certificates are made for nodes that ask for "aead" and have none of their own."""
+    needed = any(node.get("integrity") == "aead" and not node.keys() & set(IDENTITY_KEYS) for node in nodes)
+    return state_dir / "certificates" if needed else None
+
+
+def _nodes(cluster: Any, index: int, common: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """What each node's own file would say, and where it is said here."""
     where = f"clusters[{index}]"
     table = _table(cluster, where)
     _only_keys(table, ("name", "kind", "nodes"), f"{where}: ")
     for key in ("name", "kind"):
         if not isinstance(table.get(key), str):
             raise TopologyError(f"{where}: {key} = {table.get(key)!r}: it must be a string")
+    about = {"cluster": table["name"], "cluster_kind": table["kind"]}
     return [
-        node_config(
-            {**common, "cluster": table["name"], "cluster_kind": table["kind"], **_table(node, f"{where}.nodes[{i}]")},
-            f"{where}.nodes[{i}]",
-        )
+        (f"{where}.nodes[{i}]", {**common, **about, **_table(node, f"{where}.nodes[{i}]")})
         for i, node in enumerate(_list(table.get("nodes", []), f"{where}.nodes"))
     ]
 

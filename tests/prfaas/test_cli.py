@@ -1,13 +1,16 @@
+import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from prfaas.cli import main
+from transport.crypto import Identity
 
 
-@pytest.mark.parametrize("command", [["demo"], ["up"], ["gateway"], ["node"], ["model"], ["model", "build"], []])
+@pytest.mark.parametrize("command", [["demo"], ["up"], ["gateway"], ["node"], ["certificates"], ["model"], []])
 def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main([*command, "--help"])
@@ -39,6 +42,41 @@ def test_a_model_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.Captu
     path.write_text(f'[model]\npath = "{tmp_path}/none"\n{cluster}')
     assert main(["up", "-c", str(path), "--state-dir", str(tmp_path)]) == 2
     assert "none': it must be a model directory" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_a_fault_of_the_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    cluster = '[[clusters]]\nname = "c"\nkind = "pd"\nnodes = [{ node_id = "d", role = "decode" }]\n'
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        path = tmp_path / "topology.toml"
+        path.write_text(f'[model]\npath = "model"\n[gateway]\nport = {port}\n{cluster}')
+        assert main(["up", "-c", str(path), "--state-dir", str(tmp_path / "state")]) == 2
+    said = f"prfaas up: [gateway]: port = {port}: cannot listen on 127.0.0.1:{port}: Address already in use; choose"
+    assert said in capsys.readouterr().err
+
+
+def test_certificates_are_made_and_how_to_use_them_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "certificates"
+    assert main(["certificates", "--out", str(folder), "east-p0=10.0.0.1,east.example", "gateway"]) == 0
+    said = tomllib.loads(capsys.readouterr().out.partition("# gateway")[2].partition("\n")[2])
+    Identity(**{key: Path(path) for key, path in said.items()}).check()
+    authority = (folder / "authority.pem").read_bytes()
+    assert main(["certificates", "--out", str(folder), "east-p0"]) == 0
+    assert (folder / "authority.pem").read_bytes() == authority
+    assert (folder / "east-p0.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_names_that_are_no_names_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a/b", "authority", "a=", ""):
+        with pytest.raises(SystemExit) as exit_:
+            main(["certificates", "--out", str(tmp_path), name])
+        assert exit_.value.code == 2
+    assert "only letters" in capsys.readouterr().err
 
 
 def test_the_command_line_does_not_import_torch() -> None:

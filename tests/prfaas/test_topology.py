@@ -58,6 +58,40 @@ def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:
         parse_topology(document(**changes), Path("state"))
 
 
+def test_one_word_switches_on_encryption_and_certificates_for_everybody() -> None:
+    topology = parse_topology(document(node={"integrity": "aead"}), Path("state"))
+    assert topology.certificates == Path("state/certificates")
+    assert [Path(node.certificate).name for node in topology.nodes] == ["p0.pem", "d0.pem"]
+    assert topology.gateway["key"] == str(Path("state/certificates/gateway.key").absolute())
+    assert parse_topology(document(), Path("state")).certificates is None
+
+
+def test_certificates_of_ones_own_are_used(tmp_path: Path) -> None:
+    path = tmp_path / "topology.toml"
+    path.write_text(
+        '[model]\narch = "llama"\n[node]\nintegrity = "aead"\ncertificate = "n.pem"\nkey = "n.key"\n'
+        'authority = "/ca.pem"\n[[clusters]]\nname = "c"\nkind = "pd"\nnodes = [{ node_id = "d", role = "decode" }]\n'
+    )
+    topology = load_topology(path, Path("state"))
+    assert topology.certificates is None
+    assert (topology.nodes[0].certificate, topology.nodes[0].authority) == (str(tmp_path / "n.pem"), "/ca.pem")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[node]\nnode_id = 'x'", "topology.toml: this is a node's file, for `prfaas node`"),
+        ("[gateway]\nnodes = [{ agent = 'a:1' }]", "topology.toml: this is a gateway's file, for `prfaas gateway`"),
+        ("[node]", r"topology.toml: this is no topology: it has no \[\[clusters\]\]"),
+    ],
+)
+def test_another_kind_of_file_is_called_what_it_is(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "topology.toml"
+    path.write_text(text)
+    with pytest.raises(TopologyError, match=message):
+        load_topology(path, Path("state"))
+
+
 def test_node_ids_are_unique() -> None:
     clusters = document()["clusters"]
     clusters[1]["nodes"][0]["node_id"] = "p0"
