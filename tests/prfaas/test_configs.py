@@ -22,8 +22,10 @@ def test_gateway() -> None:
     assert {node.agent for node in config.nodes} == agents
 
 
-def test_topology() -> None:
-    assert load_topology(CONFIGS / "local.toml", Path(".prfaas")).nodes
+@pytest.mark.parametrize(("name", "engine"), [("local.toml", "embedded"), ("vllm_local.toml", "vllm")])
+def test_topology(name: str, engine: str) -> None:
+    nodes = load_topology(CONFIGS / name, Path(".prfaas")).nodes
+    assert {node.engine for node in nodes} == {engine}
 
 
 def test_the_file_to_copy_is_the_one_that_runs() -> None:

@@ -1,0 +1,70 @@
+import argparse
+from pathlib import Path
+
+import pytest
+
+from node.command_line import add_node_arguments, config_from, split_engine_args
+from node.config import NodeConfig
+from node.errors import ConfigError
+from node.supervisor import engine_command
+
+FILE = """[node]
+node_id = "n0"
+cluster = "c"
+cluster_kind = "prfaas"
+role = "prefill"
+model = "tiny"
+engine_args = ["--a"]
+"""
+
+
+def parse(*argv: str) -> NodeConfig:
+    parser = argparse.ArgumentParser()
+    add_node_arguments(parser)
+    own, engine_args = split_engine_args(argv)
+    return config_from(parser.parse_args(own), engine_args)
+
+
+def test_a_model_is_enough() -> None:
+    config = parse("--engine", "vllm", "--model", "models/llama")
+    assert (config.node_id, config.cluster_kind, config.role, config.model) == (
+        "local-decode",
+        "pd",
+        "decode",
+        "models/llama",
+    )
+
+
+def test_flags_win_over_the_file_and_engine_arguments_are_added(tmp_path: Path) -> None:
+    (tmp_path / "node.toml").write_text(FILE)
+    config = parse("-c", str(tmp_path / "node.toml"), "--chunk-tokens", "64", "--hugepages", "--", "--b", "--", "1")
+    assert (config.node_id, config.chunk_tokens, config.hugepages) == ("n0", 64, True)
+    assert config.engine_args == ("--a", "--b", "--", "1")
+
+
+def test_types_are_those_of_the_file() -> None:
+    config = parse("--model", "m", "--lease-s", "3", "--connections", "8")
+    assert (config.lease_s, config.connections) == (3.0, 8)
+    assert parse("--model", "m", "--connections", "auto").connections == "auto"
+
+
+def test_bad_values_are_named_as_in_a_file() -> None:
+    with pytest.raises(ConfigError, match="chunk_tokens = 0: allowed is 1 to"):
+        parse("--model", "m", "--chunk-tokens", "0")
+    with pytest.raises(ConfigError, match="give a file with -c, or at least --model"):
+        parse()
+
+
+def test_switching_the_engine_changes_one_word() -> None:
+    embedded, vllm = (
+        engine_command(parse("--engine", engine, "--model", "m", "--", "--x", "1"), Path("/run/a/engine.sock"))
+        for engine in ("embedded", "vllm")
+    )
+    assert embedded[1:3] == ["-m", "engine"]
+    assert vllm[1:3] == ["-m", "engine.vllm_launch"]
+    assert vllm[3:] == [*embedded[3:-2], "--role", "decode", "--", "--x", "1"]
+
+
+def test_a_vllm_server_may_take_longer_to_start() -> None:
+    assert parse("--engine", "vllm", "--model", "m").start_timeout_s > parse("--model", "m").start_timeout_s
+    assert parse("--engine", "vllm", "--model", "m", "--engine-start-timeout-s", "5").start_timeout_s == 5.0

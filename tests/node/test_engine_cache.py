@@ -1,0 +1,167 @@
+"""vLLM's cache events, translated: our hashes, our groups, and a prefix only where all groups have it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
+from hybrid_cache.hashing import block_hashes, model_salt
+from hybrid_cache.index import PrefixIndex
+from hybrid_cache.layout import KVCacheGroup, ModelLayout
+from hybrid_cache.spec import FullAttention, LinearState, SlidingWindow
+from node.engine_cache import AllBlocksCleared, BlockRemoved, BlockStored, EngineCache, EngineEvent
+
+BLOCK = 4
+DENSE = ModelLayout(model="m", dtype="f", block_size=BLOCK, groups=(KVCacheGroup(FullAttention(64, 32), (0,)),))
+HYBRID = ModelLayout(
+    model="m",
+    dtype="f",
+    block_size=BLOCK,
+    groups=(KVCacheGroup(FullAttention(64, 32), (3,)), KVCacheGroup(LinearState(512), (0, 1, 2))),
+)
+SALT = model_salt("m")
+TOKENS = list(range(100, 100 + 6 * BLOCK))
+OURS = block_hashes(TOKENS, BLOCK, SALT)
+FULL, STATE, SECOND_STATE = 3, 0, 1  # vLLM's numbers of its groups
+
+
+def engine_hash(number: int) -> int:
+    """Block `number` of TOKENS as vLLM names it: its own affair."""
+    return 7_000_000_000_000_000_000 + number
+
+
+def stored(first: int, stop: int, group: int = FULL, kind: str = "full_attention", **more: Any) -> BlockStored:
+    """Blocks [first, stop) of TOKENS."""
+    values: dict[str, Any] = {
+        "block_hashes": [engine_hash(number) for number in range(first, stop)],
+        "parent_block_hash": engine_hash(first - 1) if first else None,
+        "token_ids": TOKENS[first * BLOCK : stop * BLOCK],
+        "block_size": BLOCK,
+        "group_idx": group,
+        "kv_cache_spec_kind": kind,
+    }
+    return BlockStored(**(values | more))
+
+
+def state(number: int, group: int = STATE, since: int = 0) -> BlockStored:
+    """The state after block `number`, in a step that computed blocks [since, number]: only the last is kept."""
+    return stored(since, number + 1, group, "mamba", block_hashes=[engine_hash(number)])
+
+
+def removed(*numbers: int, group: int = FULL) -> BlockRemoved:
+    return BlockRemoved(block_hashes=[engine_hash(number) for number in numbers], group_idx=group)
+
+
+def test_blocks_get_our_names() -> None:
+    cache = EngineCache(DENSE, SALT)
+    assert cache.apply([stored(0, 2)]) == [BlocksStored(0, tuple(OURS[:2]), Medium.ENGINE)]
+    assert cache.apply([stored(2, 4)]) == [BlocksStored(0, tuple(OURS[2:4]), Medium.ENGINE)]
+    assert cache.apply([removed(3)]) == [BlocksRemoved(0, (OURS[3],), Medium.ENGINE)]
+    assert cache.snapshot() == (BlocksStored(0, tuple(OURS[:3]), Medium.ENGINE),)
+
+
+def test_hashes_may_be_bytes_and_a_server_without_groups_has_one() -> None:
+    cache = EngineCache(DENSE, SALT)
+    event = BlockStored(
+        block_hashes=[b"x"], parent_block_hash=None, token_ids=TOKENS[:BLOCK], block_size=BLOCK, group_idx=None
+    )
+    assert cache.apply([event]) == [BlocksStored(0, (OURS[0],), Medium.ENGINE)]
+
+
+def test_a_state_is_named_by_the_attention_that_came_with_it() -> None:
+    cache = EngineCache(HYBRID, SALT)
+    # The state's group speaks first, and names only the block it kept.
+    changes = cache.apply([state(2), stored(0, 3)])
+    assert changes == [
+        BlocksStored(0, tuple(OURS[:3]), Medium.ENGINE),
+        BlocksStored(1, (OURS[2],), Medium.ENGINE),
+    ]
+
+
+def test_a_block_is_held_when_every_group_of_its_kind_holds_it() -> None:
+    cache = EngineCache(HYBRID, SALT)
+    cache.apply([stored(0, 3), state(2), state(2, SECOND_STATE)])
+    assert cache.apply([removed(2, group=SECOND_STATE)]) == [BlocksRemoved(1, (OURS[2],), Medium.ENGINE)]
+    assert cache.apply([state(2, SECOND_STATE)]) == [BlocksStored(1, (OURS[2],), Medium.ENGINE)]
+
+
+def test_a_group_that_is_heard_of_later_takes_back_what_it_does_not_hold() -> None:
+    cache = EngineCache(HYBRID, SALT)
+    cache.apply([stored(0, 4), state(1), state(3)])
+    assert cache.apply([state(3, SECOND_STATE)]) == [BlocksRemoved(1, (OURS[1],), Medium.ENGINE)]
+
+
+def test_windows_are_told_apart_by_their_size() -> None:
+    groups = tuple(KVCacheGroup(SlidingWindow(window, 64, 32), (window,)) for window in (8, 16))
+    layout = ModelLayout(model="m", dtype="f", block_size=BLOCK, groups=groups)
+    event = stored(0, 1, 0, "sliding_window", kv_cache_spec_sliding_window=16)
+    assert EngineCache(layout, SALT).apply([event]) == [BlocksStored(1, (OURS[0],), Medium.ENGINE)]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"lora_id": 3},
+        {"extra_keys": [("salted",), None]},
+        {"parent_block_hash": 12345},
+        {"block_size": 2 * BLOCK},
+        {"token_ids": TOKENS[:BLOCK]},
+    ],
+)
+def test_what_has_no_name_here_is_passed_over_with_all_that_follows(more: dict[str, Any]) -> None:
+    cache = EngineCache(DENSE, SALT)
+    assert cache.apply([stored(0, 2, **more)]) == []
+    assert cache.apply([stored(2, 4)]) == []
+
+
+def test_cleared_is_cleared_and_what_comes_after_it_counts() -> None:
+    cache = EngineCache(DENSE, SALT)
+    cache.apply([stored(0, 3)])
+    assert cache.apply([AllBlocksCleared(), stored(0, 1)]) == [
+        CacheCleared(Medium.ENGINE),
+        BlocksStored(0, (OURS[0],), Medium.ENGINE),
+    ]
+    assert cache.clear() == [CacheCleared(Medium.ENGINE)]
+    assert cache.snapshot() == ()
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[list[EngineEvent]]:
+    """Batches of any events about six blocks, in any order."""
+    numbers = st.integers(0, 5)
+    ranges = st.tuples(numbers, numbers).map(lambda pair: (min(pair), max(pair) + 1))
+    event: st.SearchStrategy[EngineEvent] = st.one_of(
+        ranges.map(lambda r: stored(*r)),
+        st.tuples(numbers, st.sampled_from([STATE, SECOND_STATE])).map(lambda n: state(*n)),
+        st.tuples(numbers, st.sampled_from([FULL, STATE, SECOND_STATE])).map(lambda n: removed(n[0], group=n[1])),
+        st.just(AllBlocksCleared()),
+    )
+    return draw(st.lists(st.lists(event, max_size=4), max_size=12))
+
+
+@given(histories())
+def test_a_gateway_never_believes_in_more_than_the_engine_said(history: Sequence[Sequence[EngineEvent]]) -> None:
+    cache, index = EngineCache(HYBRID, SALT), PrefixIndex(HYBRID)
+    truth: dict[int, set[int]] = {}
+    for batch in history:
+        for event in batch:
+            match event:
+                case BlockStored():
+                    truth.setdefault(event.group_idx or 0, set()).update(map(int, event.block_hashes))
+                case BlockRemoved():
+                    truth.get(event.group_idx or 0, set()).difference_update(map(int, event.block_hashes))
+                case AllBlocksCleared():
+                    truth = {group: set() for group in truth}
+        for change in cache.apply(batch):
+            index.apply("n", change)
+    hit = index.match("n", OURS, len(TOKENS)).num_tokens // BLOCK
+    held = {number: {group for group, blocks in truth.items() if engine_hash(number) in blocks} for number in range(6)}
+    assert all(FULL in held[number] for number in range(hit))
+    assert not hit or {STATE, SECOND_STATE} & set(truth) <= held[hit - 1]
+    fresh = PrefixIndex(HYBRID)
+    for change in cache.snapshot():
+        fresh.apply("n", change)
+    assert fresh.match("n", OURS, len(TOKENS)) == index.match("n", OURS, len(TOKENS))
