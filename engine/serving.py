@@ -68,6 +68,8 @@ class Delivery:
             "cached_tokens": self.cached_tokens,
             "bytes_total": self.outcome.bytes_total,
             "bytes_before_prefill_end": self.outcome.bytes_before_prefill_end,
+            "bytes_saved": self.outcome.bytes_saved,
+            "codecs": self.outcome.codecs,
             "prefill_start_s": self.prefill_start_s,
             "prefill_end_s": self.outcome.prefill_end_s,
             "delivered_s": self.outcome.delivered_s,

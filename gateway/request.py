@@ -50,6 +50,8 @@ class PrefillOutcome(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     bytes_total: int = 0
     bytes_before_prefill_end: int = 0
+    bytes_saved: int = 0
+    codecs: dict[str, int] = {}
     prefill_start_s: float = 0.0
     prefill_end_s: float = 0.0
     delivered_s: float = 0.0
@@ -128,6 +130,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     e2e_s: float | None
     bytes: int
     link: str
+    bytes_saved: int  # of `bytes`, by coding on the way
+    codecs: dict[str, int]  # bytes by codec; "int8" and "fp8" mean that the answer was decoded from quantised KVCache
     overlap: float | None
     kv_ready_minus_prefill_end_s: float | None
     timeline: dict[str, float]
@@ -169,6 +173,8 @@ def record_of(request: Request, seq: int, status: int, error: str = "") -> Reque
         e2e_s=_rounded(timeline.e2e_s),
         bytes=sent,
         link=outcome.link if outcome else "",
+        bytes_saved=outcome.bytes_saved if outcome else 0,
+        codecs=outcome.codecs if outcome else {},
         overlap=round(outcome.bytes_before_prefill_end / sent, 6) if outcome and sent else None,
         kv_ready_minus_prefill_end_s=_rounded(timeline.kv_wait_s),
         timeline=timeline.relative(),

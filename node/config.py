@@ -2,11 +2,12 @@
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from node.coding import Coding, coding_of
 from node.errors import ConfigError
 from transport.checksum import Integrity
 from transport.crypto import Identity
@@ -40,6 +41,7 @@ class NodeConfig:
     `certificate`, `key` and `authority` are PEM files, and make the control service speak mutual TLS; `integrity` "aead"
     needs them, too. They are read again when they change.
     `egress_bytes_per_s` limits what leaves for each destination cluster; 0 is no limit.
+    `coding` makes KVCache smaller on its way, by kind of group (see `node.coding`); an empty table does nothing.
     `ssd_dir` is where blocks go that leave memory, up to `ssd_bytes`, in a directory named after the node; empty: nowhere.
     """
 
@@ -73,6 +75,7 @@ class NodeConfig:
     key: str = ""
     authority: str = ""
     egress_bytes_per_s: EgressTable = 0.0
+    coding: Mapping[str, Any] = field(default_factory=dict)
     threads: int = 1
     lease_s: float = 900.0
     room_timeout_s: float = 20.0
@@ -108,6 +111,7 @@ class NodeConfig:
         _one_of("integrity", self.integrity, tuple(INTEGRITIES))
         self._check_identity()
         egress_budgets(self.egress_bytes_per_s)
+        coding_of(self.coding)
         _in_range("threads", self.threads, 1, 1024)
         _in_range("engine_max_restarts", self.engine_max_restarts, 0, 1000)
         for name in ("lease_s", "room_timeout_s", "drain_timeout_s"):
@@ -139,6 +143,10 @@ class NodeConfig:
         if not self.certificate:
             return None
         return Identity(certificate=Path(self.certificate), key=Path(self.key), authority=Path(self.authority))
+
+    def codings(self) -> Coding:
+        """What may be done to KVCache that leaves, and what is taken of what comes."""
+        return coding_of(self.coding)
 
     def budgets(self) -> dict[str, Budget]:
         """Egress budget by destination cluster; under ANY_CLUSTER that of all others."""
@@ -212,7 +220,7 @@ def node_config(table: Mapping[str, Any], where: str = "[node]") -> NodeConfig:
 
 
 def _typed(where: str, key: str, value: Any, wanted: Any) -> Any:
-    if key == "egress_bytes_per_s":
+    if key in ("egress_bytes_per_s", "coding"):
         return value  # its own parser says what is wrong with it
     if wanted == int | str and type(value) in (int, str):
         return value

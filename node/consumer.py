@@ -64,6 +64,7 @@ class ConsumerCounts:
     refused: Mapping[str, int]
     reserved: int = 0
     landed: int = 0
+    quantised: dict[str, int] = field(default_factory=dict)  # of those landed, by whether they became prefix cache
     bytes_landed: int = 0
     ended: dict[str, int] = field(default_factory=dict)
 
@@ -129,14 +130,19 @@ class Consumer:
         landed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         entry = Incoming(transfer_id, reservation, request.tokens_digest, self._now() + ttl_s, ttl_s, landed)
         try:
-            self._expect(entry, secret)
+            self._expect(entry, secret, exact=self._wants_exact(request.prefix_only))
         except BaseException:
             self._pages.release(transfer_id)
             raise
         self._incoming[transfer_id] = entry
         return entry, secret
 
-    def _expect(self, entry: Incoming, secret: bytes) -> None:
+    def _wants_exact(self, prefix_only: bool) -> bool:
+        """A prefix is copied here to be found by other requests."""
+        coding = self._links.coding
+        return not coding.accept_quantised or (prefix_only and not coding.reuse_quantised)
+
+    def _expect(self, entry: Incoming, secret: bytes, *, exact: bool) -> None:
         layout, reservation = self._pages.layout, entry.reservation
         ranges = transfer_ranges(layout, reservation.num_tokens, reservation.cached_tokens)
         entry.landing = self._links.expect(
@@ -145,6 +151,7 @@ class Consumer:
             [layout.slab_bytes(key.group) for key in ranges],
             lambda i: self._pages.views(reservation, ranges[i]),
             lambda result: self._received(entry, result),
+            exact=exact,
         )
         entry.receiving = True
 
@@ -154,13 +161,23 @@ class Consumer:
         if entry.state is LandingState.RESERVED and result.ok:
             entry.state = LandingState.LANDED
             entry.expires_at = self._now() + entry.ttl_s
-            self._pages.commit(entry.transfer_id, entry.reservation.num_tokens)
+            if self._may_be_reused(result):
+                self._pages.commit(entry.transfer_id, entry.reservation.num_tokens)
             self.counts.landed += 1
             entry.landed.set_result("")
         elif entry.state is not LandingState.GONE:
             self._drop(entry, result.reason or "transfer_failed")
         else:
             self._free(entry)
+
+    def _may_be_reused(self, result: LandingResult) -> bool:
+        """Quantised KVCache serves its own request; others would take it for exact."""
+        if not result.lossy_bytes:
+            return True
+        reused = self._links.coding.reuse_quantised
+        label = "reused" if reused else "not_reused"
+        self.counts.quantised[label] = self.counts.quantised.get(label, 0) + 1
+        return reused
 
     async def commit(self, transfer_id: str, timeout_s: float) -> None:
         """Waits for a prefix to land and leaves it in the cache. Raises NodeRefusal, and TimeoutError."""

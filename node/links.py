@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from node.config import ANY_CLUSTER, INTEGRITIES, NodeConfig
 from node.errors import NodeRefusal
 from transport import client, landings
 from transport.client import ClientOptions, TransferClient
+from transport.coding import FormatOf
 from transport.errors import Closed, TransportError
+from transport.lanes import Urgency
 from transport.link import LinkState
 from transport.messages import TicketInfo
 from transport.metrics import TransportCollector
@@ -37,6 +39,8 @@ class PushResult:
     ok: bool
     reason: str
     bytes_sent: int
+    bytes_saved: int = 0  # of those sent, by coding
+    codecs: Mapping[str, int] = field(default_factory=dict)  # bytes sent, by what they were coded with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,7 @@ class LandingResult:
     ok: bool
     reason: str
     bytes_landed: int
+    lossy_bytes: int = 0  # that were quantised on their way
 
 
 class Push:
@@ -95,6 +100,7 @@ class Links:
         self._client = TransferClient(options=_client_options(config))
         self._host_id = host_id() if use_shm else ""
         self._advertise = config.transfer_advertise
+        self.coding = config.codings()
         self.collector = TransportCollector(self._client, self._server)
         self.set_budgets(config.budgets())
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -115,7 +121,14 @@ class Links:
         return [*shm, pb.Endpoint(kind=TCP, address=self._advertise or self._server.address)]
 
     def push(
-        self, ticket: TicketInfo, sizes: Sequence[int], source: ArenaSource, on_done: Callable[[PushResult], None]
+        self,
+        ticket: TicketInfo,
+        sizes: Sequence[int],
+        source: ArenaSource,
+        on_done: Callable[[PushResult], None],
+        *,
+        formats: FormatOf | None = None,
+        urgency: Urgency = Urgency.NORMAL,
     ) -> Push:
         """Opens a transfer to the holder of `ticket`. Raises NodeRefusal."""
         kind, address = self._choose(ticket)
@@ -128,9 +141,17 @@ class Links:
                 source,
                 same_host=kind == SHM,
                 link=ticket.cluster,
+                formats=formats,
+                urgency=urgency,
                 on_done=lambda result: self._on_loop(
                     on_done,
-                    PushResult(ok=result.ok, reason=result.reason, bytes_sent=result.stats.bytes_sent),
+                    PushResult(
+                        ok=result.ok,
+                        reason=result.reason,
+                        bytes_sent=result.stats.bytes_sent,
+                        bytes_saved=result.stats.bytes_saved,
+                        codecs=result.stats.bytes_by_codec,
+                    ),
                 ),
             )
         except (TransportError, ValueError, OSError) as exc:
@@ -150,17 +171,25 @@ class Links:
         sizes: Sequence[int],
         target: Callable[[int], Sequence[memoryview]],
         on_done: Callable[[LandingResult], None],
+        *,
+        exact: bool = True,
     ) -> Landing:
-        """Announces a transfer whose range i goes into `target(i)`. Raises NodeRefusal."""
+        """Announces a transfer whose range i goes into `target(i)`; `exact` refuses quantised bytes. Raises NodeRefusal."""
         try:
             landing = self._server.expect(
                 transfer_id,
                 secret,
                 sizes,
                 target,
+                exact=exact,
                 on_done=lambda result: self._on_loop(
                     on_done,
-                    LandingResult(ok=result.ok, reason=result.reason, bytes_landed=result.bytes_landed),
+                    LandingResult(
+                        ok=result.ok,
+                        reason=result.reason,
+                        bytes_landed=result.bytes_landed,
+                        lossy_bytes=result.lossy_bytes,
+                    ),
                 ),
             )
         except Closed as exc:
@@ -199,6 +228,7 @@ def _server_options(config: NodeConfig, use_shm: bool) -> ServerOptions:
         integrity=INTEGRITIES[config.integrity],
         identity=config.identity,
         arena_dirs=(str(SHM_DIR),) if use_shm else (),
+        codecs=config.codings().taken,
         tcp=TcpOptions(congestion=config.congestion_control),
     )
 

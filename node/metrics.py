@@ -54,6 +54,12 @@ class NodeCollector(Collector):
             "prfaas_landings_refused", "Reservations and claims refused, by reason", "reason", consumer.refused
         )
         yield _counter("prfaas_reservations_ended", "Reservations, by how they ended", "reason", consumer.ended)
+        yield _counter(
+            "prfaas_landings_quantised",
+            "Landings that are not exact, by whether they became prefix cache",
+            "cache",
+            consumer.quantised,
+        )
 
 
 def _counter(name: str, about: str, label: str, values: Mapping[str, int]) -> Metric:

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from hybrid_cache.layout import ModelLayout, RangeKey, transfer_ranges
 from hybrid_cache.reservation import Purpose, Reservation
 from node.answers import Answers, JobKey, Reply, job_pages
+from node.coding import formats_of
 from node.errors import NodeRefusal
 from node.links import Links, Push, PushResult
 from node.pages import Pages, split_hashes
 from transport import messages as m
+from transport.lanes import Urgency
 from transport.shm import ArenaSource
 
 log = logging.getLogger(__name__)
@@ -193,12 +195,23 @@ class Producer:
         job.push.ready(job.outgoing.cached())
 
     def _push(
-        self, reservation: Reservation, ticket: m.TicketInfo, on_done: Callable[[PushResult], None]
+        self,
+        reservation: Reservation,
+        ticket: m.TicketInfo,
+        on_done: Callable[[PushResult], None],
+        *,
+        rebalancing: bool = False,
     ) -> tuple[Outgoing, Push]:
-        """Opens a push of reserved pages, or gives them back. Raises NodeRefusal."""
+        """Opens a push of reserved pages, or gives them back. Raises NodeRefusal.
+
+        What is copied for other requests to find (`rebalancing`) must be exact, and gives way to what a request waits for.
+        """
         try:
             outgoing = Outgoing(self._pages, reservation, ticket.have_tokens)
-            return outgoing, self._links.push(ticket, outgoing.sizes, outgoing.source, on_done)
+            formats = formats_of(self._links.coding, self.layout, outgoing.ranges, exact=rebalancing)
+            urgency = Urgency.BULK if rebalancing else Urgency.NORMAL
+            push = self._links.push(ticket, outgoing.sizes, outgoing.source, on_done, formats=formats, urgency=urgency)
+            return outgoing, push
         except BaseException:
             self._pages.release(reservation.request_id)
             raise
@@ -272,6 +285,8 @@ class Producer:
                 ok=result.ok,
                 reason=result.reason,
                 bytes_total=result.bytes_sent,
+                bytes_saved=result.bytes_saved,
+                codecs=dict(result.codecs),
                 bytes_before_prefill_end=job.bytes_before_prefill_end,
                 prefill_end_s=job.prefill_end_s or 0.0,
                 delivered_s=job.pushed_s,
@@ -300,7 +315,7 @@ class Producer:
             ticket.num_tokens, Purpose.PREFILL,
         )  # fmt: skip
         done: asyncio.Future[PushResult] = asyncio.get_running_loop().create_future()
-        outgoing, push = self._push(reservation, ticket, done.set_result)
+        outgoing, push = self._push(reservation, ticket, done.set_result, rebalancing=True)
         # However the wait below ends, lanes may still be reading; the pages go when they have let go.
         self._prefixes.add(done)
         done.add_done_callback(lambda _: self._prefix_pushed(done, reservation))

@@ -40,6 +40,7 @@ class TransferClient:
         self._budgets: dict[str, Budget] = {}  # of links that have one of their own
         self._egress: WeakValueDictionary[str, Egress] = WeakValueDictionary()  # by link, as long as it has peers
         self._refusals: Counter[tuple[str, str]] = Counter()
+        self._past_codecs: dict[str, CodecAccounts] = {}  # of peers that are gone, by link
         self._sieve: Sieve[tuple[str, bool]] = Sieve()
         self._leaving: list[Peer] = []  # evicted, their threads not joined yet
         self._closing = False
@@ -108,8 +109,12 @@ class TransferClient:
     def codecs(self) -> dict[str, CodecAccounts]:
         """What was coded, by link."""
         accounts: dict[str, CodecAccounts] = {}
-        for (_, same_host), peer in list(self._peers.items()):
-            if not same_host:
+        with self._lock:
+            peers = [*self._peers.values(), *self._leaving]
+            for link, past in self._past_codecs.items():
+                accounts.setdefault(link, CodecAccounts()).merge(past)
+        for peer in peers:
+            if peer.chooser.active:
                 accounts.setdefault(peer.link_name, CodecAccounts()).merge(peer.codecs())
         return accounts
 
@@ -208,6 +213,8 @@ class TransferClient:
             for peer in leaving:
                 peer.stop()
                 peer.join()
+                with self._lock:
+                    self._past_codecs.setdefault(peer.link_name, CodecAccounts()).merge(peer.codecs())
             # Who codes nothing need not know how busy the machine is.
             coding_s = [peer.chooser.accounts.cpu_s for peer in peers if peer.chooser.active]
             idle_cores = cpu.idle_cores(time.monotonic(), sum(coding_s)) if coding_s else 0.0

@@ -52,8 +52,10 @@ class TransportCollector(Collector):
         yield _congestion_controls(links)
         if self._client is not None:
             yield _refusals(self._client)
+            yield from _coded(self._client)
         if self._server is not None:
             yield from _landings(self._server)
+            yield from _decoded(self._server)
 
 
 def _with_values(
@@ -81,6 +83,32 @@ def _refusals(client: TransferClient) -> Metric:
     for (link, reason), count in sorted(client.refusals.items()):
         family.add_metric([link, reason], count)
     return family
+
+
+def _coded(client: TransferClient) -> Iterator[Metric]:
+    """Ratio of a codec: coded over plain bytes. Only transfers that may be coded are counted."""
+    labels = ["link", "group", "codec"]
+    plain = CounterMetricFamily("prfaas_codec_plain_bytes", "Bytes that went into a codec", labels=labels)
+    coded = CounterMetricFamily("prfaas_codec_coded_bytes", "Bytes that came out of it and were sent", labels=labels)
+    seconds = CounterMetricFamily("prfaas_codec_cpu_seconds", "Processor time that it took", labels=labels)
+    events = CounterMetricFamily("prfaas_codec_events", "Changes of codec, and refusals", labels=["link", "event"])
+    for link, accounts in sorted(client.codecs().items()):
+        for (group, codec), use in sorted(accounts.uses.items()):
+            plain.add_metric([link, group, codec], use.plain_bytes)
+            coded.add_metric([link, group, codec], use.coded_bytes)
+            seconds.add_metric([link, group, codec], use.cpu_s)
+        for event, count in sorted(accounts.events.items()):
+            events.add_metric([link, event], count)
+    yield from (plain, coded, seconds, events)
+
+
+def _decoded(server: TransferServer) -> Iterator[Metric]:
+    plain = CounterMetricFamily("prfaas_codec_decoded_bytes", "Bytes that a codec gave back", labels=["codec"])
+    seconds = CounterMetricFamily("prfaas_codec_decode_cpu_seconds", "Processor time that it took", labels=["codec"])
+    for (_, codec), use in sorted(server.codecs.uses.items()):
+        plain.add_metric([codec], use.plain_bytes)
+        seconds.add_metric([codec], use.cpu_s)
+    yield from (plain, seconds)
 
 
 def _landings(server: TransferServer) -> Iterator[Metric]:
