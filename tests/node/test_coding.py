@@ -1,0 +1,252 @@
+"""What a node's configuration may do to KVCache, and what becomes of KVCache that was quantised on its way."""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybrid_cache.layout import Elements, KVCacheGroup, ModelLayout, RangeKey, transfer_ranges
+from hybrid_cache.spec import FullAttention, LinearState
+from node.coding import Coding, coding_of, formats_of, runs_of
+from node.config import node_config
+from node.errors import ConfigError
+from tests.node import handover
+from tests.node.handover import BLOCK, HandNode, until
+from transport import messages as m
+from transport.codec import Codec, zstd_module
+from transport.coding import CodingPolicy, Compression, Quantisation
+from transport.elements import Run, from_floats
+
+TOKENS = list(range(100, 157))  # all but the last fill whole blocks: their state is cached, too
+TABLE: dict[str, Any] = {"node_id": "n", "cluster": "c", "cluster_kind": "pd", "role": "decode", "model": "m"}
+LAYOUT = ModelLayout(
+    model="test",
+    dtype="bfloat16",
+    block_size=BLOCK,
+    groups=(
+        KVCacheGroup(FullAttention(1024, 512, 64, 64), (1, 2)),
+        KVCacheGroup(LinearState(8192, ((8192, "float32", 64),)), (0,)),
+    ),
+)
+INT8 = {"quantisation": "int8", "quantise_when": "always"}
+
+
+def bfloat16_content(group: int, index: int, prefix: Sequence[int]) -> bytes:
+    """As the helper's: a function of everything before it, but of values that can be quantised."""
+    rng = np.random.default_rng(abs(hash((group, index, tuple(prefix)))))
+    return from_floats(rng.standard_normal(LAYOUT.slab_bytes(group) // 2).astype(np.float32), "bfloat16").tobytes()
+
+
+@pytest.fixture
+def floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "LAYOUT", LAYOUT)
+    monkeypatch.setattr(handover, "content_of", bfloat16_content)
+
+
+def node(name: str, path: Path, **coding: Any) -> HandNode:
+    return HandNode(name, path, coding=coding)
+
+
+def run(scenario: Coroutine[None, None, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 90.0))
+
+
+async def hand_over(prefill: HandNode, decode: HandNode, tokens: list[int]) -> tuple[m.Delivered, bool]:
+    """One request from ticket to decode; returns how it was delivered and whether every byte is the same."""
+    ticket = decode.reserve(tokens)
+    prefill.begin("job", tokens, len(tokens) - 1, ticket)
+    pages = await prefill.heard()
+    assert isinstance(pages, m.JobPages), pages
+    prefill.compute(pages, tokens)
+    delivered = await prefill.heard()
+    assert isinstance(delivered, m.Delivered)
+    assert delivered.ok
+    landed = await decode.claim(ticket, tokens)
+    assert isinstance(landed, m.JobPages), landed
+    try:
+        decode.check(landed, tokens)
+        exact = True
+    except AssertionError:
+        exact = False
+    prefill.end("job")
+    decode.end("claim", loaded=True)
+    await until(decode.consumer.is_idle)
+    return delivered, exact
+
+
+def cached_on(decode: HandNode, tokens: list[int]) -> int:
+    hashes = handover.block_hashes(tokens[: len(tokens) - 1], BLOCK, b"")
+    return decode.pages.match(hashes, len(tokens) - 1).num_tokens
+
+
+async def with_nodes(prefill: HandNode, decode: HandNode, scenario: Coroutine[None, None, None]) -> None:
+    try:
+        await scenario
+    finally:
+        await prefill.close()
+        await decode.close()
+
+
+def test_quantised_kvcache_serves_its_request_and_no_other(tmp_path: Path, floats: None) -> None:
+    async def scenario() -> None:
+        prefill = node("p", tmp_path, full_attention=INT8)
+        decode = node("d", tmp_path, accept_quantised=True)
+
+        async def steps() -> None:
+            delivered, exact = await hand_over(prefill, decode, TOKENS)
+            assert not exact
+            assert delivered.codecs["int8"] > 0
+            assert delivered.bytes_saved > 0.2 * delivered.bytes_total
+            assert decode.consumer.counts.quantised == {"not_reused": 1}
+            assert cached_on(decode, TOKENS) == 0
+            assert cached_on(prefill, TOKENS) > 0  # what was computed is exact
+
+        await with_nodes(prefill, decode, steps())
+
+    run(scenario())
+
+
+def test_quantised_kvcache_is_reused_where_that_is_configured(tmp_path: Path, floats: None) -> None:
+    async def scenario() -> None:
+        prefill = node("p", tmp_path, full_attention=INT8)
+        decode = node("d", tmp_path, accept_quantised=True, reuse_quantised=True)
+
+        async def steps() -> None:
+            await hand_over(prefill, decode, TOKENS)
+            assert decode.consumer.counts.quantised == {"reused": 1}
+            assert cached_on(decode, TOKENS) > 0
+
+        await with_nodes(prefill, decode, steps())
+
+    run(scenario())
+
+
+def test_a_node_that_accepts_no_quantised_bytes_gets_exact_ones(tmp_path: Path, floats: None) -> None:
+    async def scenario() -> None:
+        prefill, decode = node("p", tmp_path, full_attention=INT8), node("d", tmp_path)
+
+        async def steps() -> None:
+            delivered, exact = await hand_over(prefill, decode, TOKENS)
+            assert exact
+            assert set(delivered.codecs) <= {"plain"}
+            assert cached_on(decode, TOKENS) > 0
+
+        await with_nodes(prefill, decode, steps())
+
+    run(scenario())
+
+
+def test_a_prefix_that_is_copied_for_others_stays_exact(tmp_path: Path, floats: None) -> None:
+    async def scenario() -> None:
+        prefill = node("p", tmp_path, full_attention=INT8)
+        decode = node("d", tmp_path, accept_quantised=True)
+
+        async def steps() -> None:
+            await hand_over(prefill, decode, TOKENS)
+            num_tokens = len(TOKENS) - 1
+            hashes = handover.block_hashes(TOKENS[:num_tokens], BLOCK, b"")
+            ticket = decode.reserve(TOKENS, num_tokens, prefix_only=True)
+            await prefill.producer.push_prefix(hashes, ticket)
+            await decode.consumer.commit(ticket.transfer_id, 10.0)
+            assert cached_on(decode, TOKENS) == num_tokens
+            assert decode.consumer.counts.quantised == {"not_reused": 1}  # the request's, not the copy's
+
+        await with_nodes(prefill, decode, steps())
+
+    run(scenario())
+
+
+@pytest.mark.skipif(zstd_module() is None, reason="needs the zstd extra")
+def test_compressed_kvcache_is_cache_like_any_other(tmp_path: Path, floats: None) -> None:
+    async def scenario() -> None:
+        every = {kind: {"compression": "zstd"} for kind in ("full_attention", "sliding_window", "linear_state")}
+        prefill, decode = node("p", tmp_path, **every), node("d", tmp_path)
+
+        async def steps() -> None:
+            delivered, exact = await hand_over(prefill, decode, TOKENS)
+            assert exact
+            assert delivered.codecs["zstd"] > 0
+            assert cached_on(decode, TOKENS) > 0
+
+        await with_nodes(prefill, decode, steps())
+
+    run(scenario())
+
+
+# The table
+
+
+def test_by_default_nothing_is_coded() -> None:
+    coding = node_config(TABLE).codings()
+    assert coding.off
+    assert not coding.taken & (Codec.INT8 | Codec.FP8)
+    assert formats_of(coding, LAYOUT, (), exact=False) is None
+
+
+def test_a_whole_table() -> None:
+    coding = coding_of(
+        {
+            "accept_quantised": True,
+            "full_attention": {"compression": "auto", "quantisation": "int8"},
+            "linear_state": {"compression": "zstd"},
+        }
+    )
+    assert coding.full_attention == CodingPolicy(compression=Compression.AUTO, quantisation=Quantisation.INT8)
+    assert coding.linear_state == CodingPolicy(compression=Compression.ZSTD)
+    assert coding.sliding_window == CodingPolicy()
+    assert Codec.INT8 & coding.taken
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ({"coding": 3}, "must be a table"),
+        ({"coding": {"full": {}}}, "unknown key 'full'"),
+        ({"coding": {"accept_quantised": "yes"}}, "true or false"),
+        ({"coding": {"reuse_quantised": True}}, "only with accept_quantised"),
+        ({"coding": {"full_attention": "zstd"}}, "must be a table"),
+        ({"coding": {"full_attention": {"codec": "zstd"}}}, "unknown key 'codec'"),
+        ({"coding": {"full_attention": {"compression": "lz4"}}}, "allowed are 'off', 'auto', 'zstd'"),
+        ({"coding": {"linear_state": {"quantisation": 8}}}, "allowed are 'off', 'int8', 'fp8'"),
+    ],
+)
+def test_what_is_wrong_is_named(table: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        node_config(TABLE | table)
+
+
+def test_compression_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.coding.zstd_module", lambda: None)
+    with pytest.raises(ConfigError, match="zstd extra"):
+        coding_of({"full_attention": {"compression": "auto"}})
+
+
+# Formats
+
+
+def test_ranges_are_told_by_their_group() -> None:
+    coding = Coding(full_attention=CodingPolicy(quantisation=Quantisation.INT8))
+    ranges = transfer_ranges(LAYOUT, 20, 0)
+    formats = formats_of(coding, LAYOUT, ranges, exact=False)
+    assert formats is not None
+    for index, key in enumerate(ranges):
+        found = formats(index)
+        assert sum(run.num_bytes for run in found.runs) == LAYOUT.slab_bytes(key.group)
+        assert found.label == ("full_attention" if key.group == 0 else "linear_state")
+    assert formats(0).policy.quantisation is Quantisation.INT8
+    exact = formats_of(coding, LAYOUT, (RangeKey(0, 0, 0),), exact=True)
+    assert exact is not None
+    assert exact(0).policy.off
+
+
+def test_vectors_are_common_and_long_enough_or_none() -> None:
+    latent = runs_of((Elements(1024, "bfloat16", 512), Elements(128, "bfloat16", 64)))
+    assert latent == (Run(1024, "bfloat16", 64), Run(128, "bfloat16", 64))
+    odd = runs_of((Elements(1024, "bfloat16", 63), Elements(128, "bfloat16", 64)))
+    assert [run.vector for run in odd] == [63, 64]
+    states = runs_of((Elements(64, "float32", 4), Elements(4096, "float32", 64)))
+    assert [run.vector for run in states] == [0, 64]
+    assert runs_of((Elements(64, "float8_e4m3fn", 64),)) == (Run(64),)
