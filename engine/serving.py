@@ -371,7 +371,15 @@ def _from_model(loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Event], ev
         loop.call_soon_threadsafe(inbox.put_nowait, event)
 
 
-_STATUS: Final = {"digest_mismatch": 409, "layout_mismatch": 409, "no_capacity": 503, "draining": 503}
+_STATUS: Final = {
+    "digest_mismatch": 409,
+    "layout_mismatch": 409,
+    "no_capacity": 503,
+    "draining": 503,
+    # The receiver does not talk to this node at all: its operator should see that by name.
+    "identity": 502,
+    "integrity_mode": 502,
+}
 
 
 def _as_request_error(error: TransferError) -> RequestError:

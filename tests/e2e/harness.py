@@ -18,9 +18,12 @@ import numpy as np
 
 from gateway.clusters import salt_of
 from hybrid_cache.layout import ModelLayout
+from prfaas.certificates import GATEWAY_NAME, paths
 from prfaas.client import Completion, complete
 from prfaas.system import Node, System
 from prfaas.topology import parse_topology
+from transport.credentials import channel_credentials, channel_options
+from transport.crypto import Identity
 from transport.proto import node_pb2 as pb
 from transport.proto import node_pb2_grpc as rpc
 
@@ -143,10 +146,24 @@ class Bench:
         return self.system.nodes[name]
 
     async def describe(self, name: str) -> pb.NodeDescription:
-        async with grpc.aio.insecure_channel(self.node(name).agent_address) as channel:
+        async with self._channel(name) as channel:
             stub = rpc.NodeAgentStub(channel)  # type: ignore[no-untyped-call]
             description: pb.NodeDescription = await stub.Describe(pb.DescribeRequest(), timeout=5.0)
             return description
+
+    def _channel(self, name: str) -> grpc.aio.Channel:
+        """To a node's agent, as its gateway has it."""
+        address, folder = self.node(name).agent_address, self.system.topology.certificates
+        if folder is None:
+            return grpc.aio.insecure_channel(address)
+        identity = Identity(**{key: Path(path) for key, path in paths(folder, GATEWAY_NAME).items()})
+        return grpc.aio.secure_channel(address, channel_credentials(identity), channel_options(name))
+
+    async def metric(self, url: str, line: str) -> float:
+        """The value of a line of /metrics that begins so; 0 where there is none."""
+        async with self.session.get(f"{url}/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        return sum(float(each.rpartition(" ")[2]) for each in lines if each.startswith(line))
 
     async def gateway_sees(self, name: str) -> str:
         """The state of a node as the gateway knows it."""
@@ -185,10 +202,14 @@ class Bench:
     async def restart(self, *names: str) -> None:
         """Starts killed nodes again, at their old addresses, and waits for the gateway to see all nodes."""
         for name in names:
-            node = self.node(name)
-            port = int(node.agent_address.rpartition(":")[2])
-            await self.system.start_node(dataclasses.replace(node.config, control_port=port))
+            await self.start_again(name)
         await self.system.wait_ready(len(self.system.nodes))
+
+    async def start_again(self, name: str) -> None:
+        """Starts a node that has ended, at its old address."""
+        node = self.node(name)
+        port = int(node.agent_address.rpartition(":")[2])
+        await self.system.start_node(dataclasses.replace(node.config, control_port=port))
 
 
 def free_port() -> int:
