@@ -15,7 +15,7 @@ from enum import Enum, auto
 from typing import Final
 
 from transport.checksum import Integrity
-from transport.crypto import TAG_BYTES, Seal, connection_seal
+from transport.crypto import TAG_BYTES, Opening, Seal, Sealing, connection_seal
 from transport.errors import ConnectionRefused, GreetingRefused, LocalProtocolError, PeerLost, RemoteProtocolError
 from transport.frames import (
     CHUNK_BODY_BYTES,
@@ -221,27 +221,21 @@ class Connection:
         header = HEADER.pack(kind, FLAG_SEALED, seq, body_bytes + TAG_BYTES)
         return header + self._seal_out.seal(number, data[HEADER.size :], header)
 
-    def seal_chunk(self, seal: Seal, slot: int, offset: int, plain: memoryview, out: memoryview) -> bytes:
-        """Seals a chunk's payload into `out` and returns what goes before it."""
+    def seal_chunk(self, seal: Seal, slot: int, offset: int, length: int) -> tuple[bytes, Sealing]:
+        """What goes before a sealed payload of `length` bytes, and what seals it; its tag goes behind it."""
         number = self._send_seq
-        header = self.chunk_header(slot, offset, len(plain), 0, sealed=True)
-        seal.seal_into(number, plain, header, out)
-        return header
+        header = self.chunk_header(slot, offset, length, 0, sealed=True)
+        return header, seal.sealing(number, header)
 
-    def seal_coded(self, seal: Seal, chunk: CodedChunk, coded: memoryview, out: memoryview) -> bytes:
-        """Seals a coded chunk's payload into `out` and returns what goes before it."""
+    def seal_coded(self, seal: Seal, chunk: CodedChunk) -> tuple[bytes, Sealing]:
+        """The same for a coded chunk."""
         number = self._send_seq
         header = self.coded_header(chunk)
-        seal.seal_into(number, coded, header, out)
-        return header
+        return header, seal.sealing(number, header)
 
-    def open_chunk(self, seal: Seal, sealed: memoryview, out: memoryview) -> None:
-        """Opens the payload of the last Chunk. Raises RemoteProtocolError; `out` must not be used then."""
-        try:
-            seal.open_into(self._chunk_seq, sealed, self._chunk_header, out)
-        except RemoteProtocolError:
-            self.state = State.CLOSED
-            raise
+    def open_chunk(self, seal: Seal) -> Opening:
+        """For the payload of the last Chunk or CodedChunk."""
+        return seal.opening(self._chunk_seq, self._chunk_header)
 
     def chunk_header(self, slot: int, offset: int, length: int, checksum: int, sealed: bool = False) -> bytes:
         """What goes before a chunk's payload: `send(Chunk(...))` without the object."""

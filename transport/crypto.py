@@ -30,7 +30,10 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 from transport.errors import ConnectionRefused, RemoteProtocolError
 from transport.frames import Code
@@ -39,6 +42,10 @@ log = logging.getLogger(__name__)
 
 TAG_BYTES: Final = 16
 KEY_BYTES: Final = 16
+# Sealed and sent, or received and opened, in one go: small enough for the processor's cache and the socket's buffer.
+SEALED_PART_BYTES: Final = 512 << 10
+# A call for each smaller view would cost more than copying such views together.
+SMALL_VIEW_BYTES: Final = 32 << 10
 SESSION_ID_BYTES: Final = 16
 SESSION_SECRET_BYTES: Final = 32
 TLS_RECORD: Final = 0x16
@@ -198,10 +205,11 @@ def _hang_up(sock: socket.socket) -> None:
 class Seal:
     """AES-128-GCM under one key; the caller never uses a number twice."""
 
-    __slots__ = ("_aead",)
+    __slots__ = ("_aead", "_key")
 
     def __init__(self, key: bytes) -> None:
         self._aead = AESGCM(key)
+        self._key = AES(key)
 
     def seal(self, number: int, plain: bytes, header: bytes) -> bytes:
         return self._aead.encrypt(_nonce(number), plain, header)
@@ -212,16 +220,52 @@ class Seal:
         except InvalidTag as exc:
             raise RemoteProtocolError(f"frame {number} is not authentic") from exc
 
-    def seal_into(self, number: int, plain: memoryview, header: bytes, out: memoryview) -> None:
-        """`out` is TAG_BYTES longer than `plain`."""
-        self._aead.encrypt_into(_nonce(number), plain, header, out)
+    def sealing(self, number: int, header: bytes) -> "Sealing":
+        return Sealing(self._key, number, header)
 
-    def open_into(self, number: int, sealed: memoryview, header: bytes, out: memoryview) -> None:
-        """When this raises, `out` holds bytes that nobody vouches for."""
+    def opening(self, number: int, header: bytes) -> "Opening":
+        return Opening(self._key, number, header)
+
+
+class Sealing:
+    """One payload on its way out, part by part: what was sealed is sent while it is still in the processor's cache."""
+
+    __slots__ = ("_stream",)
+
+    def __init__(self, key: AES, number: int, header: bytes) -> None:
+        self._stream = Cipher(key, GCM(_nonce(number))).encryptor()
+        self._stream.authenticate_additional_data(header)
+
+    def update(self, plain: memoryview, out: memoryview) -> None:
+        """`out` is as long as `plain`."""
+        self._stream.update_into(plain, out)
+
+    def tag(self) -> bytes:
+        """What follows the last part."""
+        self._stream.finalize()
+        return self._stream.tag
+
+
+class Opening:
+    """The reverse of Sealing. Until verify() has returned, nobody vouches for what update() gave."""
+
+    __slots__ = ("_number", "_stream")
+
+    def __init__(self, key: AES, number: int, header: bytes) -> None:
+        self._number = number
+        self._stream = Cipher(key, GCM(_nonce(number))).decryptor()
+        self._stream.authenticate_additional_data(header)
+
+    def update(self, sealed: memoryview, out: memoryview) -> None:
+        """`out` is as long as `sealed`."""
+        self._stream.update_into(sealed, out)
+
+    def verify(self, tag: bytes) -> None:
+        """Raises RemoteProtocolError."""
         try:
-            self._aead.decrypt_into(_nonce(number), sealed, header, out)
+            self._stream.finalize_with_tag(tag)
         except InvalidTag as exc:
-            raise RemoteProtocolError(f"chunk in frame {number} is not authentic") from exc
+            raise RemoteProtocolError(f"chunk in frame {self._number} is not authentic") from exc
 
 
 def connection_seal(session_secret: bytes, nonces: bytes, direction: str) -> Seal:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from transport.checksum import Integrity, digest, transfer_seed
 from transport.codec import CodecError, Decoder
 from transport.connection import BULK_BYTES, NONCE_BYTES, Connection, Role, State
-from transport.crypto import TLS_RECORD, Seal, chunk_seal
+from transport.crypto import SEALED_PART_BYTES, SMALL_VIEW_BYTES, TAG_BYTES, TLS_RECORD, Opening, Seal, chunk_seal
 from transport.errors import GreetingRefused, PeerLost, RemoteProtocolError, TransportError
 from transport.frames import (
     Abort,
@@ -27,7 +27,7 @@ from transport.frames import (
     Reference,
 )
 from transport.landings import Claim
-from transport.shm import advance, copy_extents, open_arena, scatter
+from transport.shm import advance, copy, copy_extents, open_arena, pour, scatter
 from transport.tcp import (
     peer_of,
     prepare,
@@ -69,7 +69,7 @@ class Inlet(threading.Thread):
         self._decoder: Decoder | None = None  # made when first needed
         self._opened = memoryview(b"")  # coded payloads out of their seal
         self._seals: dict[int, Seal] = {}
-        self._sealed = memoryview(b"")  # where sealed payloads lie until they are opened
+        self._sealed = memoryview(b"")  # where parts of sealed payloads, and coded ones, lie until they are opened
         self._send_lock = threading.Lock()
         self._seeds: dict[int, int] = {}
         self._arenas: dict[int, str] = {}  # slot -> path
@@ -230,22 +230,18 @@ class Inlet(threading.Thread):
             self._finish(claim, verified)
 
     def _receive_sealed(self, chunk: Chunk) -> None:
-        """Into a buffer of ours first, and from there, opened, into its place: which is ours for that moment only."""
-        size = self._connection.payload_left
-        if len(self._sealed) < size:
-            self._sealed = memoryview(bytearray(size))
-        sealed = self._sealed[:size]
-        self._read_past([sealed])
         seal = self._seals.get(chunk.slot)
         claim = self._server.claim(self.who, chunk, self._sink_of) if seal is not None else None
         if claim is None or seal is None:
+            self._fill(None)
             return
         try:
-            self._open_sealed(seal, sealed, claim)
+            claim = self._fill_sealed(self._connection.open_chunk(seal), claim)
         except RemoteProtocolError:
             self._server.count(f"rejected:{Code.SEAL}")
             raise
-        self._finish(claim, True)
+        if claim is not None:
+            self._finish(claim, True)
 
     def _receive_coded(self, chunk: CodedChunk) -> None:
         """Whole into a buffer of ours, checked and decoded there, and only then into its place."""
@@ -280,7 +276,9 @@ class Inlet(threading.Thread):
             self._opened = memoryview(bytearray(chunk.coded_length))
         opened = self._opened[: chunk.coded_length]
         try:
-            self._connection.open_chunk(self._seals[chunk.slot], payload, opened)
+            opening = self._connection.open_chunk(self._seals[chunk.slot])
+            opening.update(payload[:-TAG_BYTES], opened)
+            opening.verify(bytes(payload[-TAG_BYTES:]))
         except RemoteProtocolError:
             self._server.count(f"rejected:{Code.SEAL}")
             raise
@@ -308,20 +306,52 @@ class Inlet(threading.Thread):
         if reply is not None:
             self.say(reply)
 
-    def _open_sealed(self, seal: Seal, sealed: memoryview, claim: Claim) -> None:
-        if len(claim.views) == 1:
-            self._connection.open_chunk(seal, sealed, claim.views[0])
-            return
-        length = claim.stop - claim.start
-        plain = self._plain_of(length)[:length]
-        self._connection.open_chunk(seal, sealed, plain)
-        scatter(plain, claim.views)
+    def _fill_sealed(self, opening: Opening, claim: Claim) -> Claim | None:
+        """Part by part into a buffer of ours and from there, opened, into its place; None when the landing failed
+        meanwhile. Raises RemoteProtocolError when the payload is not authentic: its place counts as missing then.
+        """
+        connection, places = self._connection, list(claim.views)
+        if len(self._sealed) < SEALED_PART_BYTES + TAG_BYTES:
+            self._sealed = memoryview(bytearray(SEALED_PART_BYTES + TAG_BYTES))
+        while True:
+            left = connection.payload_left
+            last = left <= SEALED_PART_BYTES + TAG_BYTES
+            part = self._sealed[: left if last else SEALED_PART_BYTES]
+            if not self._read_part(part, claim):
+                self._withdraw(claim)
+                self._fill(None)
+                return None
+            self._open_into(opening, part[:-TAG_BYTES] if last else part, places)
+            if last:
+                opening.verify(bytes(part[-TAG_BYTES:]))
+                return claim
 
     def _read_past(self, views: list[memoryview]) -> None:
         while self._connection.payload_buffered:
             advance(views, self._connection.take_payload(views[0]))
         while self._connection.payload_left:
             self._read_payload(views)
+
+    def _open_into(self, opening: Opening, sealed: memoryview, places: list[memoryview]) -> None:
+        """Into the first places, which are taken off the list."""
+        if places and len(places[0]) < min(len(sealed), SMALL_VIEW_BYTES):
+            plain = self._plain_of(len(sealed))[: len(sealed)]
+            opening.update(sealed, plain)
+            pour(plain, places, copy)
+        else:
+            pour(sealed, places, opening.update)
+
+    def _read_part(self, part: memoryview, claim: Claim) -> bool:
+        """False when the landing failed meanwhile."""
+        rest = [part]
+        while rest:
+            if claim.void:
+                return False
+            if self._connection.payload_buffered:
+                advance(rest, self._connection.take_payload(rest[0]))
+            else:
+                self._read_payload(rest)
+        return True
 
     def _fill(self, claim: Claim | None) -> Claim | None:
         """Reads the payload into its place, or past it; None when the landing failed meanwhile."""

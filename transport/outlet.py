@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Final
 from transport.checksum import Integrity, digest, transfer_seed
 from transport.coder import LaneCoder
 from transport.connection import NONCE_BYTES, Connection, Role, State
-from transport.crypto import TAG_BYTES, Seal, Session, chunk_seal
+from transport.crypto import SEALED_PART_BYTES, SMALL_VIEW_BYTES, Seal, Sealing, Session, chunk_seal
 from transport.errors import ConnectionRefused, LocalProtocolError, PeerLost, TransportError
 from transport.frames import MAX_LIST, CodedChunk, Open, Reference, Welcome
-from transport.lanes import MAX_BATCH_CHUNKS, Batch, Piece, Transfer
+from transport.lanes import Batch, Piece, Transfer
 from transport.link import TcpInfo, tcp_info
-from transport.shm import ArenaSource, gather, merge_extents
+from transport.shm import ArenaSource, merge_extents, pieces_of
 from transport.tcp import (
     LONG_RTT_S,
     MAX_VIEWS,
@@ -94,9 +94,9 @@ class Outlet:
         self._seeds: dict[int, int] = {}
         self._seals: dict[int, Seal] = {}
         self._session: Session | None = None
-        self._sealed = memoryview(b"")  # payloads of one batch, sealed
+        self._sealed = memoryview(b"")  # what is sealed and not written yet
         self._sealed_bytes = 0
-        self._plain = memoryview(b"")
+        self._gathered = memoryview(b"")  # small views, to be sealed together
         self._coder = LaneCoder(peer)
         self._failures = 0
 
@@ -273,7 +273,7 @@ class Outlet:
             for transfer in batch.opens:
                 outgoing.add(self._opening(connection, transfer))
             for piece in batch.pieces:
-                self._add_piece(outgoing, connection, piece)
+                self._add_piece(sock, connection, outgoing, piece)
             self._write(sock, connection, outgoing)
             self._peer.charge(batch.num_bytes - self._coder.bytes_saved, time.monotonic())
         finally:
@@ -283,6 +283,8 @@ class Outlet:
         manifest = transfer.manifest
         self._seeds[transfer.slot] = transfer_seed(transfer.transfer_id, connection.nonces)
         if self._session is not None:
+            if not self._sealed:
+                self._sealed, self._gathered = (memoryview(bytearray(SEALED_PART_BYTES)) for _ in range(2))
             self._seals[transfer.slot] = chunk_seal(
                 self._session.secret, connection.nonces, transfer.transfer_id, transfer.secret
             )
@@ -299,7 +301,7 @@ class Outlet:
             )
         )
 
-    def _add_piece(self, outgoing: Outgoing, connection: Connection, piece: Piece) -> None:
+    def _add_piece(self, sock: socket.socket, connection: Connection, outgoing: Outgoing, piece: Piece) -> None:
         transfer = piece.transfer
         try:
             source = self._peer.source_of(transfer)
@@ -311,22 +313,24 @@ class Outlet:
         if transfer.formats is not None and connection.codecs:
             coded = self._coder.code(transfer, transfer.formats, connection.codecs, piece.start, piece.stop, views)
             if coded is not None:
-                self._add_coded(outgoing, connection, piece, coded)
+                self._add_coded(sock, connection, outgoing, piece, coded)
                 return
-        checksum = 0
+        checksum, length = 0, piece.stop - piece.start
         if self._peer.options.integrity is Integrity.CHECKSUM or transfer.arena_path:
             checksum = digest(views, self._seeds[transfer.slot], piece.start)
         if isinstance(source, ArenaSource) and transfer.arena_path:
             self._add_references(outgoing, connection, piece, source, checksum)
             return
         if self._session is not None:
-            self._add_sealed(outgoing, connection, piece, views)
+            sealed_chunk = connection.seal_chunk(self._seals[transfer.slot], transfer.slot, piece.start, length)
+            self._write_sealed(sock, connection, outgoing, sealed_chunk, views)
             return
-        length = piece.stop - piece.start
         outgoing.add(connection.chunk_header(transfer.slot, piece.start, length, checksum))
         outgoing.views.extend((view, transfer) for view in views)
 
-    def _add_coded(self, outgoing: Outgoing, connection: Connection, piece: Piece, coded: memoryview) -> None:
+    def _add_coded(
+        self, sock: socket.socket, connection: Connection, outgoing: Outgoing, piece: Piece, coded: memoryview
+    ) -> None:
         slot, seal = piece.transfer.slot, None
         checksum = 0
         if self._session is not None:
@@ -345,29 +349,28 @@ class Outlet:
             outgoing.add(connection.coded_header(chunk))
             outgoing.views.append((coded, None))
             return
-        sealed = self._sealed_room(len(coded))
-        outgoing.add(connection.seal_coded(seal, chunk, coded, sealed))
-        outgoing.views.append((sealed, None))
+        self._write_sealed(sock, connection, outgoing, connection.seal_coded(seal, chunk), [coded])
 
-    def _sealed_room(self, length: int) -> memoryview:
-        """Where a payload of this batch is sealed."""
-        if not len(self._sealed):
-            self._sealed = memoryview(bytearray(self._peer.options.chunk_bytes + MAX_BATCH_CHUNKS * TAG_BYTES))
-        room = self._sealed[self._sealed_bytes : self._sealed_bytes + length + TAG_BYTES]
-        self._sealed_bytes += len(room)
-        return room
-
-    def _add_sealed(self, outgoing: Outgoing, connection: Connection, piece: Piece, views: list[memoryview]) -> None:
-        length = piece.stop - piece.start
-        if len(views) > 1:
-            if not len(self._plain):
-                self._plain = memoryview(bytearray(self._peer.options.chunk_bytes))
-            gather(views, self._plain)
-        plain = views[0] if len(views) == 1 else self._plain[:length]
-        sealed = self._sealed_room(length)
-        slot = piece.transfer.slot
-        outgoing.add(connection.seal_chunk(self._seals[slot], slot, piece.start, plain, sealed))
-        outgoing.views.append((sealed, None))
+    def _write_sealed(
+        self,
+        sock: socket.socket,
+        connection: Connection,
+        outgoing: Outgoing,
+        sealed_chunk: tuple[bytes, Sealing],
+        views: list[memoryview],
+    ) -> None:
+        """Seals and writes by turns: the receiver opens one part while we seal the next."""
+        header, sealing = sealed_chunk
+        outgoing.add(header)
+        for part in pieces_of(views, SEALED_PART_BYTES, SMALL_VIEW_BYTES, self._gathered):
+            if self._sealed_bytes + len(part) > SEALED_PART_BYTES:
+                self._write(sock, connection, outgoing)
+                self._sealed_bytes = 0
+            sealed = self._sealed[self._sealed_bytes : self._sealed_bytes + len(part)]
+            self._sealed_bytes += len(part)
+            sealing.update(part, sealed)
+            outgoing.views.append((sealed, None))
+        outgoing.add(sealing.tag())
 
     def _add_references(
         self, outgoing: Outgoing, connection: Connection, piece: Piece, source: ArenaSource, checksum: int

@@ -8,7 +8,7 @@ SIGBUS.
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -107,17 +107,42 @@ def advance(views: list[memoryview], size: int) -> None:
         views[0] = views[0][size:]
 
 
+def copy(data: memoryview, into: memoryview) -> None:
+    into[:] = data
+
+
+def pour(data: memoryview, views: list[memoryview], put: Callable[[memoryview, memoryview], None]) -> None:
+    """Puts all of `data` into the first views, piece by piece, and takes what is full off the list."""
+    while data:
+        size = min(len(data), len(views[0]))
+        put(data[:size], views[0][:size])
+        data = data[size:]
+        advance(views, size)
+
+
+def pieces_of(views: Iterable[memoryview], size: int, small: int, gathered: memoryview) -> Iterator[memoryview]:
+    """The views in pieces of at most `size` bytes; those shorter than `small` are copied together into `gathered`, of
+    `size` bytes, which is used again.
+    """
+    filled = 0
+    for view in views:
+        for at in range(0, len(view), size):
+            piece = view[at : at + size]
+            if filled and (len(piece) >= small or filled + len(piece) > size):
+                yield gathered[:filled]
+                filled = 0
+            if len(piece) >= small:
+                yield piece
+            else:
+                gathered[filled : filled + len(piece)] = piece
+                filled += len(piece)
+    if filled:
+        yield gathered[:filled]
+
+
 def scatter(plain: memoryview, views: Sequence[memoryview]) -> None:
     """Copies one buffer into several that together are as long."""
     at = 0
     for view in views:
         view[:] = plain[at : at + len(view)]
-        at += len(view)
-
-
-def gather(views: Sequence[memoryview], into: memoryview) -> None:
-    """The reverse of scatter()."""
-    at = 0
-    for view in views:
-        into[at : at + len(view)] = view
         at += len(view)

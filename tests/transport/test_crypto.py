@@ -15,7 +15,7 @@ from transport.client import ClientOptions, TransferClient
 from transport.connection import Connection, Role
 from transport.crypto import TAG_BYTES, Identity, Seal, Sessions, chunk_seal
 from transport.errors import LocalProtocolError, RemoteProtocolError
-from transport.frames import Ack, Ping
+from transport.frames import Ack, Chunk, Ping
 from transport.server import ServerOptions, TransferServer
 from transport.tcp import parse_address
 
@@ -68,6 +68,36 @@ def test_nothing_readable_crosses_the_wire(authority: Authority) -> None:
         assert len(seen) > 200_000
         assert b"telltale-name" not in seen
         assert not any(range_[:64] in seen for range_ in delivery.source.content())
+
+
+def test_a_chunk_that_was_changed_on_its_way_is_refused_and_comes_again(authority: Authority) -> None:
+    class Forger(Proxy):
+        """Changes one byte in the middle of what passes."""
+
+        left = 5_000_000
+
+        def _relay(self, index: int, source: socket.socket, sink: socket.socket, forward: bool) -> None:
+            class Changing:
+                def sendall(_, data: memoryview) -> None:
+                    before, self.left = self.left, self.left - len(data) * forward
+                    data = memoryview(bytearray(data))
+                    if self.left <= 0 < before:
+                        data[before - 1] ^= 1
+                    sink.sendall(data)
+
+                shutdown = sink.shutdown
+
+            super()._relay(index, source, Changing(), forward)  # type: ignore[arg-type]
+
+    with (
+        server_of(authority.issue("d")) as server,
+        Forger(server.address) as forger,
+        client_of(authority.issue("p"), connections=1) as client,
+    ):
+        delivery = deliver(server, client, [3_000_000] * 4, address=forger.address)
+        assert all(result is not None and result.ok for result in delivery.wait())
+        assert delivery.equal
+        assert server.counters["rejected:seal"] == 1
 
 
 @pytest.mark.parametrize("stranger", ["client", "server"])
@@ -202,18 +232,24 @@ def test_replayed_reordered_forged_and_truncated_frames_do_not_open() -> None:
 def test_a_chunk_opens_only_in_its_place_and_under_its_transfer() -> None:
     sender, receiver = pair()
     greet(sender, receiver)
-    plain, out, landed = memoryview(b"x" * 500), memoryview(bytearray(500 + TAG_BYTES)), memoryview(bytearray(500))
+    plain, out, landed = memoryview(b"x" * 500), memoryview(bytearray(500)), memoryview(bytearray(500))
     seal = chunk_seal(b"s" * 32, sender.nonces, "t", b"secret")
-    header = sender.seal_chunk(seal, 3, 1000, plain, out)
-    receiver.receive_data(header + bytes(out), 0.0)
-    chunk = receiver.next_event()
-    assert chunk is not None
-    sealed = memoryview(bytearray(516))
-    receiver.take_payload(sealed)
-    receiver.open_chunk(seal, sealed, landed)
+    header, sealing = sender.seal_chunk(seal, 3, 1000, len(plain))
+    for start, stop in ((0, 7), (7, 400), (400, 500)):
+        sealing.update(plain[start:stop], out[start:stop])
+    receiver.receive_data(header + bytes(out) + sealing.tag(), 0.0)
+    assert receiver.next_event() == Chunk(slot=3, offset=1000, length=500, checksum=0, sealed=True)
+    payload = memoryview(bytearray(500 + TAG_BYTES))
+    receiver.take_payload(payload)
+    opening = receiver.open_chunk(seal)
+    for start, stop in ((0, 100), (100, 500)):
+        opening.update(payload[start:stop], landed[start:stop])
+    opening.verify(bytes(payload[500:]))
     assert landed == plain
+    elsewhere = receiver.open_chunk(chunk_seal(b"s" * 32, sender.nonces, "other", b"secret"))
+    elsewhere.update(payload[:500], landed)
     with pytest.raises(RemoteProtocolError, match="not authentic"):
-        receiver.open_chunk(chunk_seal(b"s" * 32, sender.nonces, "other", b"secret"), sealed, landed)
+        elsewhere.verify(bytes(payload[500:]))
 
 
 def test_numbers_of_one_key_are_never_used_twice() -> None:

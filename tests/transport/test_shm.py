@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.transport.helpers import SECRET, Memory
 from transport.client import ClientOptions, TransferClient
 from transport.errors import LocalProtocolError
 from transport.landings import LandingResult
 from transport.server import ServerOptions, TransferServer
-from transport.shm import ArenaSource, copy_extents, merge_extents, open_arena
+from transport.shm import ArenaSource, copy, copy_extents, merge_extents, open_arena, pieces_of, pour
 
 SIZES = [300_000, 0, 20_480, 1, 3_000_000] * 2
 
@@ -126,3 +128,17 @@ def test_shared_memory_needs_an_arena() -> None:
 
 def test_neighbouring_extents_merge() -> None:
     assert merge_extents([(0, 10), (10, 5), (20, 1)]) == [(0, 15), (20, 1)]
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.lists(st.integers(1, 50), min_size=1, max_size=20))
+def test_views_are_cut_copied_together_and_filled_again(cuts: list[int], places: list[int]) -> None:
+    data = bytes(range(256)) * 4
+    views = [memoryview(data)[sum(cuts[:i]) : sum(cuts[: i + 1])] for i in range(len(cuts))]
+    pieces = [bytes(piece) for piece in pieces_of(views, 16, 8, memoryview(bytearray(16)))]
+    assert all(len(piece) <= 16 for piece in pieces)
+    assert b"".join(pieces) == data[: sum(cuts)]
+    room = [memoryview(bytearray(size)) for size in [*places, sum(cuts)]]
+    left = list(room)
+    for piece in pieces:
+        pour(memoryview(piece), left, copy)
+    assert b"".join(room)[: sum(cuts)] == data[: sum(cuts)]
