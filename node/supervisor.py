@@ -36,7 +36,7 @@ def engine_command(config: NodeConfig, socket_path: Path) -> list[str]:
     if config.max_model_len:
         command += ["--max-model-len", str(config.max_model_len)]
     if config.engine == "vllm":
-        command += ["--role", config.role, "--"]  # what follows is vLLM's own
+        command.append("--")  # what follows is vLLM's own
     return [*command, *config.engine_args]
 
 

@@ -12,7 +12,6 @@ def options(**changes: Any) -> ServerOptions:
     values: dict[str, Any] = {
         "model": "models/tiny",
         "served_name": "tiny",
-        "role": "prefill",
         "host": "127.0.0.1",
         "port": 8100,
         "agent_socket": Path("/run/x/engine.sock"),
@@ -27,11 +26,10 @@ def value_of(command: list[str], flag: str) -> str:
     return command[command.index(flag) + 1]
 
 
-@pytest.mark.parametrize(("role", "kv_role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")])
-def test_the_connector_knows_its_role_its_agent_and_where_it_serves(role: str, kv_role: str) -> None:
-    command = server_command(options(role=role), is_cpu=False)
+def test_the_connector_knows_its_agent_and_where_it_serves() -> None:
+    command = server_command(options(), is_cpu=False)
     transfer = json.loads(value_of(command, "--kv-transfer-config"))
-    assert (transfer["kv_role"], transfer["kv_load_failure_policy"]) == (kv_role, "recompute")
+    assert (transfer["kv_role"], transfer["kv_load_failure_policy"]) == ("kv_both", "recompute")
     assert transfer["kv_connector_extra_config"] == {
         "agent_socket": "/run/x/engine.sock",
         "http_url": "http://127.0.0.1:8100",
@@ -81,7 +79,7 @@ def test_versions(version: str, tested: bool) -> None:
     assert is_tested(version) is tested
 
 
-ARGUMENTS = ["--model", "m", "--role", "decode", "--agent-socket", "/run/x/engine.sock"]
+ARGUMENTS = ["--model", "m", "--agent-socket", "/run/x/engine.sock"]
 
 
 def test_without_vllm_it_says_what_to_install(

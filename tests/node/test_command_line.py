@@ -62,7 +62,7 @@ def test_switching_the_engine_changes_one_word() -> None:
     )
     assert embedded[1:3] == ["-m", "engine"]
     assert vllm[1:3] == ["-m", "engine.vllm_launch"]
-    assert vllm[3:] == [*embedded[3:-2], "--role", "decode", "--", "--x", "1"]
+    assert vllm[3:] == [*embedded[3:-2], "--", "--x", "1"]
 
 
 def test_a_vllm_server_may_take_longer_to_start() -> None:
