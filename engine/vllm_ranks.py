@@ -1,0 +1,125 @@
+"""The local socket between the scheduler's side of the connector and its workers, one connection per rank.
+
+It exists so that a layer is announced the moment it is written, not when the step that computes it ends.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from engine.vllm_steps import LetGo, RankHello, RankMessage, Release, decode_from_rank, decode_to_rank
+from transport.messages import Message, MessageBuffer, MessageError, encode
+
+log = logging.getLogger(__name__)
+
+READ_BYTES: Final = 1 << 16
+CONNECT_TIMEOUT_S: Final = 10.0
+LET_GO_TIMEOUT_S: Final = 3.0  # less than an agent waits for an engine that it hung up on
+
+
+class RankServer:
+    """The scheduler's end. All methods belong to the event loop's thread."""
+
+    def __init__(self, path: Path, on_message: Callable[[int, RankMessage], None]) -> None:
+        self.path: Final = path
+        self._on_message = on_message
+        self._server: asyncio.Server | None = None
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._letting_go: dict[str, tuple[set[int], asyncio.Future[None]]] = {}
+
+    async def start(self) -> None:
+        """Starts listening. Raises OSError."""
+        self._server = await asyncio.start_unix_server(self._serve, self.path)
+
+    async def close(self) -> None:
+        if self._server is None:
+            return
+        self._server.close()
+        for writer in list(self._writers.values()):
+            writer.close()
+        await self._server.wait_closed()
+
+    async def release(self, job: str) -> None:
+        """Returns when no rank touches the job's pages any more, or is known to be stuck."""
+        waiting = {rank for rank, writer in self._writers.items() if not writer.is_closing()}
+        if not waiting or job in self._letting_go:
+            return
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._letting_go[job] = (waiting, done)
+        for rank in tuple(waiting):
+            self._writers[rank].write(encode(Release(job=job)))
+        try:
+            await asyncio.wait_for(done, LET_GO_TIMEOUT_S)
+        except TimeoutError:
+            log.error("ranks %s do not let go of job=%s", sorted(waiting), job)
+        finally:
+            del self._letting_go[job]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        rank, buffer = -1, MessageBuffer()
+        try:
+            while data := await reader.read(READ_BYTES):
+                for body in buffer.feed(data):
+                    message = decode_from_rank(body)
+                    if isinstance(message, RankHello):
+                        rank = message.rank
+                        self._writers[rank] = writer
+                    elif isinstance(message, LetGo):
+                        self._gone(rank, message.job)
+                    else:
+                        self._on_message(rank, message)
+        except (OSError, MessageError) as exc:
+            log.error("rank %d: %s", rank, exc)
+        finally:
+            if self._writers.get(rank) is writer:
+                del self._writers[rank]
+            for job in tuple(self._letting_go):
+                self._gone(rank, job)  # a rank that is gone touches nothing
+            writer.close()
+
+    def _gone(self, rank: int, job: str) -> None:
+        waiting, done = self._letting_go.get(job, (set(), None))
+        waiting.discard(rank)
+        if done is not None and not waiting and not done.done():
+            done.set_result(None)
+
+
+class RankLink:
+    """A worker's end: sends from any thread, hears on a thread of its own."""
+
+    def __init__(self, path: str, rank: int, on_release: Callable[[str], None]) -> None:
+        """Connects. Raises OSError."""
+        self._on_release = on_release
+        self._sending = threading.Lock()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(CONNECT_TIMEOUT_S)
+        self._socket.connect(path)
+        self._socket.settimeout(None)
+        self.send(RankHello(rank=rank))
+        self._thread = threading.Thread(target=self._hear, name="prfaas-rank", daemon=True)
+        self._thread.start()
+
+    def send(self, message: Message) -> None:
+        """A peer that is gone hears nothing: the engine ends with it."""
+        with self._sending, contextlib.suppress(OSError):
+            self._socket.sendall(encode(message))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(CONNECT_TIMEOUT_S)
+        self._socket.close()
+
+    def _hear(self) -> None:
+        buffer = MessageBuffer()
+        with contextlib.suppress(OSError):
+            while data := self._socket.recv(READ_BYTES):
+                for body in buffer.feed(data):
+                    release = decode_to_rank(body)
+                    self._on_release(release.job)
+                    self.send(LetGo(job=release.job))

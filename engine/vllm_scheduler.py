@@ -1,0 +1,528 @@
+"""The scheduler's side of the connector: whose KVCache a request of vLLM starts from, and where its own goes.
+
+    local         ask for pages ─ load what the agent has cached ─ compute, save whole blocks ─ give back
+    prefill leg   same, with a ticket: layers leave while the rest computes ─ held until delivered ─ finish
+    landing       wait for it ─ load ─ compute the last token ─ decode          it fails: go on as local
+
+A prefill leg stops one token short of its prompt, which the decode side computes: with recurrent states anything else
+would apply a token twice. It may sample one token more than it was asked for, because a request that waits for its
+delivery must not be finished: its answer says whether the KVCache arrived. While it waits it is not scheduled.
+
+Methods belong to vLLM's scheduler thread and never wait: a request whose pages are on their way is asked about again.
+This module knows vLLM's requests only by the attributes it uses.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final
+
+import msgspec
+
+from engine.errors import RequestError
+from engine.openai_api import KVTransferParams, Transfer, transfer_of
+from engine.vllm_agent import AgentEvent, AgentThread, Arrived, Failed, Granted, Written
+from engine.vllm_layout import NULL_BLOCK, Kind, VllmLayout, state_block, unfilled
+from engine.vllm_steps import ArenaRef, Load, Save, Step
+from transport.messages import Delivered, JobPages
+
+log = logging.getLogger(__name__)
+
+HELD_STEP: Final = 1 << 62  # a scheduler step that never comes
+LOCAL_WAIT_S: Final = 1.0  # a cache must not keep requests waiting longer than computing would
+LEG_WAIT_S: Final = 60.0  # agents refuse earlier; this is for one that says nothing
+CLAIM_GRACE_S: Final = 10.0  # the agent watches the landing's own deadline
+DELIVERY_WAIT_S: Final = 3600.0  # a push that makes no progress fails long before
+IDLE_WAIT_S: Final = 0.002  # with nothing to compute, vLLM asks again at once: it would use up a core
+REPORT_INTERVAL_S: Final = 0.05
+
+
+class Route(Enum):
+    """What a request has to do with KVCache from elsewhere."""
+
+    LOCAL = "local"
+    LEG = "prefill leg"
+    LANDING = "landing"
+
+
+class Phase(Enum):
+    """How far a request's pages are."""
+
+    ASKED = "asked"
+    GRANTED = "granted"
+    LOADING = "loading"
+    COMPUTING = "computing"
+    HELD = "held"  # a leg that waits for its delivery
+    DELIVERED = "delivered"
+    OVER = "over"  # nothing more to load or save
+
+
+@dataclass(slots=True, kw_only=True)
+class Handover:
+    """One request and its pages."""
+
+    request: Any
+    route: Route
+    prompt: list[int]
+    transfer: Transfer
+    phase: Phase = Phase.OVER
+    errand: int = 0
+    deadline_s: float = 0.0
+    asked_s: float = 0.0
+    pages: JobPages | None = None
+    offered_from: int = 0  # tokens that vLLM had when it was offered the rest
+    cached_tokens: int = 0  # loaded from pages rather than computed
+    saved_tokens: int = 0
+    unsaved_states: set[tuple[int, int]] = field(default_factory=set)
+    unfilled_windows: set[tuple[int, int]] = field(default_factory=set)
+    computing_s: float = 0.0
+    outcome: Delivered | None = None
+    reason: str = ""
+    finished: bool = False
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens whose KVCache another node can compute: all but the last."""
+        return len(self.prompt) - 1
+
+    def answer(self) -> dict[str, Any]:
+        """A prefill leg's `kv_transfer_params`."""
+        if self.outcome is None:
+            return {"delivered": False, "reason": self.reason or "ended_early"}
+        return {
+            "delivered": True,
+            "num_tokens": self.prefill_tokens,
+            "cached_tokens": self.cached_tokens,
+            "bytes_total": self.outcome.bytes_total,
+            "bytes_before_prefill_end": self.outcome.bytes_before_prefill_end,
+            "prefill_start_s": max(0.0, self.computing_s - self.asked_s),
+            "prefill_end_s": self.outcome.prefill_end_s,
+            "delivered_s": self.outcome.delivered_s,
+            "link": self.outcome.link,
+        }
+
+
+@dataclass(slots=True)
+class HandoverCounts:
+    """What happened since the last look."""
+
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    legs: Counter[str] = field(default_factory=Counter)
+    landed_tokens: int = 0
+    cached_tokens: int = 0
+    delivered_bytes: int = 0
+    overlapped_bytes: int = 0  # of them, those that left before their prefill ended
+
+
+class SchedulerSide:
+    """All requests of one vLLM engine."""
+
+    def __init__(
+        self, layout: VllmLayout, agent: AgentThread, now: Callable[[], float], *, local_tier: bool = True
+    ) -> None:
+        self._layout = layout
+        self._agent = agent
+        self._now = now
+        self._local_tier = local_tier
+        self._block_size = layout.model.block_size
+        self._requests: dict[str, Any] = {}
+        self._handovers: dict[str, Handover] = {}
+        self._errands: dict[int, Handover] = {}
+        self._arena: ArenaRef | None = None
+        self._grants: list[JobPages] = []
+        self._loads: list[Load] = []
+        self._counts = HandoverCounts()
+        self._reported_s = float("-inf")
+
+    # A request's life, in the order in which vLLM calls
+
+    def on_new_request(self, request: Any) -> None:
+        """Takes a request up and asks the agent for its pages."""
+        self._requests[request.request_id] = request
+        handover = self._handover(request)
+        if handover is None:
+            return
+        self._handovers[request.request_id] = handover
+        if handover.route is Route.LEG:
+            _stop_before_last(request)
+        if reason := handover.reason or _unsuited(request):
+            self._give_up(handover, reason)
+        else:
+            self._ask(handover)
+
+    def num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
+        """Tokens beyond `num_computed_tokens` that can be loaded; None: ask again."""
+        self._hear()
+        handover = self._handovers.get(request.request_id)
+        if handover is None:
+            return 0
+        if handover.phase is Phase.ASKED:
+            if self._now() < handover.deadline_s:
+                return None
+            self._fail(handover, "timeout")
+            return None
+        if handover.phase is Phase.HELD:  # preempted while it waits: nothing to do before its delivery
+            return None
+        if handover.phase not in (Phase.GRANTED, Phase.DELIVERED):
+            return 0
+        assert handover.pages is not None
+        ready = handover.pages.num_tokens
+        if handover.phase is Phase.GRANTED and handover.route is not Route.LANDING:
+            ready = handover.pages.cached_tokens
+            if handover.route is Route.LEG and ready >= handover.prefill_tokens:
+                self._send_cached(handover)
+                return None
+        if handover.phase is Phase.DELIVERED and not request.num_preemptions:
+            return 0
+        handover.offered_from = num_computed_tokens
+        return max(0, ready - num_computed_tokens)
+
+    def after_alloc(self, request: Any, tables: Sequence[Sequence[int]], num_external_tokens: int) -> None:
+        """vLLM has blocks for the request; `num_external_tokens` are to be loaded into them."""
+        handover = self._handovers.get(request.request_id)
+        if handover is None or handover.phase not in (Phase.GRANTED, Phase.DELIVERED):
+            return
+        assert handover.pages is not None
+        if num_external_tokens > 0:
+            handover.phase = Phase.LOADING
+            stop = handover.offered_from + num_external_tokens
+            self._loads.append(
+                Load(request.request_id, handover.pages.job, handover.offered_from, stop, _frozen(tables))
+            )
+        elif handover.phase is Phase.DELIVERED:
+            pass
+        elif handover.route is Route.LANDING:
+            self._finish(handover, loaded=handover.offered_from >= handover.pages.num_tokens)
+        else:
+            self._begin_computing(handover)
+
+    def build_step(self, scheduled: Mapping[str, int], tables_of: Callable[[str], Sequence[Sequence[int]]]) -> Step:
+        """What the workers do besides computing `scheduled` tokens of each request. `tables_of`: block ids of one."""
+        if not scheduled and self._is_waiting() and not self._loads:
+            self._agent.news.wait(IDLE_WAIT_S)
+        self._hear()
+        saves = [
+            save
+            for request_id, num_tokens in scheduled.items()
+            if (handover := self._handovers.get(request_id)) is not None
+            and (save := self._save(handover, num_tokens, tables_of)) is not None
+        ]
+        self._report_load(scheduled)
+        step = Step(str(self._agent.rank_socket), self._arena, tuple(self._grants), tuple(saves), tuple(self._loads))
+        self._grants, self._loads = [], []
+        return step
+
+    def loads_ended(self, done: set[str], failed: set[str]) -> None:
+        """All ranks have finished the loads of these requests, or could not."""
+        for request_id in done:
+            handover = self._handovers.get(request_id)
+            if handover is None or handover.phase is not Phase.LOADING:
+                continue
+            if handover.finished:  # aborted meanwhile
+                self._finish(handover, reason="aborted")
+                del self._handovers[request_id]
+            elif request_id in failed:
+                self._load_failed(handover)
+            else:
+                self._loaded(handover)
+
+    def request_finished(self, request: Any) -> dict[str, Any] | None:
+        """The request is over, however it ended; returns what its answer carries as `kv_transfer_params`."""
+        self._requests.pop(request.request_id, None)
+        handover = self._handovers.get(request.request_id)
+        if handover is None:
+            return None
+        handover.finished = True
+        if handover.phase is Phase.LOADING:
+            return None  # its pages are being read: `loads_ended` gives them back
+        del self._handovers[request.request_id]
+        self._finish(handover, reason="aborted")
+        if handover.route is not Route.LEG:
+            return None
+        self._counts.legs["delivered" if handover.outcome else handover.reason or "ended_early"] += 1
+        return handover.answer()
+
+    def take_counts(self) -> HandoverCounts:
+        """What happened since the last call."""
+        counts, self._counts = self._counts, HandoverCounts()
+        return counts
+
+    # Which way
+
+    def _handover(self, request: Any) -> Handover | None:
+        """None for a request whose KVCache is of no use to anybody."""
+        prompt = list(request.prompt_token_ids or ())
+        reason = ""
+        try:
+            params = msgspec.json.encode(request.kv_transfer_params) if request.kv_transfer_params else b"{}"
+            transfer = transfer_of(msgspec.json.decode(params, type=KVTransferParams))
+        except (RequestError, msgspec.MsgspecError, TypeError) as exc:
+            log.warning("kv_transfer_params of id=%s: %s", request.request_id, exc)
+            transfer, reason = Transfer(), "bad_request"
+        asked = request.kv_transfer_params or {}
+        if transfer.ticket is not None or (reason and asked.get("do_remote_decode")):
+            if len(prompt) < 2:
+                reason = "bad_request"
+            return Handover(request=request, route=Route.LEG, prompt=prompt, transfer=transfer, reason=reason)
+        if transfer.transfer_id is not None and len(prompt) > 1:
+            return Handover(request=request, route=Route.LANDING, prompt=prompt, transfer=transfer)
+        if reason:
+            self._counts.fallbacks[reason] += 1
+        if not self._local_tier or (len(prompt) - 1) < self._block_size or _unsuited(request):
+            return None
+        return Handover(request=request, route=Route.LOCAL, prompt=prompt, transfer=transfer)
+
+    def _ask(self, handover: Handover) -> None:
+        handover.phase = Phase.ASKED
+        handover.asked_s = self._now()
+        transfer, request_id = handover.transfer, handover.request.request_id
+        if handover.route is Route.LANDING:
+            assert transfer.transfer_id is not None
+            handover.deadline_s = handover.asked_s + transfer.timeout_s + CLAIM_GRACE_S
+            handover.errand = self._agent.claim(
+                handover.prompt, transfer.salt, transfer.transfer_id, transfer.timeout_s
+            )
+        else:
+            handover.deadline_s = handover.asked_s + (LEG_WAIT_S if transfer.ticket else LOCAL_WAIT_S)
+            num_tokens = handover.prefill_tokens
+            if transfer.ticket is None:
+                num_tokens -= num_tokens % self._block_size  # only whole blocks can be reused
+            handover.errand = self._agent.begin(request_id, handover.prompt, num_tokens, transfer.salt, transfer.ticket)
+        self._errands[handover.errand] = handover
+
+    # What the agent says
+
+    def _hear(self) -> None:
+        for event in self._agent.poll():
+            handover = self._errands.get(event.errand)
+            if handover is not None:
+                self._heard(handover, event)
+
+    def _heard(self, handover: Handover, event: AgentEvent) -> None:
+        match event:
+            case Granted():
+                self._granted(handover, event)
+            case Failed(reason=reason):
+                self._fail(handover, reason)
+            case Arrived(outcome=outcome):
+                handover.outcome = outcome
+                self._counts.delivered_bytes += outcome.bytes_total
+                self._counts.overlapped_bytes += outcome.bytes_before_prefill_end
+                self._let_finish(handover)
+            case Written():
+                if handover.route is Route.LOCAL:
+                    self._finish(handover)
+
+    def _granted(self, handover: Handover, event: Granted) -> None:
+        if handover.phase is not Phase.ASKED:
+            return
+        if handover.route is Route.LANDING and event.pages.num_tokens != handover.prefill_tokens:
+            self._fail(handover, "digest_mismatch")
+            return
+        handover.pages, self._arena = event.pages, event.arena
+        handover.phase = Phase.GRANTED
+        self._grants.append(event.pages)
+
+    def _fail(self, handover: Handover, reason: str) -> None:
+        """The agent cannot, or can no longer, do what was asked."""
+        if handover.phase is Phase.LOADING:
+            handover.reason = reason  # the ranks have let go: the load ends in failure, if it has not ended already
+            return
+        was = handover.phase
+        self._finish(handover, reason=reason)
+        if handover.route is not Route.LEG:
+            self._counts.fallbacks[reason] += 1
+            log.warning("fallback id=%s reason=%s", handover.request.request_id, reason)
+            if handover.route is Route.LANDING and was in (Phase.ASKED, Phase.GRANTED):
+                self._go_local(handover)
+            return
+        handover.reason = reason
+        if was in (Phase.ASKED, Phase.GRANTED):
+            self._refuse(handover)
+        else:
+            handover.request.max_tokens = 1
+            self._let_finish(handover)
+
+    def _give_up(self, handover: Handover, reason: str) -> None:
+        """Nothing has been asked yet, and nothing will be."""
+        handover.reason = reason
+        if handover.route is Route.LEG:
+            self._refuse(handover)
+        else:
+            self._counts.fallbacks[reason] += 1
+
+    def _refuse(self, handover: Handover) -> None:
+        """Nobody wants what this leg would compute."""
+        _shrink(handover.request)
+        handover.request.max_tokens = 1
+
+    def _go_local(self, handover: Handover) -> None:
+        handover.route = Route.LOCAL
+        if self._local_tier and handover.prefill_tokens >= self._block_size:
+            self._ask(handover)
+
+    def _finish(self, handover: Handover, *, loaded: bool = False, reason: str = "") -> None:
+        """No more loads or saves: the pages go back."""
+        handover.phase = Phase.OVER
+        if self._errands.pop(handover.errand, None) is not None:
+            self._agent.end(handover.errand, loaded=loaded, reason=reason)
+            if handover.pages is not None:
+                self._grants = [pages for pages in self._grants if pages.job != handover.pages.job]
+
+    # Computing
+
+    def _loaded(self, handover: Handover) -> None:
+        assert handover.pages is not None
+        if handover.outcome is not None:
+            handover.phase = Phase.DELIVERED
+        elif handover.route is Route.LANDING:
+            self._counts.landed_tokens += handover.prefill_tokens - handover.offered_from
+            self._finish(handover, loaded=True)
+        else:
+            handover.cached_tokens = handover.pages.cached_tokens
+            self._counts.cached_tokens += handover.cached_tokens - handover.offered_from
+            self._begin_computing(handover)
+
+    def _load_failed(self, handover: Handover) -> None:
+        """vLLM starts the request over; what it computes is saved no more than it is loaded."""
+        self._counts.fallbacks[handover.reason or "load_failed"] += 1
+        log.warning("load failed id=%s reason=%s", handover.request.request_id, handover.reason or "load_failed")
+        if handover.route is Route.LEG and handover.outcome is None and not handover.reason:
+            self._begin_computing(handover)  # the pages are ours: only what they hold could not be used
+            return
+        self._finish(handover, reason=handover.reason or "load_failed")
+        if handover.route is Route.LEG:
+            handover.request.max_tokens = 1
+
+    def _begin_computing(self, handover: Handover) -> None:
+        assert handover.pages is not None
+        handover.phase = Phase.COMPUTING
+        handover.computing_s = self._now()
+        handover.saved_tokens = handover.pages.cached_tokens
+        handover.unsaved_states = {
+            (group, length)
+            for group, lengths in enumerate(handover.pages.states)
+            for length in lengths
+            if length > handover.pages.cached_tokens
+        }
+        if handover.saved_tokens >= handover.pages.num_tokens and handover.route is Route.LOCAL:
+            self._finish(handover)
+
+    def _send_cached(self, handover: Handover) -> None:
+        """All of a leg is cached and on its way. vLLM has to compute something: let it be little."""
+        assert handover.pages is not None
+        self._begin_computing(handover)
+        handover.cached_tokens = handover.pages.cached_tokens
+        self._agent.complete(handover.errand)
+        self._hold(handover)
+        _shrink(handover.request)
+        handover.request.max_tokens = 1
+
+    def _save(
+        self, handover: Handover, num_tokens: int, tables_of: Callable[[str], Sequence[Sequence[int]]]
+    ) -> Save | None:
+        """What this step adds to the pages of a request."""
+        if handover.phase is not Phase.COMPUTING:
+            return None
+        assert handover.pages is not None
+        before = handover.request.num_computed_tokens
+        start, stop = handover.saved_tokens, min(before + num_tokens, handover.pages.num_tokens)
+        if stop <= start:  # preempted, and computed once more
+            return None
+        tables = tables_of(handover.request.request_id)
+        lengths = self._states_at((before, before + num_tokens), handover, tables)
+        handover.unfilled_windows |= unfilled(self._layout, handover.pages, tables, start, stop)
+        handover.saved_tokens = stop
+        if stop == handover.pages.num_tokens:
+            self._agent.last_step(handover.errand, sorted(handover.unfilled_windows | handover.unsaved_states))
+            if handover.route is Route.LEG:
+                self._hold(handover)
+        return Save(handover.pages.job, start, stop, lengths, _frozen(tables))
+
+    def _states_at(
+        self, lengths: tuple[int, int], handover: Handover, tables: Sequence[Sequence[int]]
+    ) -> tuple[int, ...]:
+        """At which of these lengths there are states to save; vLLM keeps them at the ends of a step."""
+        saved = set()
+        for length in lengths:
+            missing = {
+                place.group
+                for place in self._layout.places
+                if place.layer.kind is Kind.STATE
+                and state_block(tables[place.layer.table], length, place.layer.block_tokens) == NULL_BLOCK
+            }
+            wanted = {key for key in handover.unsaved_states if key[1] == length and key[0] not in missing}
+            handover.unsaved_states -= wanted
+            saved |= {length for _ in wanted}
+        return tuple(sorted(saved))
+
+    def _hold(self, handover: Handover) -> None:
+        handover.phase = Phase.HELD
+        handover.deadline_s = self._now() + DELIVERY_WAIT_S
+        handover.request.next_decode_eligible_step = HELD_STEP
+
+    def _let_finish(self, handover: Handover) -> None:
+        if handover.phase is Phase.HELD:
+            handover.phase = Phase.DELIVERED
+        handover.request.next_decode_eligible_step = 0
+
+    def _is_waiting(self) -> bool:
+        return any(handover.phase in (Phase.ASKED, Phase.HELD) for handover in self._handovers.values())
+
+    def _report_load(self, scheduled: Mapping[str, int]) -> None:
+        now = self._now()
+        if now - self._reported_s < REPORT_INTERVAL_S and self._requests:
+            return
+        self._reported_s = now
+        held = [handover for handover in self._handovers.values() if handover.phase is Phase.HELD]
+        for handover in held:
+            if now >= handover.deadline_s:
+                self._fail(handover, "delivery_timeout")
+        running = sum(request_id in self._requests for request_id in scheduled) + len(held)
+        queued = sum(max(0, r.num_prompt_tokens - r.num_computed_tokens) for r in self._requests.values())
+        self._agent.report_load(running, max(0, len(self._requests) - running), queued)
+
+
+def _unsuited(request: Any) -> str:
+    """Why a request's KVCache is not that of its tokens alone; empty if it is."""
+    if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+        return "prompt_embeds"
+    if request.mm_features:
+        return "multimodal"
+    if request.lora_request is not None:
+        return "lora"
+    return "cache_salt" if request.cache_salt else ""
+
+
+def _stop_before_last(request: Any) -> None:
+    """Cuts the last token off a prompt, and leaves room for the token that a held request samples at its end."""
+    _cut(request, request.num_prompt_tokens - 1)
+    request.max_tokens = 2
+    if request.sampling_params is not None:
+        # A stop token among the two would end the request before its delivery. The front end keeps the original.
+        request.sampling_params = request.sampling_params.clone()
+        request.sampling_params._eos_token_id = None
+        request.sampling_params.stop_token_ids = []
+        request.sampling_params.repetition_detection = None
+
+
+def _shrink(request: Any) -> None:
+    """Leaves one token of a prompt that is not worth computing."""
+    _cut(request, 1)
+
+
+def _cut(request: Any, num_tokens: int) -> None:
+    if not 0 < num_tokens < request.num_prompt_tokens or request.prompt_token_ids is None:
+        return
+    request.prompt_token_ids = request.prompt_token_ids[:num_tokens]
+    del request._all_token_ids[num_tokens:]
+    request.num_prompt_tokens = num_tokens
+    # Hashes cover whole blocks: one that reached beyond the cut would name what follows by other tokens.
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+def _frozen(tables: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(table) for table in tables)

@@ -1,0 +1,271 @@
+"""A worker's side of the connector: one rank's part of each slab, between vLLM's KV tensors and the page arena.
+
+Layers are copied on a thread of their own as soon as the operator that fills them returns, while the next layer computes.
+A step waits for its last copies before it ends, so no block that it has freed is ever read. Loads fill blocks that
+nobody else may touch and take as many steps as they need.
+"""
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from engine.errors import PagesInvalid
+from engine.pages import Arena, Bytes
+from engine.vllm_blocks import Blocks, blocks_of
+from engine.vllm_layout import BlockCopy, Kind, LayerPlace, VllmLayout, attention_copies, state_copy, unloadable
+from engine.vllm_ranks import RankLink
+from engine.vllm_steps import ArenaRef, LayerWritten, Load, Save, SaveFailed, StateWritten, Step, StepWritten
+from transport.messages import JobPages
+
+log = logging.getLogger(__name__)
+
+SAVE_TIMEOUT_S: Final = 120.0
+MAX_RELEASED: Final = 4096  # a step with a released job was built before the release: a handful at most
+
+
+class Grant:
+    """Pages of a job in this worker's hands."""
+
+    def __init__(self, pages: JobPages, arena: Bytes) -> None:
+        self.pages: Final = pages
+        self.arena: Final = arena
+        self._using = threading.Lock()
+        self._released = False
+
+    def use(self, copy: Callable[[], int]) -> int:
+        """Runs a copy that touches the pages; returns its bytes. Raises PagesInvalid once they are released."""
+        with self._using:
+            if self._released:
+                raise PagesInvalid("the pages are no longer ours")
+            return copy()
+
+    def release(self) -> None:
+        """When this returns no copy is under way, and none will be."""
+        with self._using:
+            self._released = True
+
+
+@dataclass(slots=True)
+class CopyCounts:
+    """What was copied since the last look. Seconds are those of the copying threads."""
+
+    bytes_saved: int = 0
+    save_s: float = 0.0
+    bytes_loaded: int = 0
+    load_s: float = 0.0
+    waited_s: float = 0.0  # of the model for the copies of its step
+
+
+@dataclass(slots=True)
+class LoadResults:
+    """Requests whose load ended; `failed` ones are among `done` as well."""
+
+    done: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+
+class WorkerSide:
+    """One rank. Methods belong to the model's thread."""
+
+    def __init__(self, layout: VllmLayout, rank: int) -> None:
+        self._layout = layout
+        self._rank = rank
+        self._places = {place.layer.name: place for place in layout.places}
+        self._blocks: dict[str, Blocks] = {}
+        self._step = Step()
+        self._arena: tuple[ArenaRef, Bytes] | None = None
+        self._link: RankLink | None = None
+        self._grants: dict[str, Grant] = {}
+        self._released: OrderedDict[str, None] = OrderedDict()
+        self._lock = threading.Lock()  # _grants, _released, _results, _counts
+        self._results = LoadResults()
+        self._counts = CopyCounts()
+        self._saver = ThreadPoolExecutor(1, "prfaas-save")
+        self._loader = ThreadPoolExecutor(1, "prfaas-load")
+        self._saving: list[Future[None]] = []
+
+    def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The KV tensors by layer name. Raises PagesInvalid when they are not what the layout says."""
+        for name, place in self._places.items():
+            if name not in tensors:
+                raise PagesInvalid(f"{name}: no such KV tensor")
+            self._blocks[name] = blocks_of(name, tensors[name], place.layer.part_bytes)
+
+    def begin_step(self, step: Step) -> None:
+        """Takes over what a step brings."""
+        self._step = step
+        if step.socket and self._link is None:
+            self._link = RankLink(step.socket, self._rank, self._release)
+        if step.arena is not None and (self._arena is None or self._arena[0] != step.arena):
+            opened = Arena.open(Path(step.arena.path), step.arena.page_bytes, step.arena.num_pages)
+            self._arena = (step.arena, opened.data)
+        with self._lock:
+            for pages in step.grants:
+                assert self._arena is not None
+                if pages.job not in self._released:
+                    self._grants[pages.job] = Grant(pages, self._arena[1])
+
+    def save_layer(self, name: str) -> None:
+        """The layer's KV of this step is final."""
+        place = self._places.get(name)
+        if place is None or not self._step.saves:
+            return
+        mark = self._blocks[name].mark()
+        for save in self._step.saves:
+            self._submit(save, self._save_attention, place, save, mark)
+
+    def start_loads(self) -> None:
+        """Starts the loads of this step."""
+        for load in self._step.loads:
+            self._loader.submit(self._load, load)
+
+    def finish_step(self) -> None:
+        """Saves the states at the end of this step and waits until all of it is in pages."""
+        for save in self._step.saves:
+            for place in self._layout.places if save.states else ():
+                if place.layer.kind is Kind.STATE:
+                    self._submit(save, self._save_state, place, save, self._blocks[place.layer.name].mark())
+            self._submit(save, self._note_step, save)
+        started_s = time.perf_counter()
+        for future in self._saving:
+            future.result(SAVE_TIMEOUT_S)
+        if self._saving:
+            with self._lock:
+                self._counts.waited_s += time.perf_counter() - started_s
+        self._saving.clear()
+        self._step = Step()
+
+    def take_results(self) -> LoadResults:
+        """Loads that ended since the last call."""
+        with self._lock:
+            results, self._results = self._results, LoadResults()
+        return results
+
+    def take_counts(self) -> CopyCounts:
+        """What was copied since the last call."""
+        with self._lock:
+            counts, self._counts = self._counts, CopyCounts()
+        return counts
+
+    def close(self) -> None:
+        self._saver.shutdown(cancel_futures=True)
+        self._loader.shutdown(cancel_futures=True)
+        if self._link is not None:
+            self._link.close()
+
+    # Saving, on the saver's thread
+
+    def _submit(self, save: Save, copy: Callable[..., None], *arguments: Any) -> None:
+        def run() -> None:
+            try:
+                copy(*arguments)
+            except PagesInvalid:
+                log.debug("job=%s is over", save.job)
+            except Exception as exc:
+                log.exception("job=%s cannot be saved", save.job)
+                self._send(SaveFailed(job=save.job, reason=f"{type(exc).__name__}: {exc}"))
+
+        self._saving.append(self._saver.submit(run))
+
+    def _save_attention(self, place: LayerPlace, save: Save, mark: Any) -> None:
+        part = self._layout.part(place, self._rank)
+        if not part.writes:
+            return
+        grant, table = self._grant(save.job), save.tables[place.layer.table]
+        copies = tuple(attention_copies(self._layout.model, place, part, grant.pages, table, save.start, save.stop))
+        self._count_saved(grant, lambda: self._blocks[place.layer.name].read(copies, grant.arena, mark))
+        self._send(LayerWritten(job=save.job, group=place.group, layer=place.number, num_tokens=save.stop))
+
+    def _save_state(self, place: LayerPlace, save: Save, mark: Any) -> None:
+        part = self._layout.part(place, self._rank)
+        if not part.writes:
+            return
+        grant, table = self._grant(save.job), save.tables[place.layer.table]
+        for length in save.states:
+            copy = state_copy(self._layout.model, place, part, grant.pages, table, length)
+            if copy is None:
+                continue
+            copies = (copy,)
+            self._count_saved(
+                grant,
+                lambda copies=copies: self._blocks[place.layer.name].read(copies, grant.arena, mark),  # type: ignore[misc]
+            )
+            self._send(StateWritten(job=save.job, group=place.group, layer=place.number, num_tokens=length))
+
+    def _note_step(self, save: Save) -> None:
+        self._grant(save.job)
+        self._send(StepWritten(job=save.job, num_tokens=save.stop))
+
+    def _count_saved(self, grant: Grant, copy: Callable[[], int]) -> None:
+        started_s = time.perf_counter()
+        size = grant.use(copy)
+        with self._lock:
+            self._counts.bytes_saved += size
+            self._counts.save_s += time.perf_counter() - started_s
+
+    # Loading, on the loader's thread
+
+    def _load(self, load: Load) -> None:
+        failed = True
+        try:
+            self._load_parts(load)
+            failed = False
+        except PagesInvalid as exc:
+            log.warning("load failed id=%s: %s", load.request_id, exc)
+        except Exception:
+            log.exception("load failed id=%s", load.request_id)
+        finally:
+            with self._lock:
+                self._results.done.add(load.request_id)
+                if failed:
+                    self._results.failed.add(load.request_id)
+
+    def _load_parts(self, load: Load) -> None:
+        grant, started_s, size = self._grant(load.job), time.perf_counter(), 0
+        if why := unloadable(self._layout, grant.pages, load.tables, load.start, load.stop):
+            raise PagesInvalid(why)
+        for place in self._layout.places:
+            part, table = self._layout.part(place, self._rank), load.tables[place.layer.table]
+            if place.layer.kind is Kind.STATE:
+                state = state_copy(self._layout.model, place, part, grant.pages, table, load.stop)
+                copies: tuple[BlockCopy, ...] = (state,) if state is not None else ()
+            else:
+                copies = tuple(
+                    attention_copies(self._layout.model, place, part, grant.pages, table, load.start, load.stop)
+                )
+            blocks = self._blocks[place.layer.name]
+            size += grant.use(lambda blocks=blocks, copies=copies: blocks.write(copies, grant.arena))  # type: ignore[misc]
+        grant.use(lambda: 0)  # still ours, so what was read was ours
+        with self._lock:
+            self._counts.bytes_loaded += size
+            self._counts.load_s += time.perf_counter() - started_s
+
+    # Pages
+
+    def _grant(self, job: str) -> Grant:
+        with self._lock:
+            grant = self._grants.get(job)
+        if grant is None:
+            raise PagesInvalid("the pages are no longer ours")
+        return grant
+
+    def _release(self, job: str) -> None:
+        with self._lock:
+            grant = self._grants.pop(job, None)
+            self._released[job] = None
+            while len(self._released) > MAX_RELEASED:
+                self._released.popitem(last=False)
+        if grant is not None:
+            grant.release()
+
+    def _send(self, message: Any) -> None:
+        if self._link is not None:
+            self._link.send(message)

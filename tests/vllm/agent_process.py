@@ -1,0 +1,36 @@
+"""An agent without an engine of its own: `python -m tests.vllm.agent_process JSON`, with the fields of NodeConfig and `socket`.
+
+Prints a line of JSON with the addresses once it listens; an engine that runs elsewhere joins over the socket.
+"""
+
+import asyncio
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+
+import uvloop
+
+from node.agent import NodeAgent
+from node.config import NodeConfig
+from node.engine_socket import EngineSocket
+from node.service import NodeService, serve
+from pd_cluster.admission import admit
+
+
+async def main(settings: dict) -> None:
+    socket = Path(settings.pop("socket"))
+    config = NodeConfig(**settings)
+    agent = NodeAgent(config, time.monotonic)
+    agent.socket = EngineSocket(socket, agent)  # where a successor of this agent is found again
+    agent.supervisor.run = asyncio.Event().wait  # nothing to supervise
+    _, port = await serve(NodeService(agent, admit, time.monotonic), config.host, 0)
+    await agent.start()
+    print(json.dumps({"control": f"{config.host}:{port}"}), flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    uvloop.run(main(json.loads(sys.argv[1])))

@@ -1,0 +1,88 @@
+"""One vLLM engine in a process of its own, forked from a server that has imported vLLM once (an import takes 15 to 20 s)."""
+
+import logging
+import os
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+# Before vLLM is imported; the scheduler and the worker run in the forked process itself.
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "DO_NOT_TRACK": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+}
+
+import vllm  # noqa: E402
+from vllm.config import KVTransferConfig  # noqa: E402
+
+CONNECTOR = {
+    "kv_connector": "PrfaasConnector",
+    "kv_connector_module_path": "engine.vllm_connector",
+    "kv_load_failure_policy": "recompute",
+}
+
+
+def serve(
+    pipe: Connection, log_path: str, options: dict[str, Any], role: str, connector: dict[str, Any] | None
+) -> None:
+    """Answers submissions with outputs until told to stop. `connector`: its extra configuration, None for none at all."""
+    _redirect(log_path)
+    try:
+        _serve(pipe, options, role, connector)
+    except Exception:
+        traceback.print_exc()
+        pipe.send(("died", traceback.format_exc()))
+    finally:
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _serve(pipe: Connection, options: dict[str, Any], role: str, connector: dict[str, Any] | None) -> None:
+    if connector is not None:
+        options["kv_transfer_config"] = KVTransferConfig(kv_role=role, kv_connector_extra_config=connector, **CONNECTOR)
+    llm = vllm.LLM(disable_hybrid_kv_cache_manager=False, enforce_eager=True, disable_log_stats=True, **options)
+    engine = llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    pipe.send(("ready", None))
+    while True:
+        while pipe.poll(0 if scheduler.has_requests() else None):
+            command, value = pipe.recv()
+            if command == "stop":
+                return
+            if command == "abort":
+                engine.abort_request([value])
+            elif command == "submit":
+                _submit(engine, *value)
+        for output in engine.step():
+            if output.finished:
+                tokens = list(output.outputs[0].token_ids)
+                pipe.send(("done", (output.request_id, tokens, output.kv_transfer_params, output.num_cached_tokens)))
+            else:
+                pipe.send(("token", (output.request_id, len(output.outputs[0].token_ids))))
+
+
+def _submit(engine: Any, request_id: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None) -> None:
+    sampling = vllm.SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"kv_transfer_params": params} if params else None,
+    )
+    engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
+
+
+def _redirect(log_path: str) -> None:
+    out = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")

@@ -1,0 +1,309 @@
+"""Two nodes for tests: real agents, forked vLLM engines, and what a gateway would say to them."""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+import numpy as np
+
+from gateway.clusters import salt_of
+from hybrid_cache.hashing import block_hashes, tokens_digest
+from hybrid_cache.layout import ModelLayout
+from transport.messages import TicketInfo
+from transport.proto import node_pb2 as pb
+from transport.proto import node_pb2_grpc as rpc
+
+START_S = 180.0
+ANSWER_S = 120.0
+FIRST_PLAIN_TOKEN, VOCABULARY = 4, 256
+
+
+def _serve(*arguments: Any) -> None:
+    """Runs where vLLM has been imported already."""
+    from tests.vllm.engine_process import serve
+
+    serve(*arguments)
+
+
+_forge = multiprocessing.get_context("forkserver")
+
+
+def start_forge() -> None:
+    """Says what every engine process has imported before it is forked. Before the first engine."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = "1"
+    _forge.set_forkserver_preload(["tests.vllm.engine_process"])
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: list[int]
+    params: dict[str, Any] | None
+    cached_tokens: int | None
+
+
+class Engine:
+    """A forked vLLM engine; requests are futures."""
+
+    def __init__(
+        self, name: str, folder: Path, options: dict[str, Any], role: str, connector: dict[str, Any] | None
+    ) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        self._pipe, theirs = _forge.Pipe()
+        self._ready: Future[None] = Future()
+        self._answers: dict[str, Future[Answer]] = {}
+        self.progress: dict[str, int] = {}
+        self.process = _forge.Process(
+            target=_serve, args=(theirs, str(self.log), options, role, connector), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def wait_ready(self) -> None:
+        try:
+            self._ready.result(START_S)
+        except BaseException as exc:
+            raise AssertionError(f"{self.name} did not start:\n{self.log.read_text()[-4000:]}") from exc
+
+    def submit(
+        self, request_id: str, prompt: Sequence[int], max_tokens: int, params: dict[str, Any] | None = None
+    ) -> "Future[Answer]":
+        future: Future[Answer] = Future()
+        self._answers[request_id] = future
+        self._pipe.send(("submit", (request_id, list(prompt), max_tokens, params)))
+        return future
+
+    def abort(self, request_id: str) -> None:
+        self._pipe.send(("abort", request_id))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(10.0)
+
+    def close(self) -> None:
+        if self.process.is_alive():
+            try:
+                self._pipe.send(("stop", None))
+            except OSError:
+                pass
+            self.process.join(10.0)
+        self.kill()
+
+    def _read(self) -> None:
+        error = "it ended"
+        try:
+            while True:
+                kind, value = self._pipe.recv()
+                if kind == "ready":
+                    self._ready.set_result(None)
+                elif kind == "token":
+                    self.progress[value[0]] = value[1]
+                elif kind == "died":
+                    error = value
+                    break
+                else:
+                    request_id, *answer = value
+                    self._answers.pop(request_id).set_result(Answer(*answer))
+        except (EOFError, OSError):
+            pass
+        for future in (self._ready, *self._answers.values()):
+            if not future.done():
+                future.set_exception(RuntimeError(f"{self.name}: {error}"))
+
+
+class Agent:
+    """A node's agent process; its engine joins over `socket`."""
+
+    def __init__(self, name: str, folder: Path, role: str, **settings: Any) -> None:
+        self.name = name
+        self.folder = folder / name
+        self.folder.mkdir(exist_ok=True)
+        self.socket = self.folder / "agent.sock"
+        self.log = self.folder / "agent.log"
+        self._settings = {
+            "node_id": f"{name}-{os.getpid()}",
+            "cluster": name,
+            "cluster_kind": "pd",
+            "role": role,
+            "model": "tiny",
+            "run_dir": str(self.folder),
+            "cache_bytes": 256 << 20,
+            "transport": "tcp",
+            "connections": 2,
+            "lease_s": 20.0,
+            "room_timeout_s": 5.0,
+            "socket": str(self.socket),
+        } | settings
+        self.start()
+
+    def start(self) -> None:
+        with self.log.open("ab") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.vllm.agent_process", json.dumps(self._settings)],
+                stdout=subprocess.PIPE,
+                stderr=out,
+                text=True,
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"{self.name} did not start:\n{self.log.read_text()[-4000:]}"
+        self.channel = grpc.insecure_channel(json.loads(line)["control"])
+        self.stub = rpc.NodeAgentStub(self.channel)
+
+    def describe(self) -> pb.NodeDescription:
+        return self.stub.Describe(pb.DescribeRequest(), timeout=10.0)
+
+    def kill(self) -> None:
+        self.channel.close()
+        self.process.kill()
+        self.process.wait(10.0)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(10.0)
+        self.kill()
+
+
+@dataclass
+class Node:
+    """Agent and engine."""
+
+    agent: Agent
+    engine: Engine
+
+    def close(self) -> None:
+        self.engine.close()
+        self.agent.close()
+
+
+@dataclass
+class Pair:
+    """A prefill node and a decode node of one model, and a gateway's part between them."""
+
+    producer: Node
+    consumer: Node
+    salt: bytes = b""
+    _count: int = 0
+    layout: ModelLayout = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.wait_ready()
+        self.layout = ModelLayout.from_json(self.consumer.agent.describe().layout_json)
+        self.salt = salt_of(self.layout)
+
+    def wait_ready(self) -> None:
+        for node in (self.producer, self.consumer):
+            node.engine.wait_ready()
+            until(lambda node=node: node.agent.describe().state == pb.NODE_STATE_READY, f"{node.agent.name} is ready")
+
+    def name(self) -> str:
+        self._count += 1
+        return f"r{self._count}"
+
+    def reserve(self, prompt: Sequence[int]) -> TicketInfo:
+        prefill = list(prompt[:-1])
+        hashes = block_hashes(prefill, self.layout.block_size, self.salt)
+        ticket = self.consumer.agent.stub.Reserve(
+            pb.ReserveRequest(
+                block_hashes=b"".join(hashes),
+                num_tokens=len(prefill),
+                tokens_digest=tokens_digest(prompt, self.salt),
+                ttl_s=20.0,
+            ),
+            timeout=10.0,
+        )
+        return TicketInfo(
+            transfer_id=ticket.transfer_id,
+            secret=ticket.secret,
+            num_tokens=ticket.num_tokens,
+            have_tokens=ticket.have_tokens,
+            tokens_digest=ticket.tokens_digest,
+            endpoints=tuple((e.kind, e.address, e.host_id) for e in ticket.endpoints),
+            ttl_s=ticket.ttl_s,
+            layout_fingerprint=ticket.layout_fingerprint,
+            node_id=ticket.node_id,
+            cluster=ticket.cluster,
+        )
+
+    def leg_params(self, ticket: TicketInfo) -> dict[str, Any]:
+        return {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "ticket": json.loads(msgspec.json.encode(ticket)),
+            "salt": self.salt.hex(),
+        }
+
+    def landing_params(self, ticket: TicketInfo, timeout_s: float = 30.0) -> dict[str, Any]:
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": ticket.transfer_id,
+            "salt": self.salt.hex(),
+            "timeout_s": timeout_s,
+        }
+
+    @property
+    def local_params(self) -> dict[str, Any]:
+        return {"salt": self.salt.hex()}
+
+    def hand_over(self, prompt: Sequence[int], max_tokens: int) -> "tuple[Future[Answer], Future[Answer]]":
+        """Both legs at once, as a gateway starts them."""
+        ticket, name = self.reserve(prompt), self.name()
+        leg = self.producer.engine.submit(f"{name}-p", prompt, 1, self.leg_params(ticket))
+        decode = self.consumer.engine.submit(f"{name}-d", prompt, max_tokens, self.landing_params(ticket))
+        return leg, decode
+
+    def assert_idle(self) -> None:
+        """Every page has been given back, and the books balance."""
+        for node in (self.producer, self.consumer):
+            until(lambda node=node: _held(node.agent.describe()) == (0, 0, 0), f"{node.agent.name} is idle")
+            assert not node.agent.describe().integrity_error
+
+    def close(self) -> None:
+        self.producer.close()
+        self.consumer.close()
+
+
+def _held(description: pb.NodeDescription) -> tuple[int, int, int]:
+    pool = description.pool
+    return pool.reservations, pool.pages_transfer, pool.pages_locked
+
+
+def make_pair(folder: Path, options: dict[str, Any], **agent_settings: Any) -> Pair:
+    nodes = []
+    for name, role, agent_role in (("east", "kv_producer", "prefill"), ("west", "kv_consumer", "decode")):
+        agent = Agent(name, folder, agent_role, **agent_settings)
+        connector = {"agent_socket": str(agent.socket), "http_url": "http://127.0.0.1:1"}
+        nodes.append(Node(agent, Engine(name, folder, dict(options), role, connector)))
+    return Pair(*nodes)
+
+
+def prompt_of(num_tokens: int, seed: int) -> list[int]:
+    """Random plain tokens; equal seeds share their beginning."""
+    rng = np.random.default_rng(seed)
+    return [int(token) for token in rng.integers(FIRST_PLAIN_TOKEN, VOCABULARY, num_tokens)]
+
+
+def until(holds: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+    """Waits for what other processes do."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)
