@@ -17,8 +17,9 @@ from transport.errors import Closed, LocalProtocolError
 from transport.lanes import Urgency
 from transport.link import LinkState
 from transport.pacing import Budget, Egress
-from transport.peer import ClientOptions, Peer
+from transport.peer import ClientOptions, Path, Peer
 from transport.push import OnPushed, Push, PushResult
+from transport.rdma_rails import RailReport
 from transport.shm import ArenaSource
 from transport.sieve import Sieve
 from transport.transfer import Manifest, RangeViews
@@ -35,13 +36,14 @@ class TransferClient:
     def __init__(self, *, options: ClientOptions | None = None) -> None:
         self.options = options or ClientOptions()
         self._lock = threading.Condition()
-        self._peers: dict[tuple[str, bool], Peer] = {}
+        self._peers: dict[tuple[str, Path], Peer] = {}
         self._default_budget = self.options.egress_bytes_per_s
         self._budgets: dict[str, Budget] = {}  # of links that have one of their own
         self._egress: WeakValueDictionary[str, Egress] = WeakValueDictionary()  # by link, as long as it has peers
         self._refusals: Counter[tuple[str, str]] = Counter()
         self._past_codecs: dict[str, CodecAccounts] = {}  # of peers that are gone, by link
-        self._sieve: Sieve[tuple[str, bool]] = Sieve()
+        self._gone_fallback_bytes: Counter[str] = Counter()  # of peers that were closed
+        self._sieve: Sieve[tuple[str, Path]] = Sieve()
         self._leaving: list[Peer] = []  # evicted, their threads not joined yet
         self._closing = False
         self._keeper = threading.Thread(target=self._keep_time, name="kv-client", daemon=True)
@@ -57,6 +59,7 @@ class TransferClient:
         *,
         on_done: OnPushed | None = None,
         same_host: bool = False,
+        over_rdma: bool = False,
         deadline_s: float = float("inf"),
         urgency: Urgency = Urgency.NORMAL,
         tenant: str = "",
@@ -68,18 +71,23 @@ class TransferClient:
         """Begins a transfer whose range i, of `sizes[i]` bytes, lies in `source(i)` once `push.ready(i)` says so.
 
         The memory must stay as it is until `on_done(PushResult)`. With `same_host` the source must be an ArenaSource,
-        and the receiver copies the bytes itself. `link` names the line to the peer: peers of one link share its egress
-        budget (by default every address is a link of its own). `formats(i)` says what range i is and how it may be made
-        smaller where the receiver decodes that; without, and on the same host, bytes travel as they are.
+        and the receiver copies the bytes itself. With `over_rdma` (ClientOptions.rdma) it must be one as well, and chunks
+        are written into the receiver's memory; where that cannot be, they go over TCP, counted. `link` names the line to
+        the peer: peers of one link share its egress budget (by default every address is a link of its own).
+        `formats(i)` says what range i is and how it may be made smaller where the receiver decodes that; without, and on
+        the same host or over RDMA, bytes travel as they are.
         """
-        if same_host and not isinstance(source, ArenaSource):
-            raise LocalProtocolError("a transfer on the same host needs an ArenaSource")
+        if (same_host or over_rdma) and not isinstance(source, ArenaSource):
+            raise LocalProtocolError("a transfer on the same host, or over RDMA, needs an ArenaSource")
+        if over_rdma and (same_host or self.options.rdma is None):
+            raise LocalProtocolError("a transfer over RDMA needs NICs (ClientOptions.rdma), and another host")
+        path = Path.SHM if same_host else Path.RDMA if over_rdma else Path.TCP
         if weight <= 0:
             raise ValueError(f"weight {weight} must be positive")
         manifest = Manifest(sizes)
         deadline = time.monotonic() + deadline_s
         with self._lock:  # a peer cannot be evicted between being found and being given work
-            push = self._peer(address, same_host, link or address).open(
+            push = self._peer(address, path, link or address).open(
                 manifest,
                 source,
                 on_done,
@@ -99,12 +107,22 @@ class TransferClient:
 
     def link(self, address: str, *, same_host: bool = False) -> LinkState:
         """The link to a peer as last sampled (every 0.1 s while something is under way)."""
-        peer = self._peers.get((address, same_host))
+        peer = self._peers.get((address, Path.SHM if same_host else Path.TCP))
         return peer.link() if peer is not None else LinkState(peer=address, at=time.monotonic())
 
     def links(self) -> list[LinkState]:
         """Every TCP link there is."""
-        return [peer.link() for (_, same_host), peer in list(self._peers.items()) if not same_host]
+        return [peer.link() for (_, path), peer in list(self._peers.items()) if path is Path.TCP]
+
+    def rails(self) -> list[RailReport]:
+        """Pairs of NICs that carry, or should carry, transfers over RDMA."""
+        return [rail for peer in list(self._peers.values()) for rail in peer.rails]
+
+    def fallback_bytes(self) -> Counter[str]:
+        """Bytes that should have gone over RDMA and went over TCP, by reason."""
+        with self._lock:
+            peers, total = [*self._peers.values(), *self._leaving], Counter(self._gone_fallback_bytes)
+        return sum((peer.fallback_bytes for peer in peers), total)
 
     def codecs(self) -> dict[str, CodecAccounts]:
         """What was coded, by link."""
@@ -168,15 +186,21 @@ class TransferClient:
             egress = self._egress[link] = Egress(self._budgets.get(link, self._default_budget))
         return egress
 
-    def _peer(self, address: str, same_host: bool, link: str) -> "Peer":
+    def _peer(self, address: str, path: Path, link: str) -> "Peer":
         """With the lock held."""
         if self._closing:
             raise Closed("the client is closed")
-        key = (address, same_host)
+        key = (address, path)
         if key not in self._peers:
-            egress = Egress() if same_host else self._egress_of(link)
+            egress = self._egress_of(link) if path is Path.TCP else Egress()
             self._peers[key] = Peer(
-                address, same_host, self.options, link=link, egress=egress, on_refused=self._refused
+                address,
+                path is Path.SHM,
+                self.options,
+                link=link,
+                egress=egress,
+                on_refused=self._refused,
+                rdma=self.options.rdma if path is Path.RDMA else None,
             )
         self._sieve.touch(key)
         self._lock.notify_all()
@@ -215,6 +239,7 @@ class TransferClient:
                 peer.join()
                 with self._lock:
                     self._past_codecs.setdefault(peer.link_name, CodecAccounts()).merge(peer.codecs())
+                    self._gone_fallback_bytes += peer.fallback_bytes
             # Who codes nothing need not know how busy the machine is.
             coding_s = [peer.chooser.accounts.cpu_s for peer in peers if peer.chooser.active]
             idle_cores = cpu.idle_cores(time.monotonic(), sum(coding_s)) if coding_s else 0.0

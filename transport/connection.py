@@ -28,21 +28,29 @@ from transport.frames import (
     Abort,
     Accept,
     Ack,
+    AskRails,
     Cancel,
     Chunk,
     Code,
     CodedChunk,
     Frame,
     Goodbye,
+    Grant,
     Hello,
     Nack,
+    Nics,
     Offer,
     Open,
     Ping,
     Pong,
+    RailAnswer,
+    RailClosed,
+    RailOffer,
+    RdmaFrame,
     Reference,
     Refuse,
     Welcome,
+    Written,
     decode,
     encode,
     encode_chunk,
@@ -69,14 +77,16 @@ class State(Enum):
 
 _G, _O, _C = State.GREETING, State.OPEN, State.CLOSED
 _BOTH: Final[dict[type[Frame], State]] = {Ping: _O, Pong: _O, Goodbye: _C}
+_RDMA_OF_SENDER: Final[dict[type[Frame], State]] = {AskRails: _O, RailOffer: _O, Written: _O, RailClosed: _O}
+_RDMA_OF_RECEIVER: Final[dict[type[Frame], State]] = {Nics: _O, Grant: _O, RailAnswer: _O, RailClosed: _O}
 _SAID_BY_SENDER: Final[dict[State, dict[type[Frame], State]]] = {
     _G: {Hello: _O, Goodbye: _C},
-    _O: {**_BOTH, Open: _O, Chunk: _O, CodedChunk: _O, Reference: _O, Abort: _O},
+    _O: {**_BOTH, Open: _O, Chunk: _O, CodedChunk: _O, Reference: _O, Abort: _O, **_RDMA_OF_SENDER},
     _C: {},
 }
 _SAID_BY_RECEIVER: Final[dict[State, dict[type[Frame], State]]] = {
     _G: {Welcome: _O, Goodbye: _C},
-    _O: {**_BOTH, Offer: _O, Accept: _O, Refuse: _O, Ack: _O, Nack: _O, Cancel: _O},
+    _O: {**_BOTH, Offer: _O, Accept: _O, Refuse: _O, Ack: _O, Nack: _O, Cancel: _O, **_RDMA_OF_RECEIVER},
     _C: {},
 }
 # What may come in. What may go out is the other one; only the greeting differs, since saying Hello opens nothing yet.
@@ -333,6 +343,8 @@ class Connection:
         except KeyError:
             raise RemoteProtocolError(f"{type(frame).__name__} in state {self.state.name}") from None
         if isinstance(frame, Offer | CodedChunk) and self.version < 2:
+            raise RemoteProtocolError(f"{type(frame).__name__} in version {self.version}")
+        if isinstance(frame, RdmaFrame) and self.version < 3:
             raise RemoteProtocolError(f"{type(frame).__name__} in version {self.version}")
         if isinstance(frame, Chunk | CodedChunk):
             if frame.sealed != (self._seal_in is not None):

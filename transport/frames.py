@@ -20,6 +20,15 @@ whose payload was made smaller (see codec); both ends speak version 2 then, and 
       | Abort(slot) / <---------------- Cancel(slot)  |
       | Ping / Pong, both ways                        |
 
+Over RDMA (see rdma_outlet), from version 3 on, the same connection carries what is to be said about the writes:
+
+      | AskRails, then Open as above ---------------> |
+      |  <------ Nics, Grant(slot, memory) ..., Accept |   whoever showed a secret learns where to write
+      | RailOffer(rail, attempt, queue pair) -------> |
+      |  <-------- RailAnswer(rail, attempt, queue pair)   or RailClosed
+      | Written(slot, offset, checksum, rail) ------> |   each is answered by Ack or Nack
+      | RailClosed(rail, attempt), both ways          |
+
 Every length that a peer states is checked against a limit before a byte of it is awaited.
 """
 
@@ -33,7 +42,7 @@ from transport.errors import RemoteProtocolError
 
 MAGIC: Final = 0x50664B56  # "VKfP"
 VERSION_MIN: Final = 1
-VERSION_MAX: Final = 2  # 2: Offer and CodedChunk
+VERSION_MAX: Final = 3  # 2: Offer and CodedChunk; 3: what belongs to RDMA
 
 HEADER: Final = struct.Struct("<BBHI")
 CHUNK: Final = struct.Struct("<BBHIIIQQ")  # header and body of a Chunk in one go: it is the one hot frame
@@ -252,9 +261,88 @@ class Pong:
     token: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskRails:
+    """Sender: transfers opened from now on may be written by RDMA."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nics:
+    """Receiver: its NICs (rdma_topology.format_nics), empty where it has none. Comes before the first Accept."""
+
+    nics: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """Receiver: where the transfer's line of bytes lies in its memory. Before the Accept, in several frames when long.
+
+    `extents` are (offset from `address`, length); `keys` are (place in Nics, remote key of the memory at that NIC).
+    """
+
+    slot: int
+    address: int
+    keys: tuple[tuple[int, int], ...]
+    extents: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RailOffer:
+    """Sender: its end of a new queue pair, for the receiver's NIC `nic` (place in Nics)."""
+
+    rail: int
+    attempt: int
+    nic: int
+    queue_pair: int
+    packet_number: int
+    gid: str
+    mtu: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RailAnswer:
+    """Receiver: the other end. It takes `depth` chunks before the first of them is answered."""
+
+    rail: int
+    attempt: int
+    queue_pair: int
+    packet_number: int
+    gid: str
+    mtu: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RailClosed:
+    """This queue pair is closed here: nothing more comes over it. Said before its chunks are sent again."""
+
+    rail: int
+    attempt: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """Sender: a chunk is in its place, written as number `number` of this rail."""
+
+    slot: int
+    offset: int
+    length: int
+    checksum: int
+    rail: int
+    attempt: int
+    number: int
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.length
+
+
+RdmaFrame: TypeAlias = AskRails | Nics | Grant | RailOffer | RailAnswer | RailClosed | Written
 Frame: TypeAlias = (
     Hello | Welcome | Goodbye | Open | Accept | Refuse | Chunk | Reference | Ack | Nack | Cancel | Abort | Ping | Pong
     | Offer | CodedChunk
+    | RdmaFrame
 )  # fmt: skip
 
 # The body of a frame is its fields in this order. Chunk and CodedChunk have structs of their own.
@@ -284,10 +372,42 @@ _FIELDS: Final[dict[type[Frame], tuple[tuple[str, str], ...]]] = {
     Ping: (("token", _U32),),
     Pong: (("token", _U32),),
     Offer: (("codecs", _U32),),
+    AskRails: (),
+    Nics: (("nics", _TEXT),),
+    Grant: (("slot", _U32), ("address", _U64), ("keys", _PAIRS), ("extents", _PAIRS)),
+    RailOffer: (
+        ("rail", _U32),
+        ("attempt", _U32),
+        ("nic", _U32),
+        ("queue_pair", _U32),
+        ("packet_number", _U32),
+        ("gid", _TEXT),
+        ("mtu", _U32),
+    ),
+    RailAnswer: (
+        ("rail", _U32),
+        ("attempt", _U32),
+        ("queue_pair", _U32),
+        ("packet_number", _U32),
+        ("gid", _TEXT),
+        ("mtu", _U32),
+        ("depth", _U32),
+    ),
+    RailClosed: (("rail", _U32), ("attempt", _U32), ("reason", _TEXT)),
+    Written: (
+        ("slot", _U32),
+        ("offset", _U64),
+        ("length", _U32),
+        ("checksum", _U64),
+        ("rail", _U32),
+        ("attempt", _U32),
+        ("number", _U32),
+    ),
 }
 _KINDS: Final[dict[type[Frame], int]] = {
     Hello: 1, Welcome: 2, Goodbye: 3, Open: 4, Accept: 5, Refuse: 6, Chunk: 7, Reference: 8,
     Ack: 9, Nack: 10, Cancel: 11, Abort: 12, Ping: 13, Pong: 14, Offer: 15, CodedChunk: 16,
+    AskRails: 20, Nics: 21, Grant: 22, RailOffer: 23, RailAnswer: 24, RailClosed: 25, Written: 26,
 }  # fmt: skip
 _TYPES: Final = {kind: frame for frame, kind in _KINDS.items()}
 CHUNK_KIND: Final = _KINDS[Chunk]

@@ -13,9 +13,11 @@ from transport.connection import BULK_BYTES, NONCE_BYTES, Connection, Role, Stat
 from transport.crypto import SEALED_PART_BYTES, SMALL_VIEW_BYTES, TAG_BYTES, TLS_RECORD, Opening, Seal, chunk_seal
 from transport.errors import GreetingRefused, PeerLost, RemoteProtocolError, TransportError
 from transport.frames import (
+    MAX_LIST,
     Abort,
     Accept,
     Ack,
+    AskRails,
     Chunk,
     Code,
     CodedChunk,
@@ -24,9 +26,13 @@ from transport.frames import (
     Hello,
     Nack,
     Open,
+    RailClosed,
+    RailOffer,
     Reference,
+    Written,
 )
 from transport.landings import Claim
+from transport.rdma_inlet import RailEnds
 from transport.shm import advance, copy, copy_extents, open_arena, pour, scatter
 from transport.tcp import (
     peer_of,
@@ -78,6 +84,7 @@ class Inlet(threading.Thread):
         self._num_acks = 0
         self._sink = memoryview(b"")
         self._plain = memoryview(b"")
+        self._rails = RailEnds(options.rdma, server.count)
 
     def stop(self) -> None:
         shut(self._sock)
@@ -103,6 +110,7 @@ class Inlet(threading.Thread):
         except ValueError as exc:  # what ssl makes of a socket that close() has shut meanwhile
             log.debug("connection %d ended: %s", self.who, exc)
         finally:
+            self._rails.close()  # first: until then the sender may write
             self._server.left(self)
             self._sock.close()
             for fd in self._arena_fds.values():
@@ -187,6 +195,14 @@ class Inlet(threading.Thread):
                 self._open(frame)
             case Abort():
                 self._abort(frame)
+            case Written():
+                self._count_written(frame)
+            case AskRails():
+                self._rails.asked = True
+            case RailOffer():
+                self.say(self._rails.offer(frame))
+            case RailClosed():
+                self._rails.closed(frame)
             case Hello():
                 pass  # the connection has answered it
 
@@ -204,8 +220,24 @@ class Inlet(threading.Thread):
         if frame.arena_path:
             self._arenas[frame.slot] = frame.arena_path
         self._flush()
+        if isinstance(reply, Accept) and self._rails.asked:
+            self._grant(reply)
         self.say(reply)
         self._server.settle()
+
+    def _grant(self, reply: Accept) -> None:
+        """Tells where to write, if the memory is registered: not granted, chunks come over this connection."""
+        slot, place = reply.slot, None
+        landing = self._server.grant_memory(self.who, slot) if self._server.options.rdma is not None else None
+        # An Accept that had to be shortened names bytes that have landed: those nobody may write.
+        if landing is not None and landing.targets is not None and len(reply.missing) < MAX_LIST:
+            place = self._rails.locate(landing.inbox.manifest.views(landing.targets, 0, landing.bytes_total))
+        if place is None:
+            self._server.revoke_memory(self.who, slot)
+        for nics in self._rails.nics(place[0] if place is not None else None):
+            self.say(nics)
+        for grant in self._rails.grants(slot, *place) if place is not None else ():
+            self.say(grant)
 
     def _abort(self, frame: Abort) -> None:
         with self._server.changed:
@@ -399,6 +431,19 @@ class Inlet(threading.Thread):
         self._server.received_bytes += length
         self._finish(claim, complete and self._verify(frame, claim))
 
+    def _count_written(self, frame: Written) -> None:
+        """A chunk was written into its place by the sender. It is answered in any case: that frees room on its rail."""
+        arrived = self._rails.has_arrived(frame) or self._server.options.integrity is not Integrity.NONE
+        with self._server.lock:
+            granted = self._server.landings.is_granted(self.who, frame.slot)
+        claim = self._server.claim(self.who, frame, self._sink_of) if granted else None
+        reply: Ack | Nack | None = None
+        if claim is not None:
+            self._server.received_bytes += frame.length
+            reply = self._finish(claim, arrived and self._verify(frame, claim))
+        if reply is None:
+            self.say(Nack(slot=frame.slot, offset=frame.offset, length=frame.length, code=Code.CANCELLED))
+
     def _arena_fd(self, slot: int) -> int | None:
         path = self._arenas.get(slot, "")
         if path not in self._arena_fds:
@@ -409,12 +454,12 @@ class Inlet(threading.Thread):
                 return None
         return self._arena_fds[path]
 
-    def _verify(self, frame: Chunk | Reference, claim: Claim) -> bool:
+    def _verify(self, frame: Chunk | Reference | Written, claim: Claim) -> bool:
         if self._server.options.integrity is Integrity.NONE:
             return True
         return digest(claim.views, self._seeds[claim.slot], claim.start) == frame.checksum
 
-    def _finish(self, claim: Claim, verified: bool, lossy_bytes: int = 0) -> None:
+    def _finish(self, claim: Claim, verified: bool, lossy_bytes: int = 0) -> Ack | Nack | None:
         with self._server.lock:
             reply = self._server.landings.finish(claim, verified, time.monotonic(), lossy_bytes)
             settled = claim.landing.outcome is not None
@@ -425,6 +470,7 @@ class Inlet(threading.Thread):
             self.say(reply)
         if settled:
             self._server.settle()
+        return reply
 
     def _withdraw(self, claim: Claim) -> None:
         with self._server.lock:

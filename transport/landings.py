@@ -26,6 +26,7 @@ MAX_ACTIVE: Final = 1 << 14
 SEGMENT_PREFIX: Final = "segment:"
 WRITE_DEADLINE_S: Final = 600.0
 WRITE_ORPHAN_S: Final = 30.0
+REVOKE_S: Final = 1.0  # for a sender to confirm that it writes no more; then its queue pairs are closed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,7 @@ class Landing:
     orphaned_at: float = float("inf")
     first_byte_at: float = 0.0
     done_at: float = 0.0
+    revoke_at: float = float("inf")
 
     @property
     def bytes_total(self) -> int:
@@ -143,6 +145,7 @@ class Landings:
         self._ended: OrderedDict[str, Landing] = OrderedDict()
         self._slots: dict[int, dict[int, Landing]] = {}  # connection -> slot -> landing
         self._unsettled: list[Landing] = []
+        self._grants: dict[int, set[Landing]] = {}  # connection -> landings that its sender may write into by itself
         self.counters: Counter[str] = Counter()
 
     # what the owner of the memory does
@@ -191,7 +194,15 @@ class Landings:
         return notices
 
     def next_deadline(self) -> float:
-        return min((x.expires_at() for x in self._active.values()), default=float("inf"))
+        expiries = (x.expires_at() for x in self._active.values())
+        return min((*expiries, *(x.revoke_at for x in self._unsettled)), default=float("inf"))
+
+    def overdue(self, now: float) -> set[int]:
+        """Connections whose senders were told that a landing ended, and have not confirmed it; each is named once."""
+        late = [x for x in self._unsettled if x.revoke_at <= now]
+        for landing in late:
+            landing.revoke_at = float("inf")
+        return {who for landing in late for who in landing.inbox.granted}
 
     def secret_of(self, transfer_id: str) -> bytes:
         return (self._active.get(transfer_id) or self._ended[transfer_id]).secret
@@ -214,6 +225,8 @@ class Landings:
 
     def disconnected(self, who: int, now: float) -> None:
         """The connection is gone: what it was writing does not count."""
+        for landing in self._grants.pop(who, set()):
+            landing.inbox.granted.discard(who)
         for landing in set(self._slots.pop(who, {}).values()):
             landing.inbox.leave(who)
             landing.senders.discard(who)
@@ -253,6 +266,7 @@ class Landings:
             return {}
         if landing not in self._slots[who].values():
             landing.senders.discard(who)
+            self._revoke(who, landing)
         if not landing.senders:
             landing.orphaned_at = now
         if frame.leave or landing.outcome is not None:
@@ -271,7 +285,7 @@ class Landings:
             raise RemoteProtocolError(f"chunk ends at {stop} of {landing.bytes_total} bytes")
         if landing.outcome is not None and not landing.outcome.ok:
             return None
-        if rivals := landing.inbox.rivals(start, stop):
+        if rivals := landing.inbox.rivals(start, stop, who):
             return Rivals(tuple(rivals))
         landing.inbox.begin(who, start, stop)
         landing.first_byte_at = landing.first_byte_at or now
@@ -306,6 +320,32 @@ class Landings:
         if landing.inbox.complete:
             self._end(landing, Outcome(), now)
         return Ack(slot=claim.slot, ranges=((claim.start, claim.stop),))
+
+    def grant(self, who: int, slot: int) -> Landing | Rivals | None:
+        """The sender may from now on write by itself what is missing, until it lets go of the slot, or its connection
+        is gone: the memory is not free before. None: there is nothing (any more) to write into.
+        """
+        landing = self._slots[who].get(slot)
+        if landing is None or landing.outcome is not None:
+            return None
+        if rivals := landing.inbox.rivals(0, landing.bytes_total, who):
+            return Rivals(tuple(rivals))
+        landing.inbox.granted.add(who)
+        self._grants.setdefault(who, set()).add(landing)
+        return landing
+
+    def is_granted(self, who: int, slot: int) -> bool:
+        return self._slots[who].get(slot) in self._grants.get(who, ())
+
+    def revoke(self, who: int, slot: int) -> None:
+        """Nothing was, or will be, written by the sender itself."""
+        landing = self._slots[who].get(slot)
+        if landing is not None:
+            self._revoke(who, landing)
+
+    def _revoke(self, who: int, landing: Landing) -> None:
+        landing.inbox.granted.discard(who)
+        self._grants.get(who, set()).discard(landing)
 
     def withdraw(self, claim: Claim) -> None:
         """The chunk did not come to its end."""
@@ -343,6 +383,11 @@ class Landings:
         while len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
         self._unsettled.append(landing)
+        if outcome.ok:  # the last chunk was announced: none of its writes, nor of those before it, is under way
+            for who in set(landing.inbox.granted):
+                self._revoke(who, landing)
+        elif landing.inbox.granted:
+            landing.revoke_at = now + REVOKE_S
         self.counters["landed" if outcome.ok else f"failed:{outcome.code}"] += 1
         if outcome.ok:
             return {}

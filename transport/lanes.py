@@ -10,7 +10,7 @@ than a slow one (work stealing; static stripes would finish with the slowest). W
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
@@ -198,17 +198,41 @@ class LaneScheduler:
 
     def next_batch(self, lane: int) -> Batch:
         """Work for a lane that has room; an empty batch when there is none."""
-        state = self._lanes[lane]
-        notices = tuple(state.notices)
-        state.notices.clear()
+        notices = tuple(self.take_notices(lane))
         opens = [t for t in self._transfers.values() if not t.outbox.accepted and not t.opened_on]
-        pieces = self._pieces_for(lane, state)
+        pieces = self.take_pieces(lane)
         for piece in pieces:
             if lane not in piece.transfer.opened_on and piece.transfer not in opens:
                 opens.append(piece.transfer)
         for transfer in opens:
             transfer.opened_on.add(lane)
         return Batch(notices, tuple(opens), tuple(pieces))
+
+    def take_notices(self, lane: int) -> list[Frame]:
+        """What the receiver has to be told of transfers that ended."""
+        notices = self._lanes[lane].notices
+        taken = list(notices)
+        notices.clear()
+        return taken
+
+    def take_openings(self, lane: int) -> list[Transfer]:
+        """Transfers that are new to this lane."""
+        opens = [transfer for transfer in self._transfers.values() if lane not in transfer.opened_on]
+        for transfer in opens:
+            transfer.opened_on.add(lane)
+        return opens
+
+    def hand_over(self, piece: Piece, lane: int, to: int) -> None:
+        """The bytes went over `lane`; what the receiver says of them will come over `to`."""
+        size = piece.stop - piece.start
+        self._release_window(lane, size)
+        self._lanes[to].in_flight_bytes += size
+        if piece.transfer.outcome is None:
+            piece.transfer.outbox.hand_over(piece.start, piece.stop, lane, to)
+
+    def drop(self, piece: Piece, lane: int) -> None:
+        """A chunk that was taken cannot be sent, and its transfer is given up."""
+        self._release_window(lane, piece.stop - piece.start)
 
     def on_frame(self, lane: int, frame: Frame) -> None:
         """Whatever a receiver may say about a transfer. Raises RemoteProtocolError; the lane is lost then."""
@@ -232,8 +256,10 @@ class LaneScheduler:
     def _active_flows(self) -> set[tuple[Urgency, str]]:
         return {(t.urgency, t.tenant) for t in self._transfers.values()}
 
-    def _pieces_for(self, lane: int, state: _Lane) -> list[Piece]:
-        sendable = [t for t in self._transfers.values() if t.outbox.accepted and t.outbox.bytes_queued]
+    def take_pieces(self, lane: int, may_leave: Callable[[Transfer], bool] = lambda _: True) -> list[Piece]:
+        """The next chunks for a lane, as far as its window has room; they are in flight on it from now on."""
+        state = self._lanes[lane]
+        sendable = [t for t in self._transfers.values() if t.outbox.accepted and t.outbox.bytes_queued and may_leave(t)]
         limit = self._chunk_limit(sendable)
         pieces: list[Piece] = []
         room = min(limit, self.window_bytes - state.in_flight_bytes)

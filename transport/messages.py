@@ -137,7 +137,9 @@ class Delivered(Message, frozen=True, kw_only=True):
     bytes_total: int = 0
     bytes_before_prefill_end: int = 0
     bytes_saved: int = 0  # of bytes_total, by coding on the way
-    codecs: dict[str, int] = {}  # bytes by what they were coded with: "plain", "zstd", "int8", ...; empty: coding is off
+    codecs: dict[
+        str, int
+    ] = {}  # bytes by what they were coded with: "plain", "zstd", "int8", ...; empty: coding is off
     prefill_end_s: float = 0.0
     delivered_s: float = 0.0
     link: str = ""  # "shm" or "tcp"

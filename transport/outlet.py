@@ -17,7 +17,7 @@ from transport.coder import LaneCoder
 from transport.connection import NONCE_BYTES, Connection, Role, State
 from transport.crypto import SEALED_PART_BYTES, SMALL_VIEW_BYTES, Seal, Sealing, Session, chunk_seal
 from transport.errors import ConnectionRefused, LocalProtocolError, PeerLost, TransportError
-from transport.frames import MAX_LIST, CodedChunk, Open, Reference, Welcome
+from transport.frames import MAX_LIST, CodedChunk, Frame, Open, Reference, Welcome
 from transport.lanes import Batch, Piece, Transfer
 from transport.link import TcpInfo, tcp_info
 from transport.shm import ArenaSource, merge_extents, pieces_of
@@ -210,6 +210,10 @@ class Outlet:
             session_secret=self._secret,
         )
         retire_at = time.monotonic() + options.rotate_keys_s if self._session is not None else float("inf")
+        self._work(sock, connection, retire_at)
+
+    def _work(self, sock: socket.socket, connection: Connection, retire_at: float) -> None:
+        """Feeds one connection until it is to be replaced."""
         while not self._peer.closing:
             leaving = time.monotonic() >= retire_at or self._peer.surplus(self)
             if leaving and self._peer.retire(self):
@@ -241,9 +245,12 @@ class Outlet:
                 self._failures = 0
                 self._peer.lane_up(self)
                 continue
-            self._peer.on_frame(self, frame)
+            self._on_frame(frame)
         self._peer.settle()
         return True
+
+    def _on_frame(self, frame: Frame) -> None:
+        self._peer.on_frame(self, frame)
 
     def _wait(self, sock: socket.socket, connection: Connection, wait_s: float) -> None:
         """Until the receiver speaks, work appears, the budget allows to send or a timer is due."""
@@ -280,6 +287,9 @@ class Outlet:
             self._peer.batch_done(batch)
 
     def _opening(self, connection: Connection, transfer: Transfer) -> bytes:
+        return connection.send(self._opening_frame(connection, transfer))
+
+    def _opening_frame(self, connection: Connection, transfer: Transfer) -> Open:
         manifest = transfer.manifest
         self._seeds[transfer.slot] = transfer_seed(transfer.transfer_id, connection.nonces)
         if self._session is not None:
@@ -288,17 +298,15 @@ class Outlet:
             self._seals[transfer.slot] = chunk_seal(
                 self._session.secret, connection.nonces, transfer.transfer_id, transfer.secret
             )
-        return connection.send(
-            Open(
-                slot=transfer.slot,
-                transfer_id=transfer.transfer_id,
-                proof=proof_of(transfer.secret, transfer.transfer_id, manifest.digest, connection.nonces),
-                total_bytes=manifest.total_bytes,
-                num_ranges=len(manifest.sizes),
-                manifest_digest=manifest.digest,
-                arena_path=transfer.arena_path,
-                placement=transfer.placement,
-            )
+        return Open(
+            slot=transfer.slot,
+            transfer_id=transfer.transfer_id,
+            proof=proof_of(transfer.secret, transfer.transfer_id, manifest.digest, connection.nonces),
+            total_bytes=manifest.total_bytes,
+            num_ranges=len(manifest.sizes),
+            manifest_digest=manifest.digest,
+            arena_path=transfer.arena_path,
+            placement=transfer.placement,
         )
 
     def _add_piece(self, sock: socket.socket, connection: Connection, outgoing: Outgoing, piece: Piece) -> None:

@@ -3,8 +3,10 @@
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Final
 
 from transport.checksum import Integrity
@@ -19,6 +21,9 @@ from transport.link import LinkMonitor, LinkState
 from transport.outlet import Outlet
 from transport.pacing import Budget, Egress
 from transport.push import OnPushed, Push
+from transport.rdma_device import RdmaDevices
+from transport.rdma_outlet import RDMA_CHUNK_BYTES, RdmaOutlet
+from transport.rdma_rails import RailReport
 from transport.shm import ArenaSource
 from transport.tcp import (
     LONG_RTT_S,
@@ -34,6 +39,14 @@ BYTES_PER_LANE: Final = 1 << 20  # another connection is worth its handshake fro
 FIRST_LANE_BYTES_PER_S: Final = 10e6  # on a long link, until it has been measured
 # The bucket keeps the budget; the kernel's pacing only spreads it, and must leave a slow lane's share to the others.
 BUDGET_HEADROOM: Final = 1.25
+
+
+class Path(StrEnum):
+    """How bytes get to a peer."""
+
+    TCP = "tcp"
+    SHM = "shm"  # by reference, on one host
+    RDMA = "rdma"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +68,7 @@ class ClientOptions:
     max_peers: int = 256  # with connections; more only while all of them are busy
     idle_timeout_s: float = 300.0  # after which an unused peer's connections are closed
     peer_timeout_s: float = 5.0  # transfers fail when there was no connection at all for this long
+    rdma: RdmaDevices | None = None  # NICs for transfers over RDMA
     tcp: TcpOptions = field(default_factory=TcpOptions)
 
     def __post_init__(self) -> None:
@@ -80,15 +94,18 @@ class Peer:
         link: str,
         egress: Egress,
         on_refused: Callable[[str, str], None],
+        rdma: RdmaDevices | None = None,
     ) -> None:
         self.address = address
         self.same_host = same_host
+        self.over_rdma = rdma is not None
         self.link_name = link
         self._egress = egress
         self._on_refused = on_refused
         self.options = options
         self.lock = threading.Lock()
-        self.scheduler = LaneScheduler(chunk_bytes=options.chunk_bytes, window_bytes=options.window_bytes)
+        chunk_bytes = options.chunk_bytes if rdma is None else min(options.chunk_bytes, RDMA_CHUNK_BYTES)
+        self.scheduler = LaneScheduler(chunk_bytes=chunk_bytes, window_bytes=options.window_bytes)
         self.closing = False
         self._monitor = LinkMonitor(address)
         self._session: Session | None = None
@@ -99,15 +116,32 @@ class Peer:
         self._lost_since = time.monotonic()
         self._last_error = "never connected"
         count = min(2, options.connections) if same_host else options.connections
-        adaptive = options.adaptive and not same_host
+        adaptive = options.adaptive and not same_host and rdma is None
         self._governor = Governor(count, options.max_connections if adaptive else count)
         self._adaptive = adaptive
         self._pace: float | None = None
-        self._lanes = [Outlet(self, index) for index in range(count)]
+        # Over RDMA one connection serves all rails.
+        self._lanes: list[Outlet] = (
+            [Outlet(self, i) for i in range(count)] if rdma is None else [RdmaOutlet(self, 0, rdma)]
+        )
         self._budget: float | None = None
         self.chooser = Chooser()
         self.busy_at = time.monotonic()
         self.follow_budget()
+
+    @property
+    def rails(self) -> list[RailReport]:
+        """Pairs of NICs, where it is reached by RDMA."""
+        return [report for lane in self._lanes if isinstance(lane, RdmaOutlet) for report in lane.reports()]
+
+    @property
+    def fallback_bytes(self) -> Counter[str]:
+        """Bytes that should have gone by RDMA and went over TCP, by reason."""
+        total: Counter[str] = Counter()
+        for lane in self._lanes:
+            if isinstance(lane, RdmaOutlet):
+                total += Counter(dict(lane.fallback_bytes))
+        return total
 
     @property
     def busy(self) -> bool:
@@ -134,7 +168,7 @@ class Peer:
                 weight=weight,
                 arena_path=source.path if self.same_host and isinstance(source, ArenaSource) else "",
                 placement=placement,
-                formats=None if self.same_host else formats,
+                formats=None if self.same_host or self.over_rdma else formats,
             )
             self._next_slot = (self._next_slot + 1) & 0xFFFFFFFF
             push = Push(self, transfer, source, on_done)

@@ -9,9 +9,9 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 from transport.checksum import Integrity
 from transport.codec import Codec, Share, decodable
@@ -25,9 +25,11 @@ from transport.frames import (
     Code,
     CodedChunk,
     Reference,
+    Written,
 )
 from transport.inlet import Inlet
 from transport.landings import Claim, Landing, Landings, OnLanded, Rivals, Segment, SinkOf, write_id
+from transport.rdma_device import RdmaDevices
 from transport.shm import DEFAULT_ARENA_DIRS
 from transport.tcp import (
     TICK_S,
@@ -42,6 +44,7 @@ from transport.transfer import RangeViews
 log = logging.getLogger(__name__)
 
 FOREVER: Final = float("inf")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,7 @@ class ServerOptions:
     max_chunk_bytes: int = 16 << 20
     max_connections: int = 4096
     codecs: Codec = field(default_factory=lambda: decodable(lossy=False))  # that senders may use; RAW = none
+    rdma: RdmaDevices | None = None  # NICs whose registered memory senders may write into by RDMA
     arena_dirs: Sequence[str] = DEFAULT_ARENA_DIRS  # where arenas of senders on this host may lie; () = TCP only
     tcp: TcpOptions = field(default_factory=TcpOptions)
 
@@ -148,8 +152,9 @@ class TransferServer:
 
     def cancel(self, transfer_id: str, reason: str = "") -> None:
         """Ends a landing and tells its sender. Its on_done comes within a few ticks (10 ms). Idempotent."""
-        with self.lock:
+        with self.changed:
             notices = self.landings.cancel(transfer_id, reason, time.monotonic())
+            self.changed.notify_all()
         self.tell(notices)
         self.settle()
 
@@ -236,6 +241,9 @@ class TransferServer:
                 wait = self.landings.next_deadline() - time.monotonic()
                 self.changed.wait(None if wait == FOREVER else min(max(wait, 0.0), 3600.0))
                 notices = self.landings.expire(time.monotonic())
+                overdue = [self._inlets[who] for who in self.landings.overdue(time.monotonic()) if who in self._inlets]
+            for inlet in overdue:
+                inlet.stop()
             for who, frames in notices.items():
                 for frame in frames:
                     self.tell({who: frame})
@@ -300,16 +308,31 @@ class TransferServer:
         with self.lock:
             self._decoded.add(shares, cpu_s)
 
-    def claim(self, who: int, frame: Chunk | CodedChunk | Reference, sink_of: SinkOf) -> Claim | None:
+    def claim(self, who: int, frame: Chunk | CodedChunk | Reference | Written, sink_of: SinkOf) -> Claim | None:
+        """The right to write one chunk, once nobody else writes there."""
+        return self._without_rivals(
+            lambda: self.landings.begin(who, frame.slot, frame.offset, frame.stop, sink_of, time.monotonic())
+        )
+
+    def grant_memory(self, who: int, slot: int) -> Landing | None:
+        """The right of a sender to write all that is missing by itself, once nobody else writes there."""
+        return self._without_rivals(lambda: self.landings.grant(who, slot))
+
+    def revoke_memory(self, who: int, slot: int) -> None:
+        with self.lock:
+            self.landings.revoke(who, slot)
+        self.settle()
+
+    def _without_rivals(self, ask: Callable[[], T | Rivals]) -> T:
         """Waits for connections that write into the same place; they are ended, since their sender has given them
         up.
         """
         with self.changed:
             while True:
-                claim = self.landings.begin(who, frame.slot, frame.offset, frame.stop, sink_of, time.monotonic())
-                if not isinstance(claim, Rivals):
-                    return claim
-                for rival in claim.who:
+                answer = ask()
+                if not isinstance(answer, Rivals):
+                    return answer
+                for rival in answer.who:
                     if rival in self._inlets:
                         self._inlets[rival].stop()
                 self.changed.wait(1.0)

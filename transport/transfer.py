@@ -201,6 +201,11 @@ class Outbox:
         if self._in_flight.get(lane, {}).pop(start, None) != stop:
             raise RemoteProtocolError(f"[{start}, {stop}) is answered but was not sent")
 
+    def hand_over(self, start: int, stop: int, lane: int, to: int) -> None:
+        """What was on its way over `lane` is answered on another one."""
+        self._arrived(lane, start, stop)
+        self._in_flight.setdefault(to, {})[start] = stop
+
     def on_lane_lost(self, lane: int) -> None:
         """Whatever was on its way over `lane` may not have arrived: it leaves again, first."""
         for start, stop in sorted(self._in_flight.pop(lane, {}).items(), reverse=True):
@@ -246,6 +251,7 @@ class Inbox:
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self.landed = RangeSet()
+        self.granted: set[int] = set()  # connections whose sender may write what is missing by itself (RDMA)
         self._writers: dict[int, tuple[int, int]] = {}  # connection -> chunk
         self.chunks = 0
         self.duplicate_bytes = 0
@@ -257,18 +263,19 @@ class Inbox:
 
     @property
     def num_writers(self) -> int:
-        return len(self._writers)
+        return len(self._writers.keys() | self.granted)
 
     def missing(self) -> list[tuple[int, int]]:
         return self.landed.gaps(0, self.manifest.total_bytes)
 
-    def rivals(self, start: int, stop: int) -> list[int]:
-        """Connections that are writing into `[start, stop)`."""
-        return [who for who, (a, b) in self._writers.items() if a < stop and start < b]
+    def rivals(self, start: int, stop: int, who: int) -> list[int]:
+        """Connections other than `who` that are writing into `[start, stop)`, or may be at any moment."""
+        writing = {other for other, (a, b) in self._writers.items() if a < stop and start < b}
+        return sorted((writing | self.granted) - {who})
 
     def begin(self, who: int, start: int, stop: int) -> None:
         assert who not in self._writers
-        assert not self.rivals(start, stop)
+        assert not self.rivals(start, stop, who)
         self._writers[who] = (start, stop)
 
     def finish(self, who: int, verified: bool) -> None:

@@ -40,6 +40,17 @@ ANY_FRAME: st.SearchStrategy[Frame] = st.one_of(
         frames.CodedChunk, slot=u32, offset=st.integers(0, 2**40), length=st.integers(1000, frames.MAX_CHUNK_BYTES),
         coded_length=st.integers(1, 999), checksum=u64, sealed=st.booleans()
     ),
+    st.builds(frames.AskRails),
+    st.builds(frames.Nics, nics=text),
+    st.builds(frames.Grant, slot=u32, address=u64, keys=pairs, extents=pairs),
+    st.builds(frames.RailOffer, rail=u32, attempt=u32, nic=u32, queue_pair=u32, packet_number=u32, gid=text, mtu=u32),
+    st.builds(
+        frames.RailAnswer, rail=u32, attempt=u32, queue_pair=u32, packet_number=u32, gid=text, mtu=u32, depth=u32
+    ),
+    st.builds(frames.RailClosed, rail=u32, attempt=u32, reason=text),
+    st.builds(
+        frames.Written, slot=u32, offset=u64, length=u32, checksum=u64, rail=u32, attempt=u32, number=u32
+    ),
 )  # fmt: skip
 
 

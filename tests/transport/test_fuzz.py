@@ -61,7 +61,7 @@ def test_a_million_inputs_or_as_many_as_asked_for() -> None:
         connection, seq = end(role, greeted=greeted), 1 if greeted else 0
         for _ in range(100):
             body = rng.bytes(int(rng.integers(0, 60)))
-            header = HEADER.pack(int(rng.integers(0, 16)), int(rng.integers(0, 2)), seq & 0xFFFF, len(body))
+            header = HEADER.pack(int(rng.integers(0, 30)), int(rng.integers(0, 2)), seq & 0xFFFF, len(body))
             seq += 1
             if not feed(connection, header + body if rng.random() < 0.9 else body):
                 connection, seq = end(role, greeted=True), 1
