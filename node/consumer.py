@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 SECRET_BYTES = 32
 MAX_CLAIM_S = 3600.0
 MAX_REMEMBERED = 1024
+# What callers may say when they abort a reservation; they become metric labels.
+ABORT_REASONS = frozenset({"aborted", "given_up", "prefill_failed", "prefix_not_moved", "request_ended"})
 
 
 class LandingState(Enum):
@@ -194,11 +196,14 @@ class Consumer:
         self._give_up(entry, "committed")
 
     def abort(self, transfer_id: str, reason: str) -> bool:
-        """Frees a reservation; a loading one goes when its engine lets go. False for an unknown id."""
+        """Frees a reservation; a loading one goes when its engine lets go. False for an unknown id.
+
+        `reason` is the caller's word: one that is not known here counts as "other".
+        """
         entry = self._incoming.get(transfer_id)
         if entry is None:
             return False
-        self._give_up(entry, reason or "aborted")
+        self._give_up(entry, reason if reason in ABORT_REASONS else "other" if reason else "aborted")
         return True
 
     def _give_up(self, entry: Incoming, reason: str) -> None:

@@ -117,13 +117,15 @@ def test_an_aborted_reservation_frees_both_sides(tmp_path: Path) -> None:
             pages = await prefill.heard()
             assert isinstance(pages, m.JobPages)
             prefill.compute(pages, TOKENS, upto=24)
-            assert decode.consumer.abort(ticket.transfer_id, "client_gone")
+            assert decode.consumer.abort(ticket.transfer_id, "request_ended")
             delivered = await prefill.heard()
             assert isinstance(delivered, m.Delivered)
             assert (delivered.ok, delivered.reason) == (False, "cancelled")
             prefill.end("job")
             decode.consumer.abort(ticket.transfer_id, "again")
-            assert decode.consumer.counts.ended == {"client_gone": 1}
+            assert decode.consumer.counts.ended == {"request_ended": 1}
+            decode.consumer.abort(decode.reserve(TOKENS).transfer_id, "a word of one's own")
+            assert decode.consumer.counts.ended == {"request_ended": 1, "other": 1}
 
     run(scenario())
 
