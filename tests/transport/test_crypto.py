@@ -193,6 +193,21 @@ def test_certificates_replaced_on_disk_serve_the_next_session(authority: Authori
         assert all(r is not None and r.ok for r in deliver(server, client, MIXED, transfer_id="u").wait())
 
 
+def test_a_certificate_whose_key_is_not_there_yet_leaves_the_old_pair_in_service(
+    authority: Authority, tmp_path: Path
+) -> None:
+    server_identity, client_identity = authority.issue("decode"), authority.issue("prefill")
+    with server_of(server_identity) as server, client_of(client_identity, rotate_keys_s=0.1) as client:
+        assert all(result is not None and result.ok for result in deliver(server, client, MIXED).wait())
+        for identity in (server_identity, client_identity):
+            identity.certificate.write_bytes((tmp_path / "authority.pem").read_bytes())
+        server_identity.key.unlink()
+        time.sleep(0.2)
+        assert all(r is not None and r.ok for r in deliver(server, client, MIXED, transfer_id="u").wait())
+        assert len(server._sessions._sessions) >= 2
+        assert server.counters["refused:identity"] == 0
+
+
 def pair() -> Iterator[Connection]:
     for role in Role:
         yield Connection(

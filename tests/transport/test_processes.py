@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,8 +15,9 @@ import numpy as np
 from tests.transport.helpers import SECRET, Memory, deliver
 from tests.transport.proxy import Proxy
 from transport.client import ClientOptions, TransferClient
+from transport.connection import Connection, Role
 from transport.server import ServerOptions, TransferServer
-from transport.tcp import TcpOptions
+from transport.tcp import TcpOptions, parse_address
 
 MB = 1 << 20
 SIZES = [MB] * 24
@@ -148,6 +150,81 @@ def test_one_connection_at_a_hundredth_of_the_speed_holds_nobody_up() -> None:
         # Striped over four connections, the slow one would need 20 s for its quarter.
         assert time.monotonic() - started < 12
         assert delivery.equal
+
+
+def test_half_open_connections_are_given_up_and_the_rest_goes_over_new_ones() -> None:
+    """The far end is gone and nobody said so: no FIN, no reset, nothing comes any more."""
+    tcp = TcpOptions(dead_after_s=0.8)
+    with (
+        TransferServer(options=ServerOptions(tcp=tcp)) as server,
+        Proxy(server.address, bytes_per_s=30e6) as proxy,
+        TransferClient(options=ClientOptions(connections=3, tcp=tcp)) as client,
+    ):
+        delivery = deliver(server, client, SIZES, address=proxy.address)
+        proxy.wait_for(6 * MB)
+        silent = set(range(len(proxy.pairs)))
+        proxy.stalled |= silent
+        assert all(result is not None and result.ok for result in delivery.wait(60))
+        assert delivery.equal
+        assert len(proxy.pairs) > len(silent)
+        wait_until(lambda: server.num_connections <= 3, 60)
+
+
+def test_peers_that_connect_and_stop_speaking_are_dropped() -> None:
+    hello = Connection(Role.SENDER, integrity="xxh3", nonce=b"n" * 16, now=0.0, max_chunk_bytes=MB).data_to_send()
+    with TransferServer(options=ServerOptions(tcp=TcpOptions(dead_after_s=0.5))) as server:
+        socks = [socket.create_connection(parse_address(server.address)) for _ in range(40)]
+        try:
+            for sock, words in zip(socks, (b"", hello[:7], hello, b"\x16\x03\x01") * 10, strict=True):
+                sock.sendall(words)
+            socks[0].shutdown(socket.SHUT_WR)
+            wait_until(lambda: server.num_connections == 0, 60)
+        finally:
+            for sock in socks:
+                sock.close()
+
+
+CLOCK = """
+import time
+from itertools import count
+_calls, _localtime = count(), time.localtime
+def _wall():
+    # Hours back, years ahead, before the epoch: another place at every look.
+    return (1.7e9, 1.7e9 - 7200, 2.2e9, -1e9)[next(_calls) % 4]
+time.time = _wall
+time.time_ns = lambda: int(_wall() * 1e9)
+time.localtime = lambda seconds=None: _localtime(_wall() if seconds is None else seconds)
+time.gmtime = lambda seconds=None: _localtime(_wall() if seconds is None else seconds)
+"""
+
+
+def test_the_time_of_day_may_jump_at_either_end() -> None:
+    from_midnight = "DailyBudget(((0.0, 40e6), (3600.0, 60e6), (43200.0, 50e6)))"
+    sender = SENDER.replace("egress_bytes_per_s=20e6", f"egress_bytes_per_s={from_midnight}")
+    sender = sender.replace("import sys, time", "import sys, time\nfrom transport.pacing import DailyBudget")
+    sender += "print(push.wait().ok, flush=True)\n"
+    with process(CLOCK + RECEIVER, "0") as receiver:
+        assert receiver.stdout is not None
+        address = receiver.stdout.readline().strip()
+        with process(CLOCK + sender, address) as sending:
+            assert sending.stdout is not None
+            assert sending.stdout.readline().strip() == "True"
+
+
+def test_a_sender_that_stood_still_goes_on() -> None:
+    """A suspended machine: to it no time has passed, to its peer it was gone."""
+    target, done = Memory(SIZES, seed=2), threading.Event()
+    options = ServerOptions(tcp=TcpOptions(dead_after_s=0.5))
+    with TransferServer(options=options) as server:
+        landing = server.expect("t", SECRET, SIZES, target, on_done=lambda _: done.set())
+        with process(SENDER, server.address) as sender:
+            wait_until(lambda: landing.bytes_landed > 4 * MB, 60)
+            os.kill(sender.pid, signal.SIGSTOP)
+            wait_until(lambda: server.num_connections == 0, 60)
+            assert not done.is_set()
+            os.kill(sender.pid, signal.SIGCONT)
+            assert done.wait(60)
+        assert Memory(SIZES, fill=True, seed=1).content() == target.content()
 
 
 def test_many_transfers_with_connections_dying_at_random() -> None:
