@@ -1,27 +1,49 @@
-"""Batches of one-sided writes, with the semantics of Mooncake's Transfer Engine (Mooncake §3.2.3, §7.4).
+"""Batches of one-sided writes and reads, with the semantics of Mooncake's Transfer Engine (Mooncake §3.2.3, §7.4).
 
-    engine.register_memory(name, buffer) -> SegmentRef       to be handed to whoever may write there
+    engine.register_memory(name, buffer) -> SegmentRef       to be handed to whoever may write or read there
     batch = engine.allocate_batch(size)
-    engine.submit(batch, [Write(source, ref, offset), ...])  at most `size` writes over the batch's life
+    engine.submit(batch, [Write(source, ref, offset), Read(target, ref, offset), ...])   at most `size` over its life
     engine.status(batch, task) -> TaskStatus                 poll; tasks are numbered in order of submission
     engine.free_batch(batch)                                 only when no task is pending
 
-Unlike there, a write needs the segment's secret and stays inside it, is verified before it counts, is resumed when a connection
-breaks, and every task has a status of its own.
+Unlike there, access needs the segment's secret and stays inside it, only what was registered for reading can be read, bytes
+are verified before they count, are resumed when a connection breaks, and every task has a status of its own.
+
+A read is asked for over a connection to the owner of the memory, which answers with a transfer to the reader's own listener:
+flow control, integrity and resumption are those of every transfer. Both ends must be able to reach each other.
+
+    reader                                              owner of the segment
+      | Open(read:segment:unique@reader, proof) ------->  |   secret, bounds and the right to read are checked
+      |  <------------------------ Accept, or Refuse      |
+      |  <== transfer reply:segment:unique =============  |   into a landing that the reader expects
 """
 
+import logging
 import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
+from typing import Final, Generic, Protocol, TypeAlias, TypeVar
 
-from transport.client import ClientOptions, Push, TransferClient
-from transport.errors import LocalProtocolError
+from transport.client import ClientOptions, Push, PushResult, TransferClient
+from transport.errors import LocalProtocolError, TransportError
 from transport.frames import MAX_LIST
-from transport.landings import write_id
+from transport.landings import (
+    WRITE_DEADLINE_S,
+    LandingResult,
+    ReadRequest,
+    parse_read_id,
+    read_id,
+    reply_secret,
+    write_id,
+)
 from transport.server import ServerOptions, TransferServer
+
+log = logging.getLogger(__name__)
+
+READ_ORPHAN_S: Final = 10.0  # a read that was granted must begin within, and may be without a connection for so long
 
 
 class TaskState(Enum):
@@ -39,12 +61,16 @@ class TaskStatus:
 
 @dataclass(frozen=True, slots=True)
 class SegmentRef:
-    """Where registered memory is and what it takes to write there; travels over a channel that is trusted."""
+    """Where registered memory is and what access takes; travels over a channel that is trusted.
+
+    `handle` is what a backend other than ours needs to know of the memory.
+    """
 
     address: str
     name: str
     num_bytes: int
     secret: bytes = field(repr=False)
+    handle: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +81,112 @@ class Write:
     target: SegmentRef
     offset: int
 
+    @property
+    def local(self) -> memoryview:
+        return self.source
+
+    @property
+    def remote(self) -> SegmentRef:
+        return self.target
+
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class Read:
+    """`[offset, offset + len(target))` of a segment comes into `target`; it is not ours until the task has ended."""
+
+    target: memoryview
+    source: SegmentRef
+    offset: int
+
+    @property
+    def local(self) -> memoryview:
+        return self.target
+
+    @property
+    def remote(self) -> SegmentRef:
+        return self.source
+
+
+Request: TypeAlias = Write | Read
+
+
+class Task(Protocol):
+    """One request under way."""
+
+    def status(self) -> TaskStatus: ...
+
+
+class BatchTransfer(Protocol):
+    """What all backends offer: ours over TCP (BatchEngine), Mooncake's and NIXL's (see mooncake_batch and nixl_batch)."""
+
+    def register_memory(
+        self, name: str, memory: memoryview, *, remote_read: bool = False, remote_write: bool = True
+    ) -> SegmentRef: ...
+    def unregister_memory(self, name: str) -> None: ...
+    def allocate_batch(self, size: int) -> int: ...
+    def submit(self, batch_id: int, requests: Sequence[Request]) -> None: ...
+    def status(self, batch_id: int, task: int) -> TaskStatus: ...
+    def batch_status(self, batch_id: int) -> TaskState: ...
+    def free_batch(self, batch_id: int) -> None: ...
+    def close(self) -> None: ...
+
+
+T = TypeVar("T", bound=Task)
+
+
+class Batches(Generic[T]):
+    """The books that every backend keeps: which tasks belong to which batch. Not locked."""
+
+    def __init__(self) -> None:
+        self._batches: dict[int, tuple[int, list[T]]] = {}
+        self._ids = count(1)
+
+    def allocate(self, size: int) -> int:
+        batch_id = next(self._ids)
+        self._batches[batch_id] = (size, [])
+        return batch_id
+
+    def check_room(self, batch_id: int, requests: Sequence[Request]) -> None:
+        """Raises LocalProtocolError when the batch is full, ValueError when a request leaves its segment."""
+        for request in requests:
+            if request.offset < 0 or request.offset + request.local.nbytes > request.remote.num_bytes:
+                what = f"{type(request).__name__.lower()} at {request.offset} of {request.local.nbytes} bytes"
+                raise ValueError(f"{what} leaves segment {request.remote}")
+            if isinstance(request, Read) and request.target.readonly:
+                raise ValueError("a read into memory that cannot be written")
+        size, tasks = self._batch(batch_id)
+        if len(tasks) + len(requests) > size:
+            raise LocalProtocolError(f"batch {batch_id} holds {size} tasks at most")
+
+    def add(self, batch_id: int, tasks: Sequence[T]) -> None:
+        self._batch(batch_id)[1].extend(tasks)
+
+    def status(self, batch_id: int, task: int) -> TaskStatus:
+        return self._batch(batch_id)[1][task].status()
+
+    def batch_status(self, batch_id: int) -> TaskState:
+        """FAILED as soon as one task failed, COMPLETED when all are, else PENDING."""
+        states = {task.status().state for task in self._batch(batch_id)[1]}
+        if TaskState.FAILED in states:
+            return TaskState.FAILED
+        return TaskState.PENDING if TaskState.PENDING in states else TaskState.COMPLETED
+
+    def free(self, batch_id: int) -> None:
+        """Raises LocalProtocolError while a task is pending: its memory is still in use."""
+        pending = [task for task in self._batch(batch_id)[1] if task.status().state is TaskState.PENDING]
+        if pending:
+            raise LocalProtocolError(f"batch {batch_id} has {len(pending)} pending tasks")
+        del self._batches[batch_id]
+
+    def _batch(self, batch_id: int) -> tuple[int, list[T]]:
+        try:
+            return self._batches[batch_id]
+        except KeyError:
+            raise LocalProtocolError(f"no batch {batch_id}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _WriteTask:
     push: Push
     index: int
     num_bytes: int
@@ -72,13 +201,31 @@ class _Task:
 
 
 @dataclass(slots=True)
-class _Batch:
-    size: int
-    tasks: list[_Task] = field(default_factory=list)
+class _Reply:
+    """What a read's bytes come as. `reason` is the owner's, when it refused."""
+
+    result: LandingResult | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadTask:
+    """Done when its transfer is: until then the transfer's threads may touch the memory."""
+
+    reply: _Reply
+    num_bytes: int
+
+    def status(self) -> TaskStatus:
+        result = self.reply.result
+        if result is None:
+            return TaskStatus(TaskState.PENDING, 0)
+        if result.ok:
+            return TaskStatus(TaskState.COMPLETED, self.num_bytes)
+        return TaskStatus(TaskState.FAILED, 0, self.reply.reason or result.reason)
 
 
 class BatchEngine:
-    """Both ends in one object, as in Mooncake: what it registers others may write, and it writes what others registered."""
+    """Both ends in one object, as in Mooncake: what it registers others may write or read, and the other way round."""
 
     def __init__(
         self,
@@ -88,67 +235,70 @@ class BatchEngine:
         server_options: ServerOptions | None = None,
         client_options: ClientOptions | None = None,
     ) -> None:
-        self._server = TransferServer(host, port, options=server_options).start()
         self._client = TransferClient(options=client_options)
+        self._server = TransferServer(host, port, options=server_options, on_read=self._serve).start()
         self._lock = threading.Lock()
-        self._batches: dict[int, _Batch] = {}
-        self._ids = count(1)
-        self._writes = count()
+        self._batches: Batches[_WriteTask | _ReadTask] = Batches()
+        self._numbers = count()
         self._unique = os.urandom(8).hex()
+        self._served: dict[str, tuple[str, Push]] = {}  # reads of others: reply id -> segment, push
+        self._served_lock = threading.Lock()
 
     @property
     def address(self) -> str:
         return self._server.address
 
-    def register_memory(self, name: str, memory: memoryview) -> SegmentRef:
+    def register_memory(
+        self, name: str, memory: memoryview, *, remote_read: bool = False, remote_write: bool = True
+    ) -> SegmentRef:
+        """Opens memory to others who are given the result. Raises ValueError."""
         secret = os.urandom(32)
-        self._server.register_segment(name, memory.cast("B"), secret)
+        view = memory.cast("B")
+        self._server.register_segment(name, view, secret, readable=remote_read, writable=remote_write)
         return SegmentRef(self.address, name, memory.nbytes, secret)
 
     def unregister_memory(self, name: str) -> None:
+        """Refuses further access and ends what is under way; returns when no read touches the memory any more."""
         self._server.unregister_segment(name)
+        with self._served_lock:
+            pushes = [push for segment, push in self._served.values() if segment == name]
+        for push in pushes:
+            push.abort("the segment is no longer registered")
+        for push in pushes:
+            push.wait()
 
     def allocate_batch(self, size: int) -> int:
         with self._lock:
-            batch_id = next(self._ids)
-            self._batches[batch_id] = _Batch(size)
-        return batch_id
+            return self._batches.allocate(size)
 
-    def submit(self, batch_id: int, writes: Sequence[Write]) -> None:
-        """Raises LocalProtocolError when the batch is full, ValueError when a write leaves its segment."""
-        for write in writes:
-            if write.offset < 0 or write.offset + len(write.source) > write.target.num_bytes:
-                raise ValueError(f"write at {write.offset} of {len(write.source)} bytes leaves segment {write.target}")
+    def submit(self, batch_id: int, requests: Sequence[Request]) -> None:
+        """Raises LocalProtocolError when the batch is full, ValueError when a request leaves its segment."""
         with self._lock:
-            batch = self._batch(batch_id)
-            if len(batch.tasks) + len(writes) > batch.size:
-                raise LocalProtocolError(f"batch {batch_id} holds {batch.size} tasks at most")
-            tasks: dict[int, _Task] = {}
-            for target in {write.target for write in writes}:
-                numbers = [i for i, write in enumerate(writes) if write.target == target]
+            self._batches.check_room(batch_id, requests)
+            tasks: dict[int, _WriteTask | _ReadTask] = {}
+            for remote, kind in {(request.remote, type(request)): None for request in requests}:
+                numbers = [i for i, each in enumerate(requests) if each.remote == remote and type(each) is kind]
                 for at in range(0, len(numbers), MAX_LIST):
-                    tasks |= self._push(target, writes, numbers[at : at + MAX_LIST])
-            batch.tasks += [tasks[i] for i in range(len(writes))]
+                    part = numbers[at : at + MAX_LIST]
+                    views = [requests[i].local.cast("B") for i in part]
+                    placement = [(requests[i].offset, len(view)) for i, view in zip(part, views, strict=True)]
+                    submitted = self._write if kind is Write else self._read
+                    tasks |= dict(zip(part, submitted(remote, views, placement), strict=True))
+            self._batches.add(batch_id, [tasks[i] for i in range(len(requests))])
 
     def status(self, batch_id: int, task: int) -> TaskStatus:
         with self._lock:
-            return self._batch(batch_id).tasks[task].status()
+            return self._batches.status(batch_id, task)
 
     def batch_status(self, batch_id: int) -> TaskState:
         """FAILED as soon as one task failed, COMPLETED when all are, else PENDING."""
         with self._lock:
-            states = {task.status().state for task in self._batch(batch_id).tasks}
-        if TaskState.FAILED in states:
-            return TaskState.FAILED
-        return TaskState.PENDING if TaskState.PENDING in states else TaskState.COMPLETED
+            return self._batches.batch_status(batch_id)
 
     def free_batch(self, batch_id: int) -> None:
-        """Raises LocalProtocolError while a task is pending: its source is still being read."""
+        """Raises LocalProtocolError while a task is pending: its memory is still in use."""
         with self._lock:
-            pending = [t for t in self._batch(batch_id).tasks if t.status().state is TaskState.PENDING]
-            if pending:
-                raise LocalProtocolError(f"batch {batch_id} has {len(pending)} pending tasks")
-            del self._batches[batch_id]
+            self._batches.free(batch_id)
 
     def close(self) -> None:
         self._client.close()
@@ -160,21 +310,70 @@ class BatchEngine:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _batch(self, batch_id: int) -> _Batch:
-        try:
-            return self._batches[batch_id]
-        except KeyError:
-            raise LocalProtocolError(f"no batch {batch_id}") from None
+    def _number(self) -> str:
+        return f"{self._unique}{next(self._numbers)}"
 
-    def _push(self, target: SegmentRef, writes: Sequence[Write], numbers: list[int]) -> dict[int, _Task]:
-        sources = [[writes[i].source.cast("B")] for i in numbers]
+    def _write(
+        self, target: SegmentRef, views: Sequence[memoryview], placement: Sequence[tuple[int, int]]
+    ) -> Sequence[_WriteTask | _ReadTask]:
         push = self._client.open(
             target.address,
-            write_id(target.name, f"{self._unique}{next(self._writes)}"),
+            write_id(target.name, self._number()),
             target.secret,
-            [source[0].nbytes for source in sources],
-            sources,
-            placement=[(writes[i].offset, source[0].nbytes) for i, source in zip(numbers, sources, strict=True)],
+            [len(view) for view in views],
+            [[view] for view in views],
+            placement=placement,
         )
         push.ready_all()
-        return {i: _Task(push, at, sources[at][0].nbytes) for at, i in enumerate(numbers)}
+        return [_WriteTask(push, index, len(view)) for index, view in enumerate(views)]
+
+    def _read(
+        self, source: SegmentRef, views: Sequence[memoryview], placement: Sequence[tuple[int, int]]
+    ) -> Sequence[_WriteTask | _ReadTask]:
+        asked = read_id(source.name, self._number(), self.address)
+        _, reply_id, _ = parse_read_id(asked)
+        sizes, reply = [len(view) for view in views], _Reply()
+        self._server.expect(
+            reply_id,
+            reply_secret(source.secret, reply_id),
+            sizes,
+            [[view] for view in views],
+            on_done=lambda result: setattr(reply, "result", result),
+            deadline_s=WRITE_DEADLINE_S,
+            orphan_timeout_s=READ_ORPHAN_S,
+        )
+        # Nothing of it ever becomes ready, because nothing of it is to be sent: the owner's Accept is all that it is for.
+        self._client.open(
+            source.address, asked, source.secret, sizes, (), placement=placement,
+            on_done=lambda result: self._on_answered(reply_id, reply, result),
+        )  # fmt: skip
+        return [_ReadTask(reply, len(view)) for view in views]
+
+    def _on_answered(self, reply_id: str, reply: _Reply, result: PushResult) -> None:
+        if result.ok:
+            self._server.await_sender(reply_id)
+            return
+        reply.reason = result.reason
+        self._server.cancel(reply_id, f"the read was refused: {result.reason}")
+
+    def _serve(self, read: ReadRequest) -> None:
+        """Somebody reads from us. The reader's timeout tells it when this fails."""
+
+        def on_done(result: PushResult) -> None:
+            with self._served_lock:
+                self._served.pop(read.reply_id, None)
+            if not result.ok:
+                log.warning("read %s to %s failed: %s", read.reply_id, read.address, result.reason)
+
+        sizes = [len(view) for view in read.views]
+        try:
+            push = self._client.open(
+                read.address, read.reply_id, read.secret, sizes, [[view] for view in read.views], on_done=on_done
+            )
+        except (TransportError, ValueError, OSError) as exc:
+            log.warning("read %s to %s cannot be served: %s", read.reply_id, read.address, exc)
+            return
+        with self._served_lock:
+            if push.wait(0) is None:
+                self._served[read.reply_id] = (read.segment, push)
+        push.ready_all()

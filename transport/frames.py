@@ -84,6 +84,7 @@ class Code(StrEnum):
     SESSION = "session"
     SEAL = "seal"
     OUT_OF_BOUNDS = "out_of_bounds"
+    ACCESS = "access_denied"
     OTHER = "other"  # what a peer said that we do not know
 
 

@@ -24,6 +24,9 @@ MAX_REMEMBERED: Final = 4096
 MAX_SLOTS: Final = 1 << 16
 MAX_ACTIVE: Final = 1 << 14
 SEGMENT_PREFIX: Final = "segment:"
+READ_PREFIX: Final = "read:"
+REPLY_PREFIX: Final = "reply:"
+MAX_READS: Final = 1024  # asked for, and not yet taken up by whoever serves them
 WRITE_DEADLINE_S: Final = 600.0
 WRITE_ORPHAN_S: Final = 30.0
 REVOKE_S: Final = 1.0  # for a sender to confirm that it writes no more; then its queue pairs are closed
@@ -130,10 +133,23 @@ class Rivals:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Memory that whoever knows the secret may write into, without being expected."""
+    """Memory that whoever knows the secret may write into, or read, without being expected."""
 
     view: memoryview
     secret: bytes = field(repr=False)
+    readable: bool = False
+    writable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """A one-sided read that was granted: `views` are to be pushed to `address`, where a landing `reply_id` waits."""
+
+    segment: str
+    reply_id: str
+    secret: bytes = field(repr=False)
+    address: str
+    views: tuple[memoryview, ...]
 
 
 class Landings:
@@ -145,6 +161,8 @@ class Landings:
         self._ended: OrderedDict[str, Landing] = OrderedDict()
         self._slots: dict[int, dict[int, Landing]] = {}  # connection -> slot -> landing
         self._unsettled: list[Landing] = []
+        self._reads: list[ReadRequest] = []
+        self._granted: OrderedDict[str, None] = OrderedDict()  # reads, by id: one that is asked for again is one
         self._grants: dict[int, set[Landing]] = {}  # connection -> landings that its sender may write into by itself
         self.counters: Counter[str] = Counter()
 
@@ -177,6 +195,17 @@ class Landings:
         self._ended.pop(transfer_id, None)
         self._active[transfer_id] = landing
         return landing
+
+    def await_sender(self, transfer_id: str, now: float) -> None:
+        """Somebody has promised to send: from now on the landing is an orphan as long as it has no sender."""
+        landing = self._active.get(transfer_id)
+        if landing is not None and not landing.senders:
+            landing.orphaned_at = min(landing.orphaned_at, now)
+
+    def take_reads(self) -> list[ReadRequest]:
+        """Reads that were granted since the last time."""
+        reads, self._reads = self._reads, []
+        return reads
 
     def cancel(self, transfer_id: str, detail: str, now: float, code: Code = Code.CANCELLED) -> dict[int, Cancel]:
         """Ends a landing; returns what to tell which connection. Unknown or ended ids are fine."""
@@ -234,7 +263,9 @@ class Landings:
                 landing.orphaned_at = now
 
     def open(self, who: int, frame: Open, nonces: bytes, now: float) -> Accept | Refuse:
-        """Binds a slot of a connection to a landing, if the sender can show the secret."""
+        """Binds a slot of a connection to a landing, if the sender can show the secret; or grants a read."""
+        if frame.transfer_id.startswith(READ_PREFIX):
+            return self._read(frame, nonces)
         landing = self._active.get(frame.transfer_id) or self._ended.get(frame.transfer_id)
         if landing is None and frame.transfer_id.startswith(SEGMENT_PREFIX):
             expected = self._expect_write(frame, nonces, now)
@@ -358,11 +389,8 @@ class Landings:
         segment = self.segments.get(segment_of(frame.transfer_id))
         if segment is None or len(self._active) >= MAX_ACTIVE:
             return Code.UNKNOWN_TRANSFER
-        expected = proof_of(segment.secret, frame.transfer_id, frame.manifest_digest, nonces)
-        if not hmac.compare_digest(expected, frame.proof):
-            return Code.BAD_SECRET
-        if any(offset + length > len(segment.view) for offset, length in frame.placement):
-            return Code.OUT_OF_BOUNDS
+        if refusal := _segment_refusal(segment, frame, nonces, allowed=segment.writable):
+            return refusal
         targets = [[segment.view[offset : offset + length]] for offset, length in frame.placement]
         return self.expect(
             frame.transfer_id,
@@ -373,6 +401,32 @@ class Landings:
             deadline=now + WRITE_DEADLINE_S,
             orphan_timeout_s=WRITE_ORPHAN_S,
         )
+
+    def _read(self, frame: Open, nonces: bytes) -> Accept | Refuse:
+        """What is read leaves as a transfer of its own; of the request itself nothing is missing."""
+        name, reply_id, address = parse_read_id(frame.transfer_id)
+        segment = self.segments.get(name)
+        if segment is None:
+            refusal: Code | None = Code.UNKNOWN_TRANSFER
+        else:
+            refusal = _segment_refusal(segment, frame, nonces, allowed=segment.readable)
+        if refusal is None and frame.manifest_digest != Manifest(length for _, length in frame.placement).digest:
+            refusal = Code.MANIFEST
+        if refusal is None and len(self._reads) >= MAX_READS:
+            refusal = Code.TOO_MANY
+        if refusal is not None or segment is None:
+            code = refusal or Code.UNKNOWN_TRANSFER
+            self.counters[f"refused:{code}"] += 1
+            return Refuse(slot=frame.slot, code=code)
+        if frame.transfer_id not in self._granted:  # else it was asked again because the answer was lost
+            self._granted[frame.transfer_id] = None
+            if len(self._granted) > MAX_REMEMBERED:
+                self._granted.popitem(last=False)
+            views = tuple(segment.view[offset : offset + length] for offset, length in frame.placement)
+            secret = reply_secret(segment.secret, reply_id)
+            self._reads.append(ReadRequest(name, reply_id, secret, address, views))
+            self.counters["reads"] += 1
+        return Accept(slot=frame.slot, missing=())
 
     def _end(self, landing: Landing, outcome: Outcome, now: float) -> dict[int, Cancel]:
         if self._active.pop(landing.transfer_id, None) is None:
@@ -406,6 +460,34 @@ def write_id(segment: str, unique: str) -> str:
 
 def segment_of(transfer_id: str) -> str:
     return transfer_id.removeprefix(SEGMENT_PREFIX).rpartition(":")[0]
+
+
+def read_id(segment: str, unique: str, reply_to: str) -> str:
+    """The transfer id under which a read is asked for; the bytes come as transfer `reply_id` to address `reply_to`."""
+    return f"{READ_PREFIX}{segment}:{unique}@{reply_to}"
+
+
+def parse_read_id(transfer_id: str) -> tuple[str, str, str]:
+    """Segment, reply id and reply address of a read."""
+    segment, _, rest = transfer_id.removeprefix(READ_PREFIX).partition(":")
+    unique, _, reply_to = rest.partition("@")
+    return segment, f"{REPLY_PREFIX}{segment}:{unique}", reply_to
+
+
+def reply_secret(segment_secret: bytes, reply_id: str) -> bytes:
+    """What the pushed bytes of a read show themselves with: known to both sides, never on the wire, good for one read."""
+    return hmac.digest(segment_secret, reply_id.encode(), "sha256")
+
+
+def _segment_refusal(segment: Segment, frame: Open, nonces: bytes, *, allowed: bool) -> Code | None:
+    expected = proof_of(segment.secret, frame.transfer_id, frame.manifest_digest, nonces)
+    if not hmac.compare_digest(expected, frame.proof):
+        return Code.BAD_SECRET
+    if not allowed:
+        return Code.ACCESS
+    if any(offset + length > len(segment.view) for offset, length in frame.placement):
+        return Code.OUT_OF_BOUNDS
+    return None
 
 
 def _refusal(landing: Landing | None, frame: Open, nonces: bytes) -> Code | None:

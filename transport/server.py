@@ -28,7 +28,17 @@ from transport.frames import (
     Written,
 )
 from transport.inlet import Inlet
-from transport.landings import Claim, Landing, Landings, OnLanded, Rivals, Segment, SinkOf, write_id
+from transport.landings import (
+    Claim,
+    Landing,
+    Landings,
+    OnLanded,
+    ReadRequest,
+    Rivals,
+    Segment,
+    SinkOf,
+    write_id,
+)
 from transport.rdma_device import RdmaDevices
 from transport.shm import DEFAULT_ARENA_DIRS
 from transport.tcp import (
@@ -74,8 +84,16 @@ class TransferServer:
     Callbacks come from transport threads, must not block, and may call back into the server.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, options: ServerOptions | None = None) -> None:
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        options: ServerOptions | None = None,
+        on_read: Callable[[ReadRequest], None] | None = None,
+    ) -> None:
         self.options = options or ServerOptions()
+        self._on_read = on_read  # sends what a one-sided read asks for (see batch)
         self._bind = (host, port)
         self._listener: socket.socket | None = None
         self.lock = threading.Lock()
@@ -135,12 +153,18 @@ class TransferServer:
             self.changed.notify_all()
         return landing
 
-    def register_segment(self, name: str, memory: memoryview, secret: bytes) -> None:
-        """Opens writable bytes to one-sided writes by whoever knows the secret (see batch)."""
-        if ":" in name:
-            raise ValueError(f"segment name {name!r} must not contain a colon")
+    def register_segment(
+        self, name: str, memory: memoryview, secret: bytes, *, readable: bool = False, writable: bool = True
+    ) -> None:
+        """Opens bytes to one-sided writes, or reads, by whoever knows the secret (see batch)."""
+        if ":" in name or "@" in name:
+            raise ValueError(f"segment name {name!r} must contain neither a colon nor an @")
+        if writable and memory.readonly:
+            raise ValueError(f"segment {name!r} is writable, its memory is not")
+        if readable and self._on_read is None:
+            raise ValueError(f"segment {name!r} is readable, but nobody here serves reads")
         with self.lock:
-            self.landings.segments[name] = Segment(memory, secret)
+            self.landings.segments[name] = Segment(memory, secret, readable, writable)
 
     def unregister_segment(self, name: str) -> None:
         """Refuses further writes and ends those under way. Idempotent."""
@@ -149,6 +173,12 @@ class TransferServer:
             writes = [i for i in self.landings.active_ids() if i.startswith(write_id(name, ""))]
         for transfer_id in writes:
             self.cancel(transfer_id, "the segment is no longer registered")
+
+    def await_sender(self, transfer_id: str) -> None:
+        """From now on `orphan_timeout_s` runs for a landing, unless its sender has come already."""
+        with self.changed:
+            self.landings.await_sender(transfer_id, time.monotonic())
+            self.changed.notify_all()
 
     def cancel(self, transfer_id: str, reason: str = "") -> None:
         """Ends a landing and tells its sender. Its on_done comes within a few ticks (10 ms). Idempotent."""
@@ -289,6 +319,13 @@ class TransferServer:
     def settle(self) -> None:
         with self.lock:
             settled = self.landings.take_settled()
+            reads = self.landings.take_reads()
+        for read in reads:
+            assert self._on_read is not None  # no segment is readable without
+            try:
+                self._on_read(read)
+            except Exception:
+                log.exception("serving read %s failed", read.reply_id)
         for landing in settled:
             if landing.on_done is None:
                 continue
