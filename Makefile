@@ -37,7 +37,7 @@ test-equality: $(STAMP)  ## Token equality with transformers.generate: every arc
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=1800 tests/equality tests/engine
 
 test-vllm: $(VLLM_STAMP)  ## vLLM with our connector: the matrix of models, and real API servers behind our gateway
-	$(VLLM_BIN)/python -m pytest -m vllm tests/vllm
+	$(VLLM_BIN)/python -m pytest -m vllm -o faulthandler_timeout=600 tests/vllm
 
 $(VLLM_STAMP): tests/vllm/requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "vLLM needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V)"; exit 1; }
