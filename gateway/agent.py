@@ -1,7 +1,7 @@
 """The gateway's side of node.proto: one agent, called over gRPC, answering in values of ours."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ from gateway.errors import NodeError
 from gateway.tokens import Prompt
 from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
 from hybrid_cache.hashing import HASH_BYTES, split_hashes
-from transport.control import MAX_CONTROL_BYTES, REASON_KEY, ticket_info
+from transport.control import MAX_CONTROL_BYTES, REASON_KEY, ticket_info, ticket_message
 from transport.credentials import channel_credentials, channel_options
 from transport.crypto import Identity
 from transport.messages import TicketInfo
@@ -135,6 +135,30 @@ class AgentClient:
         )
         return ticket_info(await self._call(self._stub.Reserve, message))
 
+    async def reserve_prefix(
+        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, ttl_s: float
+    ) -> TicketInfo:
+        """Room for a prefix of whole blocks that another node will send."""
+        message = pb.ReserveRequest(
+            request_id=request_id,
+            num_tokens=num_tokens,
+            block_hashes=b"".join(hashes),
+            ttl_s=ttl_s,
+            prefix_only=True,
+        )
+        return ticket_info(await self._call(self._stub.Reserve, message))
+
+    async def load(self, request_id: str, hashes: Sequence[bytes], ticket: TicketInfo, timeout_s: float) -> int:
+        """Has this node send a prefix that it holds to the holder of `ticket`; returns the bytes sent."""
+        message = pb.LoadRequest(request_id=request_id, block_hashes=b"".join(hashes), ticket=ticket_message(ticket))
+        return int((await self._call(self._stub.Load, message, timeout_s)).bytes_sent)
+
+    async def commit(self, transfer_id: str, timeout_s: float) -> None:
+        """Waits until a prefix has landed here and can be hit."""
+        done = await self._call(self._stub.Commit, pb.TransferRef(transfer_id=transfer_id), timeout_s)
+        if not done.ok:
+            raise NodeError(self.address, "not_landed", done.reason)
+
     async def abort(self, transfer_id: str, reason: str) -> None:
         """Frees what a reservation, or a push to it, still holds here."""
         await self._call(self._stub.Abort, pb.AbortRequest(transfer_id=transfer_id, reason=reason))
@@ -156,9 +180,9 @@ class AgentClient:
         finally:
             stream.cancel()
 
-    async def _call(self, method: Any, message: Any) -> Any:
+    async def _call(self, method: Any, message: Any, timeout_s: float | None = None) -> Any:
         try:
-            return await method(message, timeout=self.timeout_s)
+            return await method(message, timeout=self.timeout_s if timeout_s is None else timeout_s)
         except grpc.aio.AioRpcError as error:
             raise node_error(self.address, error) from error
 

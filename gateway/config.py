@@ -29,6 +29,7 @@ _KINDS: Final = MappingProxyType[Any, tuple[tuple[type, ...], str]](
         str: ((str,), "a string"),
         int: ((int,), "an integer"),
         float: ((int, float), "a number"),
+        bool: ((bool,), "true or false"),
         Path: ((str,), "a path"),
         Path | None: ((str,), "a path"),
     }
@@ -55,17 +56,27 @@ class RoutingConfig:
     """What the routing decision is told beyond the threshold.
 
     An empty `home_cluster` lets load choose the decode cluster.
+    With `cross_cluster_cache` a prefix that only the other cluster has is sent where the prefill runs, while the link between
+    them has room to spare. `fetch_bytes_per_s` is how fast prefixes move inside a cluster; 0 keeps them where they are.
+    At most `max_moves` prefixes are on their way at once, and none for longer than `move_timeout_s`.
     """
 
     prefill_tokens_per_s: float = 20_000.0
     decode_slots: int = 16
     placement: str = "kvcache_centric"
     home_cluster: str = ""
+    cross_cluster_cache: bool = False
+    fetch_bytes_per_s: float = 0.0
+    max_moves: int = 4
+    move_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
         _require(self.placement in PLACERS, "placement", self.placement, f"one of {', '.join(sorted(PLACERS))}")
         _require(self.prefill_tokens_per_s > 0, "prefill_tokens_per_s", self.prefill_tokens_per_s, "a number above 0")
         _require(self.decode_slots > 0, "decode_slots", self.decode_slots, "an integer above 0")
+        _require(self.fetch_bytes_per_s >= 0, "fetch_bytes_per_s", self.fetch_bytes_per_s, "a number of at least 0")
+        _require(self.max_moves > 0, "max_moves", self.max_moves, "an integer above 0")
+        _require(self.move_timeout_s > 0, "move_timeout_s", self.move_timeout_s, "a number of seconds above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +221,7 @@ def _typed(kind: Any, value: Any, where: str, base: Path) -> Any:
     if kind not in _KINDS:
         return value  # a nested table, built already
     accepted, name = _KINDS[kind]
-    if not isinstance(value, accepted) or isinstance(value, bool):
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(f"{where}={_short(value)}: must be {name}")
     return base / str(value) if Path in (kind, *get_args(kind)) else kind(value)
 

@@ -31,12 +31,13 @@ from gateway.config import GatewayConfig
 from gateway.errors import ApiError, BadRequest, DecodeFailed, NodeError, PrefillFailed, Unavailable
 from gateway.legs import DecodeAnswer, Legs
 from gateway.metrics import Metrics
+from gateway.moves import OK, Move, Moves, prefix_of
 from gateway.request import PrefillOutcome, Request
 from gateway.tasks import TaskSet
 from gateway.tokens import Prompt, PromptReader
 from gateway.usage import RECOMPUTED, UsagePatch, recompute_reason, with_cached_tokens
 from planner.errors import NoReadyNode
-from planner.placement import PLACERS
+from planner.placement import PLACERS, PlacementPolicy
 from planner.routing import Route, RoutingPolicy, Target, route
 from planner.views import PrefillCost, RouteRequest
 from transport.messages import TicketInfo
@@ -92,7 +93,12 @@ class Dispatcher:
         self._max_attempts = config.max_attempts
         self._timeouts = config.timeouts
         self._home = config.routing.home_cluster or None
-        self._policy = RoutingPolicy(threshold_tokens=config.threshold_tokens)
+        self._policy = RoutingPolicy(
+            threshold_tokens=config.threshold_tokens,
+            cross_cluster_cache=config.routing.cross_cluster_cache,
+            placement=PlacementPolicy(fetch_bytes_per_s=config.routing.fetch_bytes_per_s),
+        )
+        self._moves = Moves(metrics, clock, limit=config.routing.max_moves, timeout_s=config.routing.move_timeout_s)
         self._place = PLACERS[config.routing.placement]
         self._cost = PrefillCost(config.routing.prefill_tokens_per_s)
         self._clusters = clusters
@@ -104,6 +110,7 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Waits until what was held for ended requests is given back."""
+        await self._moves.close()
         await self._afterwards.join(self._timeouts.rpc_s)
 
     @asynccontextmanager
@@ -236,6 +243,7 @@ class Dispatcher:
         """Gets the KVCache to the decode node, by one prefill node or another. None: it computes the prompt itself."""
         failed: set[str] = set()
         node_id = chosen.prefill_node
+        await self._fetch(request, chosen, served)
         while node_id is not None and len(failed) < self._max_attempts:
             node = self._clusters.by_id(node_id)
             hold.nodes.append(node)
@@ -255,6 +263,19 @@ class Dispatcher:
                 node_id = self._other_prefill(request, chosen, failed)
         await self._stop_waiting(request, hold)
         return None
+
+    async def _fetch(self, request: Request, chosen: Route, served: ServedModel) -> None:
+        """Gets the prefill node the prefix that another node has for it. Without it there is more to compute, no more."""
+        if chosen.fetch_from is None or chosen.prefill_node is None:
+            return
+        assert request.prompt is not None
+        source, target = self._clusters.by_id(chosen.fetch_from), self._clusters.by_id(chosen.prefill_node)
+        hashes = prefix_of(request.prompt.hashes, chosen.cached_tokens, served.layout.block_size)
+        outcome = await self._moves.make(Move(source, target, hashes, chosen.cached_tokens))
+        if outcome == OK:
+            request.fetched_from = source.id
+        else:
+            self._fall_back(request, f"fetch_{outcome}")
 
     def _other_prefill(self, request: Request, chosen: Route, failed: set[str]) -> str | None:
         home = self._clusters.by_id(chosen.decode_node).info

@@ -55,6 +55,13 @@ class Metrics:
             "prfaas_node_watch_failures", "Times that an agent could not be watched (on), by reason", ["reason"],
             registry=registry,
         )  # fmt: skip
+        self._moves = Counter(
+            "prfaas_prefix_moves", "Prefixes sent from node to node, by what for and outcome", ["reason", "outcome"],
+            registry=registry,
+        )  # fmt: skip
+        self._moved_bytes = Counter(
+            "prfaas_prefix_moved_bytes", "KVCache sent to move prefixes", ["reason"], registry=registry
+        )
         self._lag = Histogram(
             "prfaas_event_loop_lag_seconds", "Delay of the event loop", registry=registry, buckets=LAG_BUCKETS_S
         )
@@ -100,6 +107,11 @@ class Metrics:
 
     def node_lost(self, reason: str) -> None:
         self._lost.labels(reason).inc()
+
+    def moved(self, reason: str, outcome: str, size: int = 0) -> None:
+        """Counts a prefix move that has ended, or was not begun."""
+        self._moves.labels(reason, outcome).inc()
+        self._moved_bytes.labels(reason).inc(size)
 
     def loop_lag(self, seconds: float) -> None:
         self._lag.observe(seconds)

@@ -73,6 +73,7 @@ class Request:
     prefill_node: str = ""
     outcome: PrefillOutcome | None = None
     fallbacks: list[str] = field(default_factory=list)
+    fetched_from: str = ""  # the node whose prefix was sent to the prefill node for this request
     events: int = 0  # SSE events relayed
     completion_tokens: int | None = None  # as the answer's usage says; a stream need not have one
     writing_since: float | None = None  # when the client was last offered bytes that it has not taken yet
@@ -81,7 +82,7 @@ class Request:
 
     def forget_prefill(self) -> None:
         """A new attempt begins: what an earlier one's prefill came to no longer counts."""
-        self.outcome, self.is_recomputed = None, False
+        self.outcome, self.is_recomputed, self.fetched_from = None, False, ""
         self.timeline.prefill_start = self.timeline.prefill_end = self.timeline.kv_ready = None
 
     @property
@@ -130,6 +131,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     e2e_s: float | None
     bytes: int
     link: str
+    fetched_from: str
     bytes_saved: int  # of `bytes`, by coding on the way
     codecs: dict[str, int]  # bytes by codec; "int8" and "fp8" mean that the answer was decoded from quantised KVCache
     overlap: float | None
@@ -173,6 +175,7 @@ def record_of(request: Request, seq: int, status: int, error: str = "") -> Reque
         e2e_s=_rounded(timeline.e2e_s),
         bytes=sent,
         link=outcome.link if outcome else "",
+        fetched_from=request.fetched_from,
         bytes_saved=outcome.bytes_saved if outcome else 0,
         codecs=outcome.codecs if outcome else {},
         overlap=round(outcome.bytes_before_prefill_end / sent, 6) if outcome and sent else None,

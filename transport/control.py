@@ -23,3 +23,19 @@ def ticket_info(ticket: pb.Ticket) -> TicketInfo:
         node_id=ticket.node_id,
         cluster=ticket.cluster,
     )
+
+
+def ticket_message(ticket: TicketInfo) -> pb.Ticket:
+    """The value as a message."""
+    return pb.Ticket(
+        transfer_id=ticket.transfer_id,
+        secret=ticket.secret,
+        num_tokens=ticket.num_tokens,
+        have_tokens=ticket.have_tokens,
+        tokens_digest=ticket.tokens_digest,
+        endpoints=[pb.Endpoint(kind=kind, address=at, host_id=host) for kind, at, host in ticket.endpoints],
+        ttl_s=ticket.ttl_s,
+        layout_fingerprint=ticket.layout_fingerprint,
+        node_id=ticket.node_id,
+        cluster=ticket.cluster,
+    )

@@ -43,6 +43,7 @@ class Script:
     reserve: list[str] = field(default_factory=list)  # a grpc.StatusCode name
     prefill: list[str] = field(default_factory=list)  # "die", "hang", "drop" or "STATUS code"
     decode: list[str] = field(default_factory=list)  # the same, "die_after_first" or "stall_after_first"
+    load: list[str] = field(default_factory=list)  # "hang" or a grpc.StatusCode name
     landing_failure: str = ""  # why what has landed is not used
     hang_s: float = 30.0
 
@@ -86,6 +87,7 @@ class ScriptedNode(NodeAgentServicer):
         self.engine_url = ""
         self.open_reservations: set[str] = set()
         self.aborts: list[tuple[str, str]] = []
+        self.loads: list[tuple[str, int, int]] = []  # of prefixes: to whom, tokens, blocks
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[Mapping[str, str]] = []
         self.running = 0
@@ -202,6 +204,20 @@ class ScriptedNode(NodeAgentServicer):
             node_id=self.node_id,
             cluster=self.cluster,
         )
+
+    async def Load(self, request: Any, context: Any) -> pb.LoadResult:
+        self.loads.append((request.ticket.node_id, request.ticket.num_tokens, len(request.block_hashes) // 32))
+        if (fault := _next(self.script.load)) == "hang":
+            await asyncio.sleep(self.script.hang_s)
+        elif fault:
+            await context.abort(grpc.StatusCode[fault], "scripted")
+        self.fabric.end(request.ticket.transfer_id)
+        return pb.LoadResult(num_tokens=request.ticket.num_tokens, bytes_sent=500)
+
+    async def Commit(self, request: Any, context: Any) -> pb.Done:
+        why = await self.fabric.landed(request.transfer_id)
+        self.open_reservations.discard(request.transfer_id)
+        return pb.Done(ok=not why, reason=why)
 
     async def Abort(self, request: Any, context: Any) -> pb.Done:
         self.aborts.append((request.transfer_id, request.reason))

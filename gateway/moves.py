@@ -1,0 +1,116 @@
+"""Prefixes that move from a node that has them to one that needs them. No engine takes part.
+
+    target.Reserve(prefix) ──ticket──► source.Load ──bytes, behind those of live requests──► target.Commit: prefix cache
+
+A move only saves work: where one fails, is late or is one too many, the request computes what it lacks. Every move ends
+within its time limit, also when the request that asked for it is gone.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from gateway.clusters import Node
+from gateway.errors import NodeError
+from gateway.metrics import Metrics
+from gateway.tasks import TaskSet
+
+log = logging.getLogger("prfaas.gateway.moves")
+
+OK: Final = "ok"
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """The prefix of `num_tokens` tokens that ends with the last of `hashes` goes from one node to another."""
+
+    source: Node
+    target: Node
+    hashes: tuple[bytes, ...]
+    num_tokens: int
+    reason: str = "request"
+
+    @property
+    def key(self) -> tuple[str, bytes]:
+        """Equal for moves that bring about the same."""
+        return self.target.id, self.hashes[-1]
+
+
+class Moves:
+    """Carries moves out, `limit` at a time; the rest is refused."""
+
+    def __init__(self, metrics: Metrics, clock: Callable[[], float], *, limit: int, timeout_s: float) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._limit = limit
+        self._timeout_s = timeout_s
+        self._running: dict[tuple[str, bytes], asyncio.Task[str]] = {}
+        self._tasks = TaskSet()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    async def close(self) -> None:
+        """Waits for what is under way."""
+        await self._tasks.join(self._timeout_s)
+
+    async def make(self, move: Move) -> str:
+        """How it ended: OK, or the reason to count. Requests for one prefix share one move."""
+        task = self._running.get(move.key) or self.start(move)
+        if task is None:
+            return "busy"
+        # Shielded: the prefix may be of use to others when this request is gone.
+        return await asyncio.shield(task)
+
+    def start(self, move: Move) -> "asyncio.Task[str] | None":
+        """The same without waiting; None if there are too many, or it is under way already."""
+        if len(self._running) >= self._limit or move.key in self._running:
+            self._metrics.moved(move.reason, "busy")
+            return None
+        self._running[move.key] = task = self._tasks.start(self._run(move))
+        return task
+
+    async def _run(self, move: Move) -> str:
+        sent = 0
+        began = self._clock()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                sent = await self._carry_out(move)
+            outcome = OK
+        except TimeoutError:
+            outcome = "timeout"
+        except NodeError as error:
+            outcome = error.reason
+        finally:
+            del self._running[move.key]
+        self._metrics.moved(move.reason, outcome, sent)
+        log.info(
+            "prefix moved from=%s to=%s tokens=%d bytes=%d reason=%s outcome=%s seconds=%.3f",
+            move.source.id, move.target.id, move.num_tokens, sent, move.reason, outcome, self._clock() - began,
+        )  # fmt: skip
+        return outcome
+
+    async def _carry_out(self, move: Move) -> int:
+        name = f"prefix-{move.hashes[-1].hex()[:16]}"
+        ticket = await move.target.agent.reserve_prefix(name, move.hashes, move.num_tokens, self._timeout_s)
+        try:
+            sent = await move.source.agent.load(name, move.hashes, ticket, self._timeout_s)
+            await move.target.agent.commit(ticket.transfer_id, self._timeout_s)
+        except BaseException:
+            self._tasks.start(_abort(move.target, ticket.transfer_id))
+            raise
+        return sent
+
+
+async def _abort(target: Node, transfer_id: str) -> None:
+    try:
+        await target.agent.abort(transfer_id, "prefix_not_moved")
+    except NodeError as error:
+        log.warning("abort of %s failed (its lease will end it): %s", transfer_id, error)
+
+
+def prefix_of(hashes: Sequence[bytes], num_tokens: int, block_size: int) -> tuple[bytes, ...]:
+    """The hashes of the full blocks of a prompt's first `num_tokens` tokens."""
+    return tuple(hashes[: num_tokens // block_size])

@@ -1,0 +1,127 @@
+"""Prefixes that routing wants elsewhere are moved, and a move that fails costs nothing but the computing."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from gateway.config import RoutingConfig
+from gateway.openai import Endpoint, parse
+from gateway.tokens import PromptReader
+from tests.gateway.scripted import BLOCK_SIZE, ScriptedNode
+from tests.gateway.worlds import World, on_loop, text_tokenizer, world
+from transport.proto import node_pb2 as pb
+
+LONG = "the quick brown fox jumps over the lazy dog " * 40
+OTHER = "a lazy cat sat on the mat while it rained all day " * 40
+ABUNDANT = pb.Load(links=[pb.Link(peer="west", available_bytes_per_s=1e9)])
+SHARED = RoutingConfig(cross_cluster_cache=True)
+
+
+def blocks_of(w: World, text: str) -> list[bytes]:
+    served = w.gateway.door.clusters.served
+    assert served is not None
+    call = parse(Endpoint.COMPLETIONS, json.dumps({"model": "scripted", "prompt": text}).encode())
+    return PromptReader(text_tokenizer()).read(call, served.hashing).hashes
+
+
+async def holds(w: World, node: ScriptedNode, texts: Sequence[str]) -> None:
+    """The gateway hears that `node` has the prefixes of `texts` cached, and that there is bandwidth to spare."""
+    for each in w.nodes.remote:
+        each.load = ABUNDANT
+    clusters = w.gateway.door.clusters
+    for text in texts:
+        hashes = b"".join(blocks_of(w, text))
+        for group in (0, 1):
+            node.tell(pb.NodeEvent(stored=pb.BlocksStored(group=group, hashes=hashes)))
+
+    def is_known() -> bool:
+        index = clusters._index
+        assert index is not None
+        hits = [index.match(node.node_id, blocks_of(w, text), 10_000).num_tokens for text in texts]
+        return all(hits) and all(link.available_bytes_per_s for link in clusters.links())
+
+    async with asyncio.timeout(10):
+        while not is_known():  # noqa: ASYNC110 events of another task
+            await asyncio.sleep(0.01)
+
+
+@on_loop
+async def test_a_prefix_of_the_other_cluster_is_fetched_first() -> None:
+    async with world(routing=SHARED) as w:
+        await holds(w, w.nodes.remote[0], [LONG])
+        response = await w.complete(LONG)
+        assert response.headers["x-prfaas-route"].startswith("local; node=p0; uncached=")
+        (record,) = await w.records()
+        assert (record["fetched_from"], record["fallbacks"]) == ("r0", [])
+        blocks = len(blocks_of(w, LONG))
+        assert w.nodes.remote[0].loads == [("p0", blocks * BLOCK_SIZE, blocks)]
+        await w.settled()
+        assert 'prfaas_prefix_moves_total{outcome="ok",reason="request"} 1.0' in await w.metrics()
+
+
+@on_loop
+async def test_nothing_moves_unless_configured() -> None:
+    async with world() as w:
+        await holds(w, w.nodes.remote[0], [LONG])
+        response = await w.complete(LONG)
+        assert response.headers["x-prfaas-route"].startswith("remote; node=r0")
+        assert w.nodes.remote[0].loads == []
+
+
+@on_loop
+async def test_nothing_moves_over_a_busy_link() -> None:
+    async with world(routing=SHARED) as w:
+        await holds(w, w.nodes.remote[0], [LONG])
+        links = [pb.Link(peer="west", available_bytes_per_s=1e9, utilisation=0.7)]
+        w.nodes.remote[0].load = pb.Load(links=links)
+        async with asyncio.timeout(10):
+            while not any(link.utilisation for link in w.gateway.door.clusters.links()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await w.complete(LONG)
+        assert w.nodes.remote[0].loads == []
+
+
+@pytest.mark.parametrize(("fault", "reason"), [("hang", "timeout"), ("NOT_FOUND", "not_found")])
+def test_a_move_that_fails_is_counted_and_computed_instead(fault: str, reason: str) -> None:
+    @on_loop
+    async def scenario() -> None:
+        async with world(routing=RoutingConfig(cross_cluster_cache=True, move_timeout_s=0.2)) as w:
+            await holds(w, w.nodes.remote[0], [LONG])
+            w.nodes.remote[0].script.load = [fault]
+            response = await w.complete(LONG)
+            assert response.status == 200
+            (record,) = await w.records()
+            assert (record["fetched_from"], record["fallbacks"]) == ("", [f"fetch_{reason}"])
+            await w.settled()
+            assert [why for _, why in w.nodes.local[0].aborts] == ["prefix_not_moved"]
+
+    scenario()
+
+
+@on_loop
+async def test_a_target_without_room_is_no_error() -> None:
+    async with world(routing=SHARED) as w:
+        await holds(w, w.nodes.remote[0], [LONG])
+        w.nodes.local[0].script.reserve = ["RESOURCE_EXHAUSTED"]
+        assert (await w.complete(LONG)).status == 200
+        (record,) = await w.records()
+        assert record["fallbacks"] == ["fetch_no_capacity"]
+
+
+@on_loop
+async def test_requests_for_one_prefix_share_its_move_and_one_too_many_is_refused() -> None:
+    async with world(routing=RoutingConfig(cross_cluster_cache=True, max_moves=1)) as w:
+        source = w.nodes.remote[0]
+        await holds(w, source, [LONG, OTHER])
+        source.script.load, source.script.hang_s = ["hang"], 1.0
+        first = asyncio.create_task(w.complete(LONG))
+        async with asyncio.timeout(10):
+            while not source.loads:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await asyncio.gather(first, w.complete(LONG), w.complete(OTHER))
+        assert len(source.loads) == 1
+        records = await w.records()
+        assert sorted(record["fetched_from"] for record in records) == ["", "r0", "r0"]
+        assert [reason for record in records for reason in record["fallbacks"]] == ["fetch_busy"]
