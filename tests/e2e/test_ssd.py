@@ -1,0 +1,168 @@
+"""The SSD tier of real nodes: prefixes outlive kill -9, and a disk that lies or is full changes no token."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from gateway.clusters import salt_of
+from hybrid_cache.hashing import block_hashes
+from hybrid_cache.layout import ModelLayout
+from tests.conftest import Models
+from tests.e2e.harness import Bench, topology_document
+from transport.proto import node_pb2 as pb
+from transport.proto import node_pb2_grpc as rpc
+
+LENGTH, CACHED = 400, 384
+TIMEOUT_S = 280.0
+
+
+@pytest.fixture(scope="module")
+def ssd_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ssd")
+
+
+@pytest.fixture(scope="module")
+def bench(models: Models, ssd_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    model = models("kimi_linear")
+    document = topology_document(model, threshold=100, chunk_tokens=128, cache_bytes=1 << 20)
+    far = document["clusters"][0]["nodes"][0]
+    far |= {"ssd_dir": str(ssd_dir), "ssd_bytes": 64 << 20}
+    with Bench(document, model, tmp_path_factory.mktemp("state")) as running:
+        yield running
+
+
+async def ssd(bench: Bench) -> pb.SsdReport:
+    return (await bench.describe("far")).ssd
+
+
+async def crowd_out(bench: Bench) -> None:
+    """Reserves all the memory of the PrfaaS node for a moment: what was there is on disk afterwards, if it can be."""
+    description = await bench.describe("far")
+    layout = ModelLayout.from_json(description.layout_json)
+    of_block = sum(layout.pages_per_block(group) for group in layout.full_groups)
+    async with grpc.aio.insecure_channel(bench.node("far").agent_address) as channel:
+        stub = rpc.NodeAgentStub(channel)  # type: ignore[no-untyped-call]
+        for blocks in range(description.pool.pages_total // of_block, 0, -1):
+            request = pb.ReserveRequest(num_tokens=blocks * layout.block_size, prefix_only=True)
+            with contextlib.suppress(grpc.aio.AioRpcError):  # no room for that much
+                ticket = await stub.Reserve(request)
+                await stub.Abort(pb.AbortRequest(transfer_id=ticket.transfer_id))
+                break
+
+    async def written() -> bool:
+        return not (await ssd(bench)).queued_bytes
+
+    await bench.wait_until(written)
+
+
+async def media(bench: Bench, prompt: list[int]) -> set[int]:
+    """Where the PrfaaS node has the last snapshot of `prompt`."""
+    async with grpc.aio.insecure_channel(bench.node("far").agent_address) as channel:
+        stream = rpc.NodeAgentStub(channel).Watch(pb.WatchRequest())  # type: ignore[no-untyped-call]
+        layout = ModelLayout.from_json((await stream.read()).description.layout_json)
+        snapshot = (await stream.read()).snapshot
+        stream.cancel()
+    last = block_hashes(prompt[:CACHED], layout.block_size, salt_of(layout))[-1]
+    (states,) = layout.state_groups
+    return {held.medium or pb.MEDIUM_MEMORY for held in snapshot.groups if held.group == states and last in held.hashes}
+
+
+async def reborn(bench: Bench) -> None:
+    await bench.restart("far")
+
+    async def is_open() -> bool:
+        return (await ssd(bench)).open
+
+    await bench.wait_until(is_open)
+
+
+async def served(bench: Bench, prompt: list[int]) -> dict[str, object]:
+    """The record of a request for `prompt`, whose tokens were right."""
+    name = bench.name()
+    done = await bench.generate(prompt, name=name)
+    record = await bench.record(name)
+    assert done.token_ids == bench.expected(prompt)
+    assert record["fallbacks"] == []
+    assert done.cached_tokens == record["cached"]
+    return record
+
+
+def test_a_prefix_that_left_memory_is_hit_on_disk(bench: Bench) -> None:
+    async def scenario() -> None:
+        prompt = bench.prompt(LENGTH, seed=1)
+        assert (await served(bench, prompt))["cached"] == 0
+        await crowd_out(bench)
+        assert await media(bench, prompt) == {pb.MEDIUM_SSD}
+        record = await served(bench, prompt)
+        assert (record["prefill_node"], record["reason"], record["cached"]) == ("far", "remote_prefix", CACHED)
+        assert (await ssd(bench)).promotions["ok"] >= 1
+
+    bench.run(scenario(), TIMEOUT_S)
+
+
+def test_a_prefix_outlives_the_node(bench: Bench) -> None:
+    async def scenario() -> None:
+        prompt = bench.prompt(LENGTH, seed=2)
+        await served(bench, prompt)
+        await crowd_out(bench)
+        assert await media(bench, prompt) == {pb.MEDIUM_SSD}
+        await bench.kill("far")
+        await reborn(bench)
+        seen = await ssd(bench)
+        assert seen.events["recovered"] == seen.blocks > 0
+        assert seen.bytes <= seen.capacity_bytes
+        record = await served(bench, prompt)
+        assert (record["prefill_node"], record["reason"], record["cached"]) == ("far", "remote_prefix", CACHED)
+        seen = await ssd(bench)
+        assert (seen.promotions["ok"], seen.events["corrupt"]) == (1, 0)
+        assert (await served(bench, [*prompt, *bench.prompt(100, seed=3)]))["cached"] == CACHED
+
+    bench.run(scenario(), TIMEOUT_S)
+
+
+def rot(ssd_dir: Path) -> None:
+    """Flips a bit in every 4 KB."""
+    for file in ssd_dir.glob("far/*.kv"):
+        data = bytearray(file.read_bytes())
+        for position in range(0, len(data), 4096):
+            data[position] ^= 0x10
+        file.write_bytes(data)
+
+
+def fill_up(ssd_dir: Path) -> None:
+    """From now on every write meets a full disk."""
+    for file in ssd_dir.glob("far/*.kv"):
+        file.unlink()
+        file.symlink_to("/dev/full")
+
+
+def test_what_rotted_while_the_node_was_away_is_never_served(bench: Bench, ssd_dir: Path) -> None:
+    async def scenario() -> None:
+        prompt = bench.prompt(LENGTH, seed=4)
+        await served(bench, prompt)
+        await crowd_out(bench)
+        assert await media(bench, prompt) == {pb.MEDIUM_SSD}
+        await bench.kill("far")
+        rot(ssd_dir)
+        await reborn(bench)
+        assert (await served(bench, prompt))["prefill_node"] == "far"
+
+    bench.run(scenario(), TIMEOUT_S)
+
+
+def test_a_full_disk_costs_nothing_but_the_blocks(bench: Bench, ssd_dir: Path) -> None:
+    async def scenario() -> None:
+        await bench.kill("far")
+        fill_up(ssd_dir)
+        await reborn(bench)
+        prompt = bench.prompt(LENGTH, seed=5)
+        await served(bench, prompt)
+        await crowd_out(bench)
+        assert await media(bench, prompt) == set()
+        assert (await ssd(bench)).events["write_errors"] > 0
+        assert (await served(bench, prompt))["cached"] == 0
+
+    bench.run(scenario(), TIMEOUT_S)
