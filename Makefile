@@ -9,7 +9,7 @@ VLLM_VENV  := .venv-vllm
 VLLM_BIN   := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: setup demo up test test-equality test-vllm lint format proto wheel clean help
+.PHONY: setup demo up test fuzz soak test-equality test-vllm lint format proto wheel clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -32,6 +32,12 @@ up: $(STAMP)     ## The demo's topology, left running until Ctrl-C
 
 test: $(STAMP)   ## The tests
 	$(BIN)/python -m pytest -m "not slow and not vllm"
+
+fuzz: $(STAMP)   ## A million inputs of strangers to the frame parser, the handshake and what is behind them
+	$(BIN)/python -m tests.transport.fuzz --inputs 1000000
+
+soak: $(STAMP)   ## A thousand transfers while connections die at random: every byte right, no thread or file left
+	TRANSPORT_TRANSFERS=1000 $(BIN)/python -m pytest tests/transport/test_processes.py -k dying_at_random
 
 test-equality: $(STAMP)  ## Token equality with transformers.generate: every architecture, all lengths (slow)
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=1800 tests/equality tests/engine
