@@ -217,6 +217,42 @@ async def _both_down(bench: Bench) -> bool:
     return [await bench.gateway_sees(node) for node in ("far", "near")] == ["down", "down"]
 
 
+def test_a_decode_node_that_is_told_to_end_finishes_its_stream_and_takes_nothing_new(bench: Bench) -> None:
+    async def scenario() -> None:
+        prompt, name = bench.prompt(60, seed=12), bench.name()
+        running = asyncio.create_task(bench.generate(prompt, 400, name=name))
+        leaving = ""
+
+        async def streaming() -> bool:
+            nonlocal leaving
+            for node in ("decode0", "decode1"):
+                if (await bench.describe(node)).load.running:
+                    leaving = node
+            return bool(leaving)
+
+        async def is_draining() -> bool:
+            return await bench.gateway_sees(leaving) == "draining"
+
+        await bench.wait_until(streaming)
+        node = bench.node(leaving)
+        os.kill(node.process.pid, signal.SIGTERM)
+        await bench.wait_until(is_draining)
+        assert not running.done()
+        with pytest.raises(RequestFailed, match="503"):
+            await bench.generate(bench.prompt(10, seed=13), 1, url=node.engine_url)
+        elsewhere = bench.name()
+        await bench.generate(bench.prompt(20, seed=14), 1, name=elsewhere)
+        assert (await bench.record(elsewhere))["decode_node"] != leaving
+        assert not running.done()
+        done = await running
+        assert done.token_ids == bench.expected(prompt, 400)
+        assert (await bench.record(name))["fallbacks"] == []
+        assert await node.process.stop(30.0) == 0
+        await bench.restart(leaving)
+
+    bench.run(scenario(), 180.0)
+
+
 def test_sigterm_lets_streams_finish_and_refuses_new_ones(models: Models, tmp_path: Path) -> None:
     """Last, on a system of its own: it ends."""
     model = models("kimi_linear")
