@@ -101,12 +101,14 @@ class Clusters:
         *,
         served_model: str = "",
         decode_slots: int = 16,
+        link_bytes_per_s: float = 0.0,
         on_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.nodes = [Node(agent) for agent in agents]
         self.served: ServedModel | None = None
         self._served_name = served_model
         self._decode_slots = decode_slots
+        self._link_bytes_per_s = link_bytes_per_s
         self._clock = clock
         self._on_lost = on_lost
         self._index: PrefixIndex | None = None
@@ -147,7 +149,7 @@ class Clusters:
     def links(self) -> list[LinkView]:
         """The egress from each PrfaaS cluster to each PD cluster, summed over the sending nodes.
 
-        A link that no node has used yet is taken to be up, its bandwidth unknown.
+        A link that no node has measured yet is taken to be up, its bandwidth what the configuration says, or unknown.
         """
         known = [node for node in self.nodes if node.info and node.connected]
         destinations = {node.info.cluster for node in known if node.info and node.info.cluster_kind == ClusterKind.PD}
@@ -155,7 +157,11 @@ class Clusters:
         for node in known:
             if node.info and node.info.cluster_kind == ClusterKind.PRFAAS:
                 senders[node.info.cluster].append(node.load)
-        return [_link(source, to, loads) for source, loads in senders.items() for to in sorted(destinations)]
+        return [
+            _link(source, to, loads, self._link_bytes_per_s)
+            for source, loads in senders.items()
+            for to in sorted(destinations)
+        ]
 
     def suspect(self, node: Node) -> None:
         """Leaves a node alone for a moment after it failed a request."""
@@ -273,13 +279,13 @@ def _check(info: NodeInfo, others: Collection[Node]) -> None:
         raise ValueError(f"another node is called {info.node_id!r}, too")
 
 
-def _link(source: str, destination: str, loads: Collection[NodeLoad]) -> LinkView:
+def _link(source: str, destination: str, loads: Collection[NodeLoad], unmeasured_bytes_per_s: float) -> LinkView:
     links = [link for load in loads for link in load.links if link.peer == destination]
     available = sum(link.available_bytes_per_s for link in links)
     return LinkView(
         source=source,
         destination=destination,
-        available_bytes_per_s=available or None,
+        available_bytes_per_s=available or unmeasured_bytes_per_s or None,
         utilisation=max((link.utilisation for link in links), default=0.0),
         retransmit_ratio=max((link.retransmit_ratio for link in links), default=0.0),
         queued_bytes=sum(link.queued_bytes for link in links),

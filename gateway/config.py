@@ -57,7 +57,8 @@ class RoutingConfig:
 
     An empty `home_cluster` lets load choose the decode cluster.
     With `cross_cluster_cache` a prefix that only the other cluster has is sent where the prefill runs, while the link between
-    them has room to spare. `fetch_bytes_per_s` is how fast prefixes move inside a cluster; 0 keeps them where they are.
+    them has room to spare; `link_bytes_per_s` is the bandwidth of a link that nobody has measured yet, 0 is unknown and counts
+    as none to spare. `fetch_bytes_per_s` is how fast prefixes move inside a cluster; 0 keeps them where they are.
     At most `max_moves` prefixes are on their way at once, and none for longer than `move_timeout_s`.
     """
 
@@ -66,6 +67,7 @@ class RoutingConfig:
     placement: str = "kvcache_centric"
     home_cluster: str = ""
     cross_cluster_cache: bool = False
+    link_bytes_per_s: float = 0.0
     fetch_bytes_per_s: float = 0.0
     max_moves: int = 4
     move_timeout_s: float = 5.0
@@ -74,7 +76,8 @@ class RoutingConfig:
         _require(self.placement in PLACERS, "placement", self.placement, f"one of {', '.join(sorted(PLACERS))}")
         _require(self.prefill_tokens_per_s > 0, "prefill_tokens_per_s", self.prefill_tokens_per_s, "a number above 0")
         _require(self.decode_slots > 0, "decode_slots", self.decode_slots, "an integer above 0")
-        _require(self.fetch_bytes_per_s >= 0, "fetch_bytes_per_s", self.fetch_bytes_per_s, "a number of at least 0")
+        for name in ("link_bytes_per_s", "fetch_bytes_per_s"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "a number of at least 0")
         _require(self.max_moves > 0, "max_moves", self.max_moves, "an integer above 0")
         _require(self.move_timeout_s > 0, "move_timeout_s", self.move_timeout_s, "a number of seconds above 0")
 

@@ -53,6 +53,7 @@ async def running(
         clock,
         served_model=config.served_model,
         decode_slots=config.routing.decode_slots,
+        link_bytes_per_s=config.routing.link_bytes_per_s,
         on_lost=metrics.node_lost,
     )
     reader = PromptReader(tokenizer, config.tokenise_threads)
