@@ -44,6 +44,12 @@ def test_a_good_file_fills_in_defaults(tmp_path: Path) -> None:
         ("[gateway]\nlog_level = 'loud'", r"gateway\.log_level='loud': must be one of debug, info"),
         ("[gateway]\nrouting = 5", r"gateway\.routing=5: must be a table"),
         ("[gateway]\nrouting = { placement = 'x' }", r"gateway\.routing\.placement='x': must be one of cache_aware"),
+        (
+            "[gateway]\nrouting = { cross_cluster_cache = 1 }",
+            r"gateway\.routing\.cross_cluster_cache=1: must be true or false",
+        ),
+        ("[gateway]\nrouting = { max_moves = 0 }", r"gateway\.routing\.max_moves=0: must be an integer above 0"),
+        ("[gateway]\nrouting = { fetch_bytes_per_s = -1 }", r"fetch_bytes_per_s=-1\.0: must be a number of at least 0"),
         ("[gateway]\nkey = 'k'", r"gateway\.certificate=None: must be a path, since \['key'\] is given"),
         ("[[clusters]]\n[gateway]", "this is a topology, for `prfaas up`"),
         ("[gatway]\n[gateway]", r"gatway=\{\}: unknown key \(did you mean 'gateway'\?\)"),

@@ -43,6 +43,8 @@ def test_a_short_table_is_enough() -> None:
         ({"egress_bytes_per_s": {"8:00": 1e6}}, "egress_bytes_per_s: '8:00' is no time of day; allowed are \"00:00\""),
         ({"egress_bytes_per_s": {"08:00": 0}}, "allowed are rates above 0, by time of day"),
         ({"egress_bytes_per_s": {"west": {}}}, r"egress_bytes_per_s\.west = {}: allowed are rates above 0"),
+        ({"ssd_dir": "/ssd"}, "ssd_bytes = 0: allowed is 1048576 to"),
+        ({"ssd_bytes": 1 << 30}, "ssd_bytes = 1073741824: allowed only with ssd_dir, which is empty"),
         ({"threads": True}, "threads = True: it must be of type int"),
     ],
 )
