@@ -29,6 +29,13 @@ _GAUGES: Final = {
     "congested": ("1 while the link loses or queues more than it should", "congested"),
     "connections": ("Connections to the peer", "connections"),
 }
+LINK_METRICS: Final = (
+    *_GAUGES,
+    "congestion_control",
+    "sent_bytes_total",
+    "retransmitted_bytes_total",
+    "refusals_total",
+)
 _LABELS: Final = ["link", "peer"]
 _COUNTERS: Final = {
     "sent_bytes": ("Delivered to the peer", "bytes_total"),

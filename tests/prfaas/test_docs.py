@@ -1,0 +1,36 @@
+"""What can be set is written down."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from gateway.config import GatewayConfig, RoutingConfig, Timeouts
+from gateway.config import NodeConfig as Agent
+from node.config import NodeConfig
+from transport.metrics import LINK_METRICS
+
+RUNNING = (Path(__file__).parents[2] / "docs" / "running.md").read_text()
+
+
+def rows(heading: str) -> str:
+    """The rows of all tables in a section."""
+    section = RUNNING.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return "\n".join(line for line in section.splitlines() if line.startswith("|"))
+
+
+@pytest.mark.parametrize("key", [field.name for field in fields(NodeConfig)])
+def test_every_key_of_a_node_is_explained(key: str) -> None:
+    assert f"`{key}`" in rows("A node's settings")
+
+
+@pytest.mark.parametrize(
+    "key", [field.name for part in (GatewayConfig, RoutingConfig, Timeouts, Agent) for field in fields(part)]
+)
+def test_every_key_of_a_gateway_is_explained(key: str) -> None:
+    assert f"`{key}`" in rows("The gateway's settings") or f"[gateway.{key}]" in rows("The gateway's settings")
+
+
+@pytest.mark.parametrize("name", LINK_METRICS)
+def test_every_metric_of_a_link_is_explained(name: str) -> None:
+    assert f"`{name}`" in rows("Watching it")
