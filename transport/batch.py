@@ -135,19 +135,42 @@ T = TypeVar("T", bound=Task)
 
 
 class Batches(Generic[T]):
-    """The books that every backend keeps: which tasks belong to which batch. Not locked."""
+    """The books that every backend keeps: which tasks belong to which batch. Any thread."""
 
     def __init__(self) -> None:
         self._batches: dict[int, tuple[int, list[T]]] = {}
         self._ids = count(1)
+        self._lock = threading.Lock()  # held while tasks are submitted, too
 
-    def allocate(self, size: int) -> int:
-        batch_id = next(self._ids)
-        self._batches[batch_id] = (size, [])
+    def allocate_batch(self, size: int) -> int:
+        with self._lock:
+            batch_id = next(self._ids)
+            self._batches[batch_id] = (size, [])
         return batch_id
 
-    def check_room(self, batch_id: int, requests: Sequence[Request]) -> None:
-        """Raises LocalProtocolError when the batch is full, ValueError when a request leaves its segment."""
+    def status(self, batch_id: int, task: int) -> TaskStatus:
+        """Raises LocalProtocolError for a batch that there is not."""
+        with self._lock:
+            return self._batch(batch_id)[1][task].status()
+
+    def batch_status(self, batch_id: int) -> TaskState:
+        """FAILED as soon as one task failed, COMPLETED when all are, else PENDING."""
+        with self._lock:
+            states = {task.status().state for task in self._batch(batch_id)[1]}
+        if TaskState.FAILED in states:
+            return TaskState.FAILED
+        return TaskState.PENDING if TaskState.PENDING in states else TaskState.COMPLETED
+
+    def free_batch(self, batch_id: int) -> None:
+        """Raises LocalProtocolError while a task is pending: its memory is still in use."""
+        with self._lock:
+            pending = [task for task in self._batch(batch_id)[1] if task.status().state is TaskState.PENDING]
+            if pending:
+                raise LocalProtocolError(f"batch {batch_id} has {len(pending)} pending tasks")
+            del self._batches[batch_id]
+
+    def _room(self, batch_id: int, requests: Sequence[Request]) -> list[T]:
+        """The tasks of a batch that has room for more, and for these. Raises LocalProtocolError, ValueError."""
         for request in requests:
             if request.offset < 0 or request.offset + request.local.nbytes > request.remote.num_bytes:
                 what = f"{type(request).__name__.lower()} at {request.offset} of {request.local.nbytes} bytes"
@@ -157,26 +180,7 @@ class Batches(Generic[T]):
         size, tasks = self._batch(batch_id)
         if len(tasks) + len(requests) > size:
             raise LocalProtocolError(f"batch {batch_id} holds {size} tasks at most")
-
-    def add(self, batch_id: int, tasks: Sequence[T]) -> None:
-        self._batch(batch_id)[1].extend(tasks)
-
-    def status(self, batch_id: int, task: int) -> TaskStatus:
-        return self._batch(batch_id)[1][task].status()
-
-    def batch_status(self, batch_id: int) -> TaskState:
-        """FAILED as soon as one task failed, COMPLETED when all are, else PENDING."""
-        states = {task.status().state for task in self._batch(batch_id)[1]}
-        if TaskState.FAILED in states:
-            return TaskState.FAILED
-        return TaskState.PENDING if TaskState.PENDING in states else TaskState.COMPLETED
-
-    def free(self, batch_id: int) -> None:
-        """Raises LocalProtocolError while a task is pending: its memory is still in use."""
-        pending = [task for task in self._batch(batch_id)[1] if task.status().state is TaskState.PENDING]
-        if pending:
-            raise LocalProtocolError(f"batch {batch_id} has {len(pending)} pending tasks")
-        del self._batches[batch_id]
+        return tasks
 
     def _batch(self, batch_id: int) -> tuple[int, list[T]]:
         try:
@@ -224,7 +228,7 @@ class _ReadTask:
         return TaskStatus(TaskState.FAILED, 0, self.reply.reason or result.reason)
 
 
-class BatchEngine:
+class BatchEngine(Batches[_WriteTask | _ReadTask]):
     """Both ends in one object, as in Mooncake: what it registers others may write or read, and the other way round."""
 
     def __init__(
@@ -235,10 +239,9 @@ class BatchEngine:
         server_options: ServerOptions | None = None,
         client_options: ClientOptions | None = None,
     ) -> None:
+        super().__init__()
         self._client = TransferClient(options=client_options)
         self._server = TransferServer(host, port, options=server_options, on_read=self._serve).start()
-        self._lock = threading.Lock()
-        self._batches: Batches[_WriteTask | _ReadTask] = Batches()
         self._numbers = count()
         self._unique = os.urandom(8).hex()
         self._served: dict[str, tuple[str, Push]] = {}  # reads of others: reply id -> segment, push
@@ -267,14 +270,10 @@ class BatchEngine:
         for push in pushes:
             push.wait()
 
-    def allocate_batch(self, size: int) -> int:
-        with self._lock:
-            return self._batches.allocate(size)
-
     def submit(self, batch_id: int, requests: Sequence[Request]) -> None:
         """Raises LocalProtocolError when the batch is full, ValueError when a request leaves its segment."""
         with self._lock:
-            self._batches.check_room(batch_id, requests)
+            batch = self._room(batch_id, requests)
             tasks: dict[int, _WriteTask | _ReadTask] = {}
             for remote, kind in {(request.remote, type(request)): None for request in requests}:
                 numbers = [i for i, each in enumerate(requests) if each.remote == remote and type(each) is kind]
@@ -284,21 +283,7 @@ class BatchEngine:
                     placement = [(requests[i].offset, len(view)) for i, view in zip(part, views, strict=True)]
                     submitted = self._write if kind is Write else self._read
                     tasks |= dict(zip(part, submitted(remote, views, placement), strict=True))
-            self._batches.add(batch_id, [tasks[i] for i in range(len(requests))])
-
-    def status(self, batch_id: int, task: int) -> TaskStatus:
-        with self._lock:
-            return self._batches.status(batch_id, task)
-
-    def batch_status(self, batch_id: int) -> TaskState:
-        """FAILED as soon as one task failed, COMPLETED when all are, else PENDING."""
-        with self._lock:
-            return self._batches.batch_status(batch_id)
-
-    def free_batch(self, batch_id: int) -> None:
-        """Raises LocalProtocolError while a task is pending: its memory is still in use."""
-        with self._lock:
-            self._batches.free(batch_id)
+            batch += [tasks[i] for i in range(len(requests))]
 
     def close(self) -> None:
         self._client.close()

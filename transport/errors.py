@@ -7,6 +7,7 @@ TransportError
 │       └── GreetingRefused    the peer's greeting is not one that we answer
 ├── ConnectionRefused          the peer answered the handshake with a reason
 ├── PeerLost                   no connection, or a silent one, past its deadline
+├── BackendMissing             an optional package that was asked for is not installed
 └── Closed                     the client or server was closed
 
 The outcome of a transfer is a value (`PushResult`, `LandingResult`), not an exception: it arrives in a callback.
@@ -48,6 +49,14 @@ class ConnectionRefused(TransportError):
 
 class PeerLost(TransportError):
     """The connection broke or stayed silent for too long."""
+
+
+class BackendMissing(TransportError):
+    """What was asked for comes with an extra that is not installed, or does not load."""
+
+    def __init__(self, what: str, extra: str, cause: ImportError) -> None:
+        super().__init__(f'{what} needs the {extra} extra (pip install "prfaas[{extra}]"): {cause}')
+        self.extra = extra
 
 
 class Closed(TransportError):
