@@ -134,6 +134,11 @@ class Clusters:
             node.role == Role.DECODE and self._serves(node) and node.is_ready(now) for node in self.nodes
         )
 
+    @property
+    def index(self) -> PrefixIndex | None:
+        """What the nodes that serve the model have cached; None before one is known."""
+        return self._index
+
     def by_id(self, node_id: str) -> Node:
         return next(node for node in self.nodes if node.id == node_id)
 

@@ -59,6 +59,7 @@ class RoutingConfig:
     With `cross_cluster_cache` a prefix that only the other cluster has is sent where the prefill runs, while the link between
     them has room to spare; `link_bytes_per_s` is the bandwidth of a link that nobody has measured yet, 0 is unknown and counts
     as none to spare. `fetch_bytes_per_s` is how fast prefixes move inside a cluster; 0 keeps them where they are.
+    With `replicate` prefixes that many requests want at once are copied to further prefill nodes of their cluster.
     At most `max_moves` prefixes are on their way at once, and none for longer than `move_timeout_s`.
     """
 
@@ -69,6 +70,7 @@ class RoutingConfig:
     cross_cluster_cache: bool = False
     link_bytes_per_s: float = 0.0
     fetch_bytes_per_s: float = 0.0
+    replicate: bool = False
     max_moves: int = 4
     move_timeout_s: float = 5.0
 

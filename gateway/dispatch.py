@@ -32,6 +32,7 @@ from gateway.errors import ApiError, BadRequest, DecodeFailed, NodeError, Prefil
 from gateway.legs import DecodeAnswer, Legs
 from gateway.metrics import Metrics
 from gateway.moves import OK, Move, Moves, prefix_of
+from gateway.replicas import Replicas
 from gateway.request import PrefillOutcome, Request
 from gateway.tasks import TaskSet
 from gateway.tokens import Prompt, PromptReader
@@ -99,6 +100,7 @@ class Dispatcher:
             placement=PlacementPolicy(fetch_bytes_per_s=config.routing.fetch_bytes_per_s),
         )
         self._moves = Moves(metrics, clock, limit=config.routing.max_moves, timeout_s=config.routing.move_timeout_s)
+        self.replicas = Replicas(clusters, self._moves, clock) if config.routing.replicate else None
         self._place = PLACERS[config.routing.placement]
         self._cost = PrefillCost(config.routing.prefill_tokens_per_s)
         self._clusters = clusters
@@ -359,6 +361,8 @@ class Dispatcher:
         if request.timeline.routed is None:
             request.timeline.routed = self._clock()
         request.route = chosen
+        if self.replicas and request.prompt and chosen.prefill_node:
+            self.replicas.wanted(request.prompt, chosen.prefill_node)
         request.prefill_node = chosen.prefill_node or chosen.decode_node
         request.forget_prefill()
         retry = f" attempt={number + 1}" if number else ""

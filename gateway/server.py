@@ -62,7 +62,9 @@ async def running(
     records = Records(config.kept_records)
     door = FrontDoor(config, clusters, dispatcher, metrics, records, clock, int(datetime.now(UTC).timestamp()))
     clusters.start()
-    beat = asyncio.create_task(_heartbeat(door, clock))
+    chores = [asyncio.create_task(_heartbeat(door, clock))]
+    if dispatcher.replicas:
+        chores.append(asyncio.create_task(dispatcher.replicas.run()))
     runners: list[web.AppRunner] = []
     try:
         url = await _listen(runners, build_app(door), config.host, config.port)
@@ -71,8 +73,9 @@ async def running(
             metrics_url = await _listen(runners, build_metrics_app(door), config.host, config.metrics_port) + "/metrics"
         yield Gateway(door, url, metrics_url)
     finally:
-        beat.cancel()
-        await asyncio.gather(beat, return_exceptions=True)
+        for chore in chores:
+            chore.cancel()
+        await asyncio.gather(*chores, return_exceptions=True)
         for runner in runners:
             await runner.cleanup()
         await door.close()

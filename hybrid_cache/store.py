@@ -97,8 +97,10 @@ class PrefixStore:
     def replicate(self, loads: Mapping[str, float], *, now: float) -> list[Decision]:
         """Copies for hot prefixes, hottest first, and the copies that cooled-down ones give up."""
         decisions: list[Decision] = []
-        by_heat = sorted(self._demand.values(), key=lambda d: -d.decayed(now, self.config.half_life_s))
-        for demand in by_heat:
+        levels = [(demand.decayed(now, self.config.half_life_s), demand) for demand in self._demand.values()]
+        for level, demand in sorted(levels, key=lambda pair: -pair[0]):
+            if level < self.config.demand_per_replica and not demand.copies:
+                continue  # one holder is enough, and there is no copy to give up
             decisions += self.change_replica(demand.hashes, loads, now=now)
         return decisions
 

@@ -9,11 +9,13 @@ import pytest
 from gateway.config import RoutingConfig
 from gateway.openai import Endpoint, parse
 from gateway.tokens import PromptReader
+from hybrid_cache.store import StoreConfig
 from tests.gateway.scripted import BLOCK_SIZE, ScriptedNode
 from tests.gateway.worlds import World, on_loop, text_tokenizer, world
 from transport.proto import node_pb2 as pb
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
+LONGER = LONG * 2
 OTHER = "a lazy cat sat on the mat while it rained all day " * 40
 ABUNDANT = pb.Load(links=[pb.Link(peer="west", available_bytes_per_s=1e9)])
 SHARED = RoutingConfig(cross_cluster_cache=True)
@@ -125,3 +127,21 @@ async def test_requests_for_one_prefix_share_its_move_and_one_too_many_is_refuse
         records = await w.records()
         assert sorted(record["fetched_from"] for record in records) == ["", "r0", "r0"]
         assert [reason for record in records for reason in record["fallbacks"]] == ["fetch_busy"]
+
+
+@on_loop
+async def test_a_prefix_that_many_want_at_once_is_copied_inside_its_cluster() -> None:
+    async with world(remote=2, routing=RoutingConfig(replicate=True)) as w:
+        replicas = w.gateway.door.dispatcher.replicas
+        assert replicas is not None
+        await holds(w, w.nodes.remote[0], [LONGER])
+        assert len(blocks_of(w, LONGER)) * BLOCK_SIZE >= StoreConfig().min_tokens
+        await w.complete(LONGER)
+        replicas.tick()
+        assert w.nodes.remote[0].loads == []  # one request is no demand
+        await asyncio.gather(*(w.complete(LONGER) for _ in range(4)))
+        replicas.tick()
+        async with asyncio.timeout(10):
+            while 'outcome="ok",reason="hot"' not in await w.metrics():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert [to for to, _, _ in w.nodes.remote[0].loads] == ["r1"]

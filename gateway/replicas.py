@@ -1,0 +1,82 @@
+"""Copies of hot prefixes inside a cluster: which requests want what is noted as they pass, copies are decided on a slow tick.
+
+Decisions are `hybrid_cache.store`'s, over the prefill nodes of one cluster; `gateway.moves` carries them out. A copy that has
+become cold is left to its node's eviction.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from gateway.clusters import Clusters, Node
+from gateway.moves import Move, Moves
+from gateway.tokens import Prompt
+from hybrid_cache.store import PrefixStore, Replicate, StoreConfig
+from planner.views import Role
+
+log = logging.getLogger("prfaas.gateway.replicas")
+
+TICK_S: Final = 5.0
+MAX_TRACKED: Final = 256  # prefixes per cluster whose demand is followed: a tick looks at each of them
+
+
+class Replicas:
+    """Follows demand and has hot prefixes copied."""
+
+    def __init__(self, clusters: Clusters, moves: Moves, clock: Callable[[], float]) -> None:
+        self._clusters = clusters
+        self._moves = moves
+        self._clock = clock
+        self._stores: dict[str, PrefixStore] = {}
+
+    async def run(self) -> None:
+        """Decides every TICK_S, for ever."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                self.tick()
+            except Exception:  # hot prefixes are worth having, not dying for
+                log.exception("no replicas decided")
+
+    def wanted(self, prompt: Prompt, prefill_node: str) -> None:
+        """A request for `prompt` is prefilled on that node."""
+        info = self._clusters.by_id(prefill_node).info
+        if info is not None and (store := self._store(info.cluster)) is not None:
+            loads = {node.id: _load(node) for node in self._prefills(info.cluster)}
+            store.get(prompt.hashes, prompt.transfer_tokens, loads, now=self._clock())
+
+    def tick(self) -> None:
+        """Starts the copies that demand and load call for now."""
+        now = self._clock()
+        for cluster in self._stores:
+            store = self._store(cluster)
+            nodes = {node.id: node for node in self._prefills(cluster)}
+            if store is None or len(nodes) < 2:
+                continue
+            loads = {name: _load(node) for name, node in nodes.items()}
+            for decision in (*store.replicate(loads, now=now), *store.rebalance(loads, now=now)):
+                if isinstance(decision, Replicate):
+                    source, target = nodes[decision.source], nodes[decision.target]
+                    self._moves.start(Move(source, target, decision.hashes, decision.num_tokens, decision.reason))
+
+    def _store(self, cluster: str) -> PrefixStore | None:
+        index = self._clusters.index
+        if index is None:
+            return None
+        store = self._stores.get(cluster)
+        if store is None or store.index is not index:  # another model is served now
+            store = self._stores[cluster] = PrefixStore(index, StoreConfig(max_tracked=MAX_TRACKED))
+        return store
+
+    def _prefills(self, cluster: str) -> list[Node]:
+        now = self._clock()
+        return [
+            node
+            for node in self._clusters.nodes
+            if node.role == Role.PREFILL and node.info and node.info.cluster == cluster and node.is_ready(now)
+        ]
+
+
+def _load(node: Node) -> float:
+    return float(max(node.load.running + node.load.waiting, node.pending_requests))
