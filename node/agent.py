@@ -26,7 +26,7 @@ from node.engine_cache import EngineCache
 from node.engine_socket import EngineConnection, EngineSocket
 from node.errors import ArenaError, ConfigError, EngineError, LayoutMismatch, NodeRefusal, SecondEngine
 from node.kv_events import events_endpoint, follow
-from node.links import Links
+from node.links import Links, rdma_of
 from node.pages import Pages, as_message
 from node.producer import Producer
 from node.serving import serves
@@ -48,13 +48,14 @@ class NodeAgent:
         self.config = config
         self.boot_id = uuid.uuid4().hex
         self.events = Broadcast()
+        rdma = rdma_of(config)
         run_dir = Path(config.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self.engine_log = run_dir / f"{config.node_id}-engine.log"
         # A directory of its own: no other node's name can collide, and a socket's path has a limit of 107 bytes.
         self._socket_dir = tempfile.mkdtemp(prefix="prfaas-")
         self.socket = EngineSocket(Path(self._socket_dir) / "engine.sock", self)
-        self.links = Links(config, use_shm=config.transport == "auto" and os.access(SHM_DIR, os.W_OK))
+        self.links = Links(config, use_shm=config.transport == "auto" and os.access(SHM_DIR, os.W_OK), rdma=rdma)
         self.supervisor = EngineSupervisor(config, self.socket.path, self.engine_log, now, self._publish_description)
         self.pages: Pages | None = None
         self.producer: Producer | None = None
@@ -231,6 +232,7 @@ class NodeAgent:
                 f"engine pid={hello.engine_pid} has layout {layout.fingerprint[:12]}, the arena another"
             )
         if self.pages is None:
+            self.links.open_memory(pages.arena.view(0, pages.arena.page_bytes * pages.arena.num_pages))
             self.pages = pages
             if self.config.ssd_dir:
                 self._start(pages.open_ssd())

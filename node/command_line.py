@@ -16,7 +16,7 @@ from node.errors import ConfigError
 # Of a node without a file: alone, it serves whole requests.
 DEFAULTS: Final[dict[str, Any]] = {"cluster": "local", "cluster_kind": "pd", "role": "decode"}
 CHOICES: Final = {"cluster_kind": CLUSTER_KINDS, "role": ROLES, "engine": ENGINES, "transport": TRANSPORTS}
-FILE_ONLY: Final = ("engine_args", "egress_bytes_per_s")
+FILE_ONLY: Final = ("engine_args", "egress_bytes_per_s", "rdma_devices")
 END_OF_OURS: Final = "--"
 
 

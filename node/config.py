@@ -18,7 +18,7 @@ ROLES: Final = ("prefill", "decode")
 ENGINES: Final = ("embedded", "emulated", "vllm")
 # A vLLM server imports itself three times, and compiles where it has a GPU.
 START_TIMEOUT_S: Final = {"embedded": 120.0, "emulated": 120.0, "vllm": 900.0}
-TRANSPORTS: Final = ("auto", "tcp")
+TRANSPORTS: Final = ("auto", "rdma", "tcp")
 CONGESTION_CONTROLS: Final = ("auto", "bbr", "cubic")
 INTEGRITIES: Final = {"plain": Integrity.NONE, "checksum": Integrity.CHECKSUM, "aead": Integrity.AEAD}
 IDENTITY_KEYS: Final = ("certificate", "key", "authority")
@@ -34,7 +34,10 @@ EgressTable: TypeAlias = float | Mapping[str, Any]
 class NodeConfig:
     """One node of a cluster. Ports of 0 mean: any free one (the node prints what it got).
 
-    `transport` "auto" hands KVCache over in shared memory where both ends are on one host; "tcp" never does.
+    `transport` "auto" hands KVCache over in shared memory where both ends are on one host, else by RDMA within a cluster
+    whose nodes have NICs on a common fabric, else by TCP; "rdma" insists on NICs and uses no shared memory; "tcp" is TCP only.
+    `rdma_devices` names the NICs to use; empty: all. Bytes that go by RDMA are checked, but never encrypted: with
+    `integrity` "aead" only "rdma" uses it.
     `transfer_advertise` is the host:port that others should send KVCache to, where a relay or NAT stands before this node.
     `block_size` and `max_model_len` of 0 leave the choice to the engine, `engine_start_timeout_s` of 0 to the kind of engine.
     `connections` "auto" begins with a few and lets long links have more; a number is what every receiver gets.
@@ -69,6 +72,7 @@ class NodeConfig:
     block_size: int = 0
     connections: int | str = "auto"
     transport: str = "auto"
+    rdma_devices: tuple[str, ...] = ()
     congestion_control: str = "auto"
     integrity: str = "checksum"
     certificate: str = ""
@@ -93,6 +97,8 @@ class NodeConfig:
         _one_of("role", self.role, ROLES)
         _one_of("engine", self.engine, ENGINES)
         _one_of("transport", self.transport, TRANSPORTS)
+        if self.rdma_devices and self.transport == "tcp":
+            raise ConfigError("rdma_devices: allowed only with transport 'rdma' or 'auto', which is 'tcp'")
         if self.cluster_kind == "prfaas" and self.role != "prefill":
             raise ConfigError(f"role = {self.role!r}: nodes of a PrfaaS cluster only prefill")
         for name in ("control_port", "transfer_port", "engine_port", "metrics_port"):

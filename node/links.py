@@ -6,6 +6,7 @@ Transport calls back from its own threads; everything here is handed to the loop
 import asyncio
 import contextlib
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from typing import Any
 
 from node.arena import SHM_DIR
 from node.config import ANY_CLUSTER, INTEGRITIES, NodeConfig
-from node.errors import NodeRefusal
+from node.errors import ConfigError, NodeRefusal
 from transport import client, landings
 from transport.client import ClientOptions, TransferClient
 from transport.coding import FormatOf
@@ -25,11 +26,16 @@ from transport.messages import TicketInfo
 from transport.metrics import TransportCollector
 from transport.pacing import Budget
 from transport.proto import node_pb2 as pb
+from transport.rdma import RdmaOptions, open_devices
+from transport.rdma_device import RdmaDevices, RdmaError
+from transport.rdma_topology import fabrics_of, matrix
 from transport.server import ServerOptions, TransferServer
 from transport.shm import ArenaSource
 from transport.tcp import TcpOptions
 
-SHM, TCP = "shm", "tcp"
+log = logging.getLogger(__name__)
+
+SHM, RDMA, TCP = "shm", "rdma", "tcp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +101,13 @@ class Landing:
 class Links:
     """Sends to and receives from other nodes."""
 
-    def __init__(self, config: NodeConfig, *, use_shm: bool) -> None:
-        self._server = TransferServer(config.host, config.transfer_port, options=_server_options(config, use_shm))
-        self._client = TransferClient(options=_client_options(config))
+    def __init__(self, config: NodeConfig, *, use_shm: bool, rdma: RdmaDevices | None = None) -> None:
+        server_options = replace(_server_options(config, use_shm), rdma=rdma)
+        self._server = TransferServer(config.host, config.transfer_port, options=server_options)
+        self._client = TransferClient(options=replace(_client_options(config), rdma=rdma))
+        self._cluster = config.cluster
+        self._rdma = rdma
+        self._fabrics = fabrics_of(rdma.nics) if rdma is not None else frozenset()
         self._host_id = host_id() if use_shm else ""
         self._advertise = config.transfer_advertise
         self.coding = config.codings()
@@ -114,11 +124,24 @@ class Links:
         """Ends all transfers and joins all threads. Blocks; call it off the loop."""
         self._client.close()
         self._server.close()
+        if self._rdma is not None:
+            self._rdma.close()
+
+    def open_memory(self, arena: memoryview) -> None:
+        """Lets other nodes' NICs write into the arena, where there are NICs; without, what comes will come by TCP."""
+        if self._rdma is None:
+            return
+        try:
+            self._rdma.register(arena)
+        except RdmaError as exc:
+            log.error("no RDMA into an arena of %d bytes: %s", arena.nbytes, exc)
 
     def endpoints(self) -> list[pb.Endpoint]:
         """Where others may send to, best first."""
         shm = [pb.Endpoint(kind=SHM, address=self._server.address, host_id=self._host_id)] if self._host_id else []
-        return [*shm, pb.Endpoint(kind=TCP, address=self._advertise or self._server.address)]
+        fabrics = " ".join(sorted(self._fabrics))
+        rdma = [pb.Endpoint(kind=RDMA, address=self._server.address, host_id=fabrics)] if fabrics else []
+        return [*shm, *rdma, pb.Endpoint(kind=TCP, address=self._advertise or self._server.address)]
 
     def push(
         self,
@@ -140,6 +163,7 @@ class Links:
                 sizes,
                 source,
                 same_host=kind == SHM,
+                over_rdma=kind == RDMA,
                 link=ticket.cluster,
                 formats=formats,
                 urgency=urgency,
@@ -159,8 +183,11 @@ class Links:
         return Push(push, kind)
 
     def _choose(self, ticket: TicketInfo) -> tuple[str, str]:
-        for kind, address, host in ticket.endpoints:
-            if kind == TCP or (kind == SHM and self._host_id and host == self._host_id):
+        for kind, address, place in ticket.endpoints:
+            if kind == TCP or (kind == SHM and self._host_id and place == self._host_id):
+                return kind, address
+            # Equal subnets of two datacenters are not one fabric; and what leaves the cluster has a budget to keep.
+            if kind == RDMA and ticket.cluster == self._cluster and self._fabrics & set(place.split()):
                 return kind, address
         raise NodeRefusal("no_route", f"ticket {ticket.transfer_id} names no endpoint that this node can reach")
 
@@ -264,6 +291,23 @@ def _merge(cluster: str, states: Sequence[LinkState]) -> pb.Link:
         bytes_total=sum(state.bytes_total for state in states),
         retransmitted_bytes_total=sum(state.retransmitted_bytes_total for state in states),
     )
+
+
+def rdma_of(config: NodeConfig) -> RdmaDevices | None:
+    """The NICs that a node uses. Raises ConfigError where it was told to use some and cannot."""
+    # By default, encryption that was asked for is not given up for speed.
+    if config.transport == "tcp" or (config.transport == "auto" and config.integrity == "aead"):
+        return None
+    try:
+        devices = open_devices(RdmaOptions(devices=config.rdma_devices))
+    except RdmaError as exc:
+        if config.transport == "rdma" or config.rdma_devices:
+            raise ConfigError(f"transport = {config.transport!r}: RDMA is not possible here: {exc}") from exc
+        log.info("no RDMA: %s", exc)
+        return None
+    for location, (preferred, secondary) in matrix(devices.nics).items():
+        log.info("RDMA %s preferred=%s secondary=%s", location, ",".join(preferred), ",".join(secondary))
+    return devices
 
 
 def host_id() -> str:

@@ -142,7 +142,7 @@ class Delivered(Message, frozen=True, kw_only=True):
     ] = {}  # bytes by what they were coded with: "plain", "zstd", "int8", ...; empty: coding is off
     prefill_end_s: float = 0.0
     delivered_s: float = 0.0
-    link: str = ""  # "shm" or "tcp"
+    link: str = ""  # "shm", "rdma" or "tcp"
 
 
 class EndJob(Message, frozen=True, kw_only=True):

@@ -60,6 +60,7 @@ class TransportCollector(Collector):
         if self._client is not None:
             yield _refusals(self._client)
             yield from _coded(self._client)
+            yield from _rails(self._client)
         if self._server is not None:
             yield from _landings(self._server)
             yield from _decoded(self._server)
@@ -129,3 +130,22 @@ def _landings(server: TransferServer) -> Iterator[Metric]:
     connections = GaugeMetricFamily("prfaas_landing_connections", "Connections of senders")
     connections.add_metric([], server.num_connections)
     yield connections
+
+
+def _rails(client: TransferClient) -> Iterator[Metric]:
+    labels = ["peer", "local", "remote", "fabric"]
+    up = GaugeMetricFamily("prfaas_rail_up", "1 while a pair of NICs carries transfers", labels=labels)
+    sent = CounterMetricFamily("prfaas_rail_bytes", "Written by RDMA over a pair of NICs", labels=labels)
+    failed = CounterMetricFamily("prfaas_rail_failures", "Queue pairs lost, by reason", labels=[*labels, "reason"])
+    for rail in client.rails():
+        place = [rail.peer, rail.local, rail.remote, rail.fabric]
+        up.add_metric(place, float(rail.up))
+        sent.add_metric(place, rail.bytes_total)
+        for reason, count in rail.failures.items():
+            failed.add_metric([*place, reason], count)
+    fallback = CounterMetricFamily(
+        "prfaas_rdma_fallback_bytes", "Meant for RDMA, sent over TCP, by reason", labels=["reason"]
+    )
+    for reason, size in client.fallback_bytes().items():
+        fallback.add_metric([reason], size)
+    yield from (up, sent, failed, fallback)

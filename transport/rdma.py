@@ -211,7 +211,7 @@ class VerbsQueuePair:
                 caps = verbs.qp.QPCap(
                     max_send_wr=SEND_DEPTH + 2, max_recv_wr=RECEIVE_DEPTH, max_send_sge=1, max_recv_sge=1
                 )
-                init = verbs.qp.QPInitAttr(qp_type=enums.IBV_QPT_RC, scq=self._cq, rcq=self._cq, cap=caps)
+                init = verbs.qp.QPInitAttr(qp_type=enums.IBV_QPT_RC, scq=self._cq, rcq=self._cq, cap=caps, sq_sig_all=0)
                 attributes = verbs.qp.QPAttr(port_num=device.port)
                 attributes.qp_access_flags = verbs.access
                 self._qp: Any = verbs.qp.QP(device.domain, init, attributes)

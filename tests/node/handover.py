@@ -20,6 +20,7 @@ from node.producer import Producer
 from transport import messages as m
 from transport.control import ticket_info
 from transport.proto import node_pb2 as pb
+from transport.rdma_device import RdmaDevices
 
 BLOCK = 8
 LAYOUT = ModelLayout(
@@ -38,7 +39,14 @@ class HandNode:
     """A node whose engine is the test."""
 
     def __init__(
-        self, name: str, tmp_path: Path, *, use_shm: bool = False, room_timeout_s: float = 30.0, **changes: Any
+        self,
+        name: str,
+        tmp_path: Path,
+        *,
+        use_shm: bool = False,
+        rdma: RdmaDevices | None = None,
+        room_timeout_s: float = 30.0,
+        **changes: Any,
     ) -> None:
         values: dict[str, Any] = {
             "node_id": f"{name}-{time.monotonic_ns()}",
@@ -51,9 +59,10 @@ class HandNode:
             "connections": 3,
         }
         config = NodeConfig(**(values | changes))
-        self.links = Links(config, use_shm=use_shm)
+        self.links = Links(config, use_shm=use_shm, rdma=rdma)
         self.links.start()
         self.pages = Pages(LAYOUT, config, Broadcast(), time.monotonic)
+        self.links.open_memory(self.pages.arena.view(0, self.pages.arena.page_bytes * self.pages.arena.num_pages))
         self.producer = Producer(self.pages, self.links, room_timeout_s, time.monotonic)
         self.consumer = Consumer(self.pages, self.links, 0.5, time.monotonic)
         self.inbox: asyncio.Queue[m.AgentMessage] = asyncio.Queue()
