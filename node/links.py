@@ -110,6 +110,7 @@ class Links:
         self._fabrics = fabrics_of(rdma.nics) if rdma is not None else frozenset()
         self._host_id = host_id() if use_shm else ""
         self._advertise = config.transfer_advertise
+        self._cluster = config.cluster
         self.coding = config.codings()
         self.collector = TransportCollector(self._client, self._server)
         self.set_budgets(config.budgets())
@@ -236,9 +237,9 @@ class Links:
         return self._server.bytes_received
 
     def set_budgets(self, budgets: Mapping[str, Budget]) -> None:
-        """Changes, at once, how fast bytes may leave for each destination cluster."""
+        """Changes, at once, how fast bytes may leave for each destination cluster; within its own, only if it is named."""
         self._client.set_egress_budget(budgets[ANY_CLUSTER])
-        for cluster, budget in budgets.items():
+        for cluster, budget in {self._cluster: None, **budgets}.items():
             if cluster != ANY_CLUSTER:
                 self._client.set_egress_budget(budget, cluster)
 

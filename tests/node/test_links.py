@@ -1,0 +1,132 @@
+"""A node's links: what its configuration makes of them, and how they are told."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from node.config import NodeConfig
+from node.links import Links, PushResult
+from tests.node.running import new_runner
+from transport.certificates import Authority
+from transport.messages import TicketInfo
+
+SIZE = 200_000
+
+
+def links(tmp_path: Path, cluster: str, **changes: Any) -> Links:
+    values: dict[str, Any] = {"node_id": "n", "cluster_kind": "pd", "role": "decode", "model": "m"}
+    made = Links(NodeConfig(cluster=cluster, run_dir=str(tmp_path), **values, **changes), use_shm=False)
+    made.start()
+    return made
+
+
+class Source:
+    """Memory that all ranges share."""
+
+    def __call__(self, index: int) -> list[memoryview]:
+        return [memoryview(bytes(SIZE))]
+
+
+async def send(sender: Links, receiver: Links, cluster: str, name: str) -> PushResult:
+    target = memoryview(bytearray(SIZE))
+    receiver.expect(name, b"secret", [SIZE], lambda _: [target], lambda _: None)
+    endpoints = tuple((each.kind, each.address, each.host_id) for each in receiver.endpoints())
+    ticket = TicketInfo(
+        transfer_id=name, secret=b"secret", num_tokens=1, have_tokens=0, tokens_digest=b"", endpoints=endpoints,
+        ttl_s=60.0, layout_fingerprint="", node_id="d", cluster=cluster,
+    )  # fmt: skip
+    done: asyncio.Future[PushResult] = asyncio.get_running_loop().create_future()
+    sender.push(ticket, [SIZE], Source(), done.set_result).ready([0])  # type: ignore[arg-type]
+    return await asyncio.wait_for(done, 60.0)
+
+
+def told(of: Links) -> dict[str, float]:
+    """Values by name and link."""
+    registry = CollectorRegistry()
+    registry.register(of.collector)
+    found: dict[str, float] = {}
+    for line in generate_latest(registry).decode().splitlines():
+        if line.startswith("prfaas_link_") and 'link="' in line:
+            name, _, rest = line.partition("{")
+            link = rest.partition("link=")[2].split('"')[1]
+            found[f"{name} {link}"] = float(rest.rpartition(" ")[2])
+    return found
+
+
+async def until_told(of: Links, name: str, value: float) -> None:
+    """Links are sampled by a thread of transport."""
+    async with asyncio.timeout(60.0):
+        while told(of).get(f"prfaas_link_{name} west") != value:  # noqa: ASYNC110 no event of ours
+            await asyncio.sleep(0.02)
+
+
+def run(scenario: Any) -> None:
+    with new_runner() as runner:
+        runner.run(scenario)
+
+
+def test_every_cluster_has_its_budget_until_it_is_changed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        sender = links(tmp_path, "east", egress_bytes_per_s={"*": 80e6, "west": 40e6})
+        receiver = links(tmp_path, "any")
+        try:
+            assert (await send(sender, receiver, "west", "once")).ok
+            await until_told(sender, "budget_bytes_per_second", 40e6)
+            sender.set_budgets({"*": 10e6})
+            assert (await send(sender, receiver, "west", "again")).ok
+            await until_told(sender, "budget_bytes_per_second", 10e6)
+            assert [link.peer for link in sender.states()] == ["west"]
+        finally:
+            for each in (sender, receiver):
+                await asyncio.to_thread(each.close)
+
+    run(scenario())
+
+
+def test_a_node_does_not_hold_back_its_own_cluster(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        sender, receiver = links(tmp_path, "west", egress_bytes_per_s=40e6), links(tmp_path, "west")
+        try:
+            assert (await send(sender, receiver, "west", "t")).ok
+            await until_told(sender, "connections", 1.0)
+            assert told(sender)["prfaas_link_budget_bytes_per_second west"] == 0.0
+        finally:
+            for each in (sender, receiver):
+                await asyncio.to_thread(each.close)
+
+    run(scenario())
+
+
+def test_connections_are_as_many_as_configured(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        sender = links(tmp_path, "east", connections=1, congestion_control="cubic", integrity="plain")
+        receiver = links(tmp_path, "west", integrity="plain")
+        try:
+            assert (await send(sender, receiver, "west", "t")).ok
+            await until_told(sender, "connections", 1.0)
+            assert sender.states()[0].connections == 1
+        finally:
+            for each in (sender, receiver):
+                await asyncio.to_thread(each.close)
+
+    run(scenario())
+
+
+def test_both_ends_must_seal_or_neither(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        identity = Authority(tmp_path).issue("n")
+        files = {name: str(getattr(identity, name)) for name in ("certificate", "key", "authority")}
+        sealed = [links(tmp_path, cluster, integrity="aead", **files) for cluster in ("east", "west")]
+        plain = links(tmp_path, "east")
+        try:
+            assert (await send(sealed[0], sealed[1], "west", "t")).ok
+            refused = await send(plain, sealed[1], "west", "u")
+            assert (refused.ok, refused.reason) == (False, "integrity_mode")
+            assert told(plain)["prfaas_link_refusals_total west"] > 0
+        finally:
+            for each in (*sealed, plain):
+                await asyncio.to_thread(each.close)
+
+    run(scenario())
