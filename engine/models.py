@@ -87,9 +87,10 @@ RECIPES: Final[dict[str, dict[str, Any]]] = {
         "mamba_chunk_size": 64,
         "position_embedding_type": "nope",
     },
-    "lfm2": {  # short convolutions, which have no recurrent state; conv_dim and conv_bias are read by vLLM
+    "lfm2": {  # short convolutions, which have no recurrent state; vLLM reads block_dim, conv_dim and conv_bias
         "model_type": "lfm2",
         "conv_L_cache": 3,
+        "block_dim": 256,
         "conv_dim": 256,
         "conv_bias": False,
         "block_multiple_of": 64,

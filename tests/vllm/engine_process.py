@@ -21,8 +21,11 @@ os.environ |= {
     "TRANSFORMERS_OFFLINE": "1",
 }
 
-import vllm  # noqa: E402
-from vllm.config import KVTransferConfig  # noqa: E402
+import vllm
+from vllm.config import KVTransferConfig
+from vllm.model_executor.models import registry
+
+registry._run_in_subprocess = lambda look: look()  # it would import vLLM once more for every architecture
 
 CONNECTOR = {
     "kv_connector": "PrfaasConnector",
@@ -52,6 +55,8 @@ def _serve(pipe: Connection, options: dict[str, Any], role: str, connector: dict
     llm = vllm.LLM(disable_hybrid_kv_cache_manager=False, enforce_eager=True, disable_log_stats=True, **options)
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
+    if connector is None:
+        _split_before_last(scheduler)
     pipe.send(("ready", None))
     while True:
         while pipe.poll(0 if scheduler.has_requests() else None):
@@ -60,6 +65,8 @@ def _serve(pipe: Connection, options: dict[str, Any], role: str, connector: dict
                 return
             if command == "abort":
                 engine.abort_request([value])
+            elif command == "reset":
+                pipe.send(("was_reset", llm.reset_prefix_cache()))
             elif command == "submit":
                 _submit(engine, *value)
         for output in engine.step():
@@ -68,6 +75,20 @@ def _serve(pipe: Connection, options: dict[str, Any], role: str, connector: dict
                 pipe.send(("done", (output.request_id, tokens, output.kv_transfer_params, output.num_cached_tokens)))
             else:
                 pipe.send(("token", (output.request_id, len(output.outputs[0].token_ids))))
+
+
+def _split_before_last(scheduler: Any) -> None:
+    original, block = scheduler._mamba_block_aligned_split, scheduler.block_size
+
+    def split(request: Any, num_new: int, local: int = 0, external: int = 0) -> int:
+        if scheduler.need_aligned:
+            num_new = original(request, num_new, local, external)
+        start, last = request.num_computed_tokens + local + external, request.num_prompt_tokens - 1
+        stops = [stop for stop in (last // block * block, last) if start < stop < start + num_new]
+        return min(stops, default=start + num_new) - start
+
+    scheduler.need_aligned, scheduler.need_mamba_block_aligned_split = scheduler.need_mamba_block_aligned_split, True
+    scheduler._mamba_block_aligned_split = split
 
 
 def _submit(engine: Any, request_id: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None) -> None:

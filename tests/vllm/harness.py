@@ -1,5 +1,6 @@
 """Two nodes for tests: real agents, forked vLLM engines, and what a gateway would say to them."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -63,6 +64,7 @@ class Engine:
         self.log = folder / f"{name}.log"
         self._pipe, theirs = _forge.Pipe()
         self._ready: Future[None] = Future()
+        self._was_reset: Future[bool] = Future()
         self._answers: dict[str, Future[Answer]] = {}
         self.progress: dict[str, int] = {}
         self.process = _forge.Process(
@@ -90,16 +92,20 @@ class Engine:
     def abort(self, request_id: str) -> None:
         self._pipe.send(("abort", request_id))
 
+    def forget_prefixes(self) -> None:
+        """Empties vLLM's own prefix cache: what is reused from here on comes from the agent's pages."""
+        self._was_reset = Future()
+        self._pipe.send(("reset", None))
+        assert self._was_reset.result(ANSWER_S), f"{self.name} still uses its prefix cache"
+
     def kill(self) -> None:
         self.process.kill()
         self.process.join(10.0)
 
     def close(self) -> None:
         if self.process.is_alive():
-            try:
+            with contextlib.suppress(OSError):
                 self._pipe.send(("stop", None))
-            except OSError:
-                pass
             self.process.join(10.0)
         self.kill()
 
@@ -110,6 +116,8 @@ class Engine:
                 kind, value = self._pipe.recv()
                 if kind == "ready":
                     self._ready.set_result(None)
+                elif kind == "was_reset":
+                    self._was_reset.set_result(value)
                 elif kind == "token":
                     self.progress[value[0]] = value[1]
                 elif kind == "died":

@@ -1,0 +1,56 @@
+"""The models of the matrix. Every kind of KVCache that vLLM's CPU build computes is among them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from engine import models as tiny
+from engine.models import build_model
+
+MAMBA2: Final = {key: value for key, value in tiny.RECIPES["granite_hybrid"].items() if key.startswith("mamba_")}
+FALCON_H1: Final = {"model_type": "falcon_h1", **MAMBA2, "mamba_d_ssm": 512}  # attention beside Mamba2 in every layer
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how vLLM can run it on a CPU (docs/vllm.md)."""
+
+    arch: str
+    prefix_caching: bool
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        return self.arch
+
+    def options(self, path: Path) -> dict[str, Any]:
+        return {
+            "model": str(path),
+            "dtype": self.dtype,
+            "enable_prefix_caching": self.prefix_caching,
+            "max_model_len": 4096,
+            "max_num_batched_tokens": 512,
+        }
+
+
+LLAMA: Final = Case("llama", prefix_caching=True)
+LFM2: Final = Case("lfm2", prefix_caching=True)
+CASES: Final = (
+    LLAMA,
+    LFM2,
+    Case("gemma3", prefix_caching=True),
+    Case("granite_hybrid", prefix_caching=False),
+    Case("falcon_h1", prefix_caching=False),
+    Case("qwen3_next", prefix_caching=True, dtype="bfloat16"),
+)
+
+
+def build(arch: str, folder: Path) -> Path:
+    """A tiny model with random weights, built once."""
+    path = folder / arch
+    if not path.exists():
+        tiny.RECIPES.setdefault("falcon_h1", FALCON_H1)
+        tiny.MIXER_SCALES.setdefault("falcon_h1", {})
+        # The embedded engine's factor makes float32 noise flip tokens once a prompt is computed in other pieces.
+        tiny.MIXER_SCALES["lfm2"] |= {"conv.conv.weight": 3.0}
+        build_model(arch, path, report=lambda line: None)
+    return path
