@@ -73,7 +73,7 @@ class Handover:
     asked_s: float = 0.0
     pages: JobPages | None = None
     offered_from: int = 0  # tokens that vLLM had when it was offered the rest
-    cached_tokens: int = 0  # loaded from pages rather than computed
+    cached_tokens: int = 0  # loaded from pages, or found in vLLM's own cache
     saved_tokens: int = 0
     unsaved_states: set[tuple[int, int]] = field(default_factory=set)
     unfilled_windows: set[tuple[int, int]] = field(default_factory=set)
@@ -196,6 +196,7 @@ class SchedulerSide:
         elif handover.route is Route.LANDING:
             self._finish(handover, loaded=handover.offered_from >= handover.pages.num_tokens)
         else:
+            handover.cached_tokens = handover.offered_from  # found in vLLM's own cache
             self._begin_computing(handover)
 
     def build_step(self, scheduled: Mapping[str, int], tables_of: Callable[[str], Sequence[Sequence[int]]]) -> Step:
