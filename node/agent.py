@@ -22,6 +22,7 @@ from node.arena import SHM_DIR
 from node.broadcast import Broadcast
 from node.config import RELOADABLE, NodeConfig
 from node.consumer import Consumer
+from node.contexts import Contexts
 from node.engine_cache import EngineCache
 from node.engine_socket import EngineConnection, EngineSocket
 from node.errors import ArenaError, ConfigError, EngineError, LayoutMismatch, NodeRefusal, SecondEngine
@@ -60,6 +61,7 @@ class NodeAgent:
         self.pages: Pages | None = None
         self.producer: Producer | None = None
         self.consumer: Consumer | None = None
+        self.contexts: Contexts | None = None
         self.reloads = Counter(applied=0, unchanged=0, refused=0)
         self.draining = False
         self.unusable = ""  # why no engine can work here, whatever it does
@@ -117,6 +119,8 @@ class NodeAgent:
         shutil.rmtree(self._socket_dir, ignore_errors=True)
         await asyncio.to_thread(self.links.close)
         await asyncio.sleep(0)  # callbacks that the links' last threads left on the loop
+        if self.contexts:
+            self.contexts.end_all()
         if self.pages:
             await self.pages.close()
 
@@ -153,6 +157,8 @@ class NodeAgent:
                     self.consumer.expire()
                 if self.pages:
                     self.pages.publish()
+                if self.contexts:
+                    self.contexts.expire()
             except Exception:  # leases must go on to end, even if one could not
                 log.exception("housekeeping failed node=%s", self.config.node_id)
 
@@ -238,6 +244,7 @@ class NodeAgent:
                 self._start(pages.open_ssd())
             self.producer = Producer(pages, self.links, self.config.room_timeout_s, self._now)
             self.consumer = Consumer(pages, self.links, self.config.lease_s, self._now)
+            self.contexts = Contexts(pages, self._now)
         return pages
 
     def on_message(self, message: m.EngineMessage, engine: EngineConnection) -> None:
@@ -298,6 +305,12 @@ class NodeAgent:
             raise NodeRefusal("starting", f"{self.config.node_id} has had no engine yet")
         return self.consumer
 
+    def any_contexts(self) -> Contexts:
+        """The contexts, once a layout is known. Raises NodeRefusal."""
+        if self.contexts is None:
+            raise NodeRefusal("starting", f"{self.config.node_id} has had no engine yet")
+        return self.contexts
+
     def ready_producer(self) -> Producer:
         """The producer, once a layout is known (it needs no engine to push what is cached). Raises NodeRefusal."""
         if self.producer is None:
@@ -357,6 +370,8 @@ class NodeAgent:
             description.pool.CopyFrom(self.pages.report())
             if ssd := self.pages.ssd_report():
                 description.ssd.CopyFrom(ssd)
+        if self.contexts:
+            description.contexts.extend(self.contexts.messages())
         return description
 
     def integrity_error(self) -> str:

@@ -22,6 +22,9 @@ class NodeCollector(Collector):
         description = self._agent.describe()
         yield from _pool(description.pool)
         yield from _load(description.load)
+        contexts = GaugeMetricFamily("prfaas_context_tokens", "Tokens of prefixes that are kept on request")
+        contexts.add_metric([], sum(context.num_tokens for context in description.contexts))
+        yield contexts
         if description.HasField("ssd"):
             yield from _ssd(description.ssd)
         yield from self._requests()

@@ -76,7 +76,7 @@ class Pages:
                 opening.add_done_callback(_close_unused)
                 raise
             await asyncio.sleep(SSD_RETRY_S)
-        self.ssd = Ssd(self.cache, disk, self.segment_views, self._changed, self._now)
+        self.ssd = Ssd(self.cache, disk, self.segment_views, self.changed, self._now)
         for stored in self.ssd.snapshot():
             self._events.publish(as_message(stored))
         log.info("SSD tier node=%s: %s blocks", node_id, self.ssd.report().blocks)
@@ -197,9 +197,10 @@ class Pages:
     def release(self, request_id: str) -> None:
         """Unlocks and drops what is not prefix cache; idempotent."""
         self.cache.release(request_id, now=self._now())
-        self._changed()
+        self.changed()
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
+        """Pages may be free now: who waits for some tries again, who watches hears of it."""
         self._freed.set()
         self.publish()
 

@@ -11,6 +11,7 @@ import grpc.aio
 from node.agent import NodeAgent
 from node.broadcast import WatcherTooSlow
 from node.config import NodeConfig
+from node.contexts import as_message
 from node.errors import NodeRefusal
 from node.pages import split_hashes
 from transport.control import MAX_CONTROL_BYTES, REASON_KEY, ticket_info
@@ -30,6 +31,8 @@ STATUS_OF_REFUSAL = {
     "starting": grpc.StatusCode.UNAVAILABLE,
     "no_capacity": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "not_cached": grpc.StatusCode.NOT_FOUND,
+    "unknown_context": grpc.StatusCode.NOT_FOUND,
+    "context_exists": grpc.StatusCode.ALREADY_EXISTS,
     "bad_request": grpc.StatusCode.INVALID_ARGUMENT,
     "no_route": grpc.StatusCode.UNAVAILABLE,
     "push_failed": grpc.StatusCode.UNAVAILABLE,
@@ -115,6 +118,22 @@ class NodeService(rpc.NodeAgentServicer):
                 event.CopyFrom(heard or pb.NodeEvent(load=self._agent.load()))
                 event.seq = seq = seq + 1
                 yield event
+
+    async def CreateContext(self, request: pb.ContextRequest, context: grpc.aio.ServicerContext) -> pb.Context:
+        try:
+            return as_message(await self._agent.any_contexts().create(request), self._now())
+        except NodeRefusal as exc:
+            await _refuse(context, exc)
+
+    async def ExtendContext(self, request: pb.ContextRequest, context: grpc.aio.ServicerContext) -> pb.Context:
+        try:
+            return as_message(self._agent.any_contexts().extend(request), self._now())
+        except NodeRefusal as exc:
+            await _refuse(context, exc)
+
+    async def DeleteContext(self, request: pb.ContextRequest, context: grpc.aio.ServicerContext) -> pb.Done:
+        known = self._agent.contexts is not None and self._agent.contexts.delete(request.context_id)
+        return pb.Done(ok=True, reason="" if known else "unknown")
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.Done:
         ended = await self._agent.drain(request.timeout_s or self._agent.config.drain_timeout_s)

@@ -374,3 +374,54 @@ async def _pid_other_than(node: RunningNode, pid: int | None) -> int:
             await asyncio.sleep(0.01)
     assert found is not None
     return found
+
+
+def test_a_context_is_kept_extended_and_ended(bench: Bench) -> None:
+    async def scenario() -> None:
+        node = bench.node
+        await node.prefill(prompt(21, NUM_TOKENS + 1))
+        hashes = b"".join(_cached_hashes(node)[-NUM_TOKENS // BLOCK :])
+        request = pb.ContextRequest(context_id="c", block_hashes=hashes, num_tokens=NUM_TOKENS, ttl_s=60.0)
+        made = await node.stub.CreateContext(request)
+        assert (made.num_tokens, 0 < made.ttl_s <= 60.0) == (NUM_TOKENS, True)
+        description = await node.describe()
+        assert [context.context_id for context in description.contexts] == ["c"]
+        assert description.pool.pages_locked > 0
+        assert f"prfaas_context_tokens {float(NUM_TOKENS)}" in (await node.get("/metrics"))[1]
+        code = grpc.StatusCode
+        assert await refused(node.stub.CreateContext(request)) == (code.ALREADY_EXISTS, "context_exists")
+
+        async def is_idle() -> bool:
+            return node.agent.is_idle()
+
+        await until(is_idle)  # a context is no work to wait for
+        assert (await node.stub.ExtendContext(pb.ContextRequest(context_id="c", ttl_s=3600.0))).ttl_s > 60.0
+        for reason in ("", "unknown"):
+            done = await node.stub.DeleteContext(pb.ContextRequest(context_id="c"))
+            assert (done.ok, done.reason) == (True, reason)
+        await all_free(node)
+        short = pb.ContextRequest(context_id="short", block_hashes=hashes, num_tokens=NUM_TOKENS, ttl_s=0.01)
+        await node.stub.CreateContext(short)
+        await all_free(node)  # by housekeeping
+        for wrong, status, reason in (
+            (
+                pb.ContextRequest(context_id="c", block_hashes=hashes, num_tokens=NUM_TOKENS),
+                code.INVALID_ARGUMENT,
+                "bad_request",
+            ),
+            (
+                pb.ContextRequest(block_hashes=hashes, num_tokens=NUM_TOKENS, ttl_s=1.0),
+                code.INVALID_ARGUMENT,
+                "bad_request",
+            ),
+            (
+                pb.ContextRequest(context_id="c", block_hashes=bytes(32), num_tokens=BLOCK, ttl_s=1.0),
+                code.NOT_FOUND,
+                "not_cached",
+            ),
+        ):
+            assert await refused(node.stub.CreateContext(wrong)) == (status, reason)
+        unknown = pb.ContextRequest(context_id="nobody's", ttl_s=1.0)
+        assert await refused(node.stub.ExtendContext(unknown)) == (code.NOT_FOUND, "unknown_context")
+
+    bench.run(scenario())

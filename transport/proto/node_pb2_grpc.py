@@ -64,6 +64,21 @@ class NodeAgentStub:
                 request_serializer=transport_dot_proto_dot_node__pb2.WatchRequest.SerializeToString,
                 response_deserializer=transport_dot_proto_dot_node__pb2.NodeEvent.FromString,
                 _registered_method=True)
+        self.CreateContext = channel.unary_unary(
+                '/prfaas.node.v1.NodeAgent/CreateContext',
+                request_serializer=transport_dot_proto_dot_node__pb2.ContextRequest.SerializeToString,
+                response_deserializer=transport_dot_proto_dot_node__pb2.Context.FromString,
+                _registered_method=True)
+        self.ExtendContext = channel.unary_unary(
+                '/prfaas.node.v1.NodeAgent/ExtendContext',
+                request_serializer=transport_dot_proto_dot_node__pb2.ContextRequest.SerializeToString,
+                response_deserializer=transport_dot_proto_dot_node__pb2.Context.FromString,
+                _registered_method=True)
+        self.DeleteContext = channel.unary_unary(
+                '/prfaas.node.v1.NodeAgent/DeleteContext',
+                request_serializer=transport_dot_proto_dot_node__pb2.ContextRequest.SerializeToString,
+                response_deserializer=transport_dot_proto_dot_node__pb2.Done.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/prfaas.node.v1.NodeAgent/Drain',
                 request_serializer=transport_dot_proto_dot_node__pb2.DrainRequest.SerializeToString,
@@ -116,6 +131,27 @@ class NodeAgentServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateContext(self, request, context):
+        """Context caching: keeps the longest cached prefix of a prompt for some time, whatever eviction would like.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExtendContext(self, request, context):
+        """Lets a context live for ttl_s from now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteContext(self, request, context):
+        """Ends a context. Idempotent; unknown ids are not an error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Finish what runs, refuse what is new.
         """
@@ -155,6 +191,21 @@ def add_NodeAgentServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=transport_dot_proto_dot_node__pb2.WatchRequest.FromString,
                     response_serializer=transport_dot_proto_dot_node__pb2.NodeEvent.SerializeToString,
+            ),
+            'CreateContext': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateContext,
+                    request_deserializer=transport_dot_proto_dot_node__pb2.ContextRequest.FromString,
+                    response_serializer=transport_dot_proto_dot_node__pb2.Context.SerializeToString,
+            ),
+            'ExtendContext': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExtendContext,
+                    request_deserializer=transport_dot_proto_dot_node__pb2.ContextRequest.FromString,
+                    response_serializer=transport_dot_proto_dot_node__pb2.Context.SerializeToString,
+            ),
+            'DeleteContext': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteContext,
+                    request_deserializer=transport_dot_proto_dot_node__pb2.ContextRequest.FromString,
+                    response_serializer=transport_dot_proto_dot_node__pb2.Done.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -324,6 +375,87 @@ class NodeAgent:
             '/prfaas.node.v1.NodeAgent/Watch',
             transport_dot_proto_dot_node__pb2.WatchRequest.SerializeToString,
             transport_dot_proto_dot_node__pb2.NodeEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateContext(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prfaas.node.v1.NodeAgent/CreateContext',
+            transport_dot_proto_dot_node__pb2.ContextRequest.SerializeToString,
+            transport_dot_proto_dot_node__pb2.Context.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExtendContext(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prfaas.node.v1.NodeAgent/ExtendContext',
+            transport_dot_proto_dot_node__pb2.ContextRequest.SerializeToString,
+            transport_dot_proto_dot_node__pb2.Context.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteContext(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prfaas.node.v1.NodeAgent/DeleteContext',
+            transport_dot_proto_dot_node__pb2.ContextRequest.SerializeToString,
+            transport_dot_proto_dot_node__pb2.Done.FromString,
             options,
             channel_credentials,
             insecure,
