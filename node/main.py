@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -63,6 +64,8 @@ async def _start(
     config: NodeConfig, admit: Admit, read_again: Callable[[], NodeConfig], stack: AsyncExitStack
 ) -> NodeAgent:
     """Starts all listeners, then the engine. Raises OSError, ConfigError."""
+    with _binding(config, "engine_port"):  # its engine would find out by dying, again and again
+        socket.create_server((config.host, config.engine_port)).close()
     agent = NodeAgent(config, time.monotonic)
     stack.push_async_callback(agent.close)
     with _binding(config, "metrics_port"):

@@ -75,7 +75,7 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("key", ["control_port", "transfer_port", "metrics_port"])
+@pytest.mark.parametrize("key", ["control_port", "transfer_port", "engine_port", "metrics_port"])
 def test_a_port_in_use_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -1,3 +1,6 @@
+import asyncio
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -6,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.cli import main
+from prfaas.cli import _run, main
 from transport.crypto import Identity
 
 
@@ -77,6 +80,16 @@ def test_names_that_are_no_names_are_refused(tmp_path: Path, capsys: pytest.Capt
             main(["certificates", "--out", str(tmp_path), name])
         assert exit_.value.code == 2
     assert "only letters" in capsys.readouterr().err
+
+
+def test_an_interrupted_command_says_that_it_stops(capsys: pytest.CaptureFixture[str]) -> None:
+    async def work() -> bool:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(60)
+        return True
+
+    assert _run(work(), on_signal=lambda: print("stopping")) == 130
+    assert capsys.readouterr().out == "stopping\n"
 
 
 def test_the_command_line_does_not_import_torch() -> None:
