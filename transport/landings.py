@@ -497,7 +497,8 @@ def _refusal(landing: Landing | None, frame: Open, nonces: bytes) -> Code | None
     expected = proof_of(landing.secret, frame.transfer_id, frame.manifest_digest, nonces)
     if not hmac.compare_digest(expected, frame.proof):
         return Code.BAD_SECRET
-    if frame.manifest_digest != manifest.digest or frame.total_bytes != manifest.total_bytes:
+    stated = (frame.manifest_digest, frame.num_ranges, frame.total_bytes)
+    if stated != (manifest.digest, len(manifest.sizes), manifest.total_bytes):
         return Code.MANIFEST
     return None
 

@@ -142,9 +142,6 @@ class LaneScheduler:
         for transfer in list(self._transfers.values()):
             self._finish(transfer, Outcome(code, detail))
 
-    def next_deadline(self) -> float:
-        return min((t.deadline for t in self._transfers.values()), default=float("inf"))
-
     def take_settled(self) -> list[Transfer]:
         """Transfers that ended and whose source memory nobody reads any more."""
         settled = [t for t in self._settled if not t.writing]

@@ -15,9 +15,7 @@ _STRUCT: Final = struct.Struct("=8B24I4Q6I4Q2I2Q6I")  # linux/tcp.h, struct tcp_
 # Position of each field in the tuple; an older kernel writes fewer bytes, the rest reads 0.
 _FLAGS = 7
 _SND_MSS, _SACKED, _RTT = 10, 13, 23
-_PACING_RATE, _BYTES_ACKED = 32, 34
-_NOTSENT, _MIN_RTT = 38, 39
-_DELIVERY_RATE, _BUSY, _RWND_LIMITED, _SNDBUF_LIMITED = 42, 43, 44, 45
+_BYTES_ACKED, _MIN_RTT, _DELIVERY_RATE = 34, 39, 42
 _BYTES_SENT, _BYTES_RETRANS = 48, 49
 _APP_LIMITED_BIT: Final = 1
 
@@ -39,10 +37,6 @@ class TcpInfo:
     bytes_delivered: int  # acknowledged, holes of lost packets left out
     bytes_sent: int
     bytes_retransmitted: int
-    notsent_bytes: int
-    busy_s: float
-    peer_limited_s: float  # of the busy time: waiting for the receiver's window or our own send buffer
-    pacing_rate: float
 
 
 def tcp_info(sock: socket.socket) -> TcpInfo:
@@ -60,10 +54,6 @@ def parse_tcp_info(raw: bytes) -> TcpInfo:
         bytes_delivered=f[_BYTES_ACKED] + f[_SACKED] * f[_SND_MSS],
         bytes_sent=f[_BYTES_SENT],
         bytes_retransmitted=f[_BYTES_RETRANS],
-        notsent_bytes=f[_NOTSENT],
-        busy_s=f[_BUSY] / 1e6,
-        peer_limited_s=(f[_RWND_LIMITED] + f[_SNDBUF_LIMITED]) / 1e6,
-        pacing_rate=float(f[_PACING_RATE]),
     )
 
 

@@ -32,12 +32,6 @@ class Kind(StrEnum):
     FP8 = "fp8"
 
 
-def quantised_bytes(plain_bytes: int, vector_bytes: int, vector: int) -> int:
-    """Size of `plain_bytes` (whole vectors) once quantised."""
-    vectors = plain_bytes // vector_bytes
-    return vectors * (SCALE_BYTES + vector)
-
-
 def quantise(raw: Bytes, dtype: str, vector: int, kind: Kind) -> Bytes | None:
     """Scales and codes of whole vectors; None when there is a value that no scale carries (not finite, or huge)."""
     item_bytes = 2 if dtype != "float32" else 4

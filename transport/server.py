@@ -294,8 +294,8 @@ class TransferServer:
         now, identity = time.monotonic(), self.options.identity
         who = peer_of(sock)  # while there is one: afterwards the socket belongs to TLS
         if identity is None:
+            self.refused(Code.IDENTITY, who, "this listener speaks no TLS")  # counted before the peer knows of it
             refuse_tls(sock)
-            self.refused(Code.IDENTITY, who, "this listener speaks no TLS")
             return
         with self.lock:
             session = self._sessions.grant(now)

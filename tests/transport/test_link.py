@@ -10,7 +10,7 @@ from transport.link import LinkMonitor, LinkState, TcpInfo, parse_tcp_info, tcp_
 def info(**fields: object) -> TcpInfo:
     base = TcpInfo(
         rtt_s=0.05, min_rtt_s=0.04, delivery_rate=1e6, app_limited=False, bytes_delivered=0, bytes_sent=0,
-        bytes_retransmitted=0, notsent_bytes=0, busy_s=0.0, peer_limited_s=0.0, pacing_rate=0.0,
+        bytes_retransmitted=0,
     )  # fmt: skip
     return replace(base, **fields)  # type: ignore[arg-type]
 
