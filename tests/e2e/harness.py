@@ -1,6 +1,7 @@
 """A running system for tests: real processes, one event loop that outlives the single test, prompts, and the yardstick."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -191,6 +192,25 @@ class Bench:
                     break
                 assert time.monotonic() < deadline, f"{name} still holds {held}"
                 await asyncio.sleep(0.05)
+
+    async def crowd_out(self, name: str) -> None:
+        """Reserves all the memory of a node for a moment: what was there is on its disk afterwards, if it has one."""
+        description = await self.describe(name)
+        layout = ModelLayout.from_json(description.layout_json)
+        of_block = sum(layout.pages_per_block(group) for group in layout.full_groups)
+        async with self._channel(name) as channel:
+            stub = rpc.NodeAgentStub(channel)  # type: ignore[no-untyped-call]
+            for blocks in range(description.pool.pages_total // of_block, 0, -1):
+                request = pb.ReserveRequest(num_tokens=blocks * layout.block_size, prefix_only=True)
+                with contextlib.suppress(grpc.aio.AioRpcError):  # no room for that much
+                    ticket = await stub.Reserve(request)
+                    await stub.Abort(pb.AbortRequest(transfer_id=ticket.transfer_id))
+                    break
+
+        async def written() -> bool:
+            return not (await self.describe(name)).ssd.queued_bytes
+
+        await self.wait_until(written)
 
     async def kill(self, name: str) -> None:
         """kill -9 of a whole node: the agent, and the engine with it."""

@@ -1,6 +1,5 @@
 """The SSD tier of real nodes: prefixes outlive kill -9, and a disk that lies or is full changes no token."""
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,26 +35,6 @@ def bench(models: Models, ssd_dir: Path, tmp_path_factory: pytest.TempPathFactor
 
 async def ssd(bench: Bench) -> pb.SsdReport:
     return (await bench.describe("far")).ssd
-
-
-async def crowd_out(bench: Bench) -> None:
-    """Reserves all the memory of the PrfaaS node for a moment: what was there is on disk afterwards, if it can be."""
-    description = await bench.describe("far")
-    layout = ModelLayout.from_json(description.layout_json)
-    of_block = sum(layout.pages_per_block(group) for group in layout.full_groups)
-    async with grpc.aio.insecure_channel(bench.node("far").agent_address) as channel:
-        stub = rpc.NodeAgentStub(channel)  # type: ignore[no-untyped-call]
-        for blocks in range(description.pool.pages_total // of_block, 0, -1):
-            request = pb.ReserveRequest(num_tokens=blocks * layout.block_size, prefix_only=True)
-            with contextlib.suppress(grpc.aio.AioRpcError):  # no room for that much
-                ticket = await stub.Reserve(request)
-                await stub.Abort(pb.AbortRequest(transfer_id=ticket.transfer_id))
-                break
-
-    async def written() -> bool:
-        return not (await ssd(bench)).queued_bytes
-
-    await bench.wait_until(written)
 
 
 async def media(bench: Bench, prompt: list[int]) -> set[int]:
@@ -94,7 +73,7 @@ def test_a_prefix_that_left_memory_is_hit_on_disk(bench: Bench) -> None:
     async def scenario() -> None:
         prompt = bench.prompt(LENGTH, seed=1)
         assert (await served(bench, prompt))["cached"] == 0
-        await crowd_out(bench)
+        await bench.crowd_out("far")
         assert await media(bench, prompt) == {pb.MEDIUM_SSD}
         record = await served(bench, prompt)
         assert (record["prefill_node"], record["reason"], record["cached"]) == ("far", "remote_prefix", CACHED)
@@ -107,7 +86,7 @@ def test_a_prefix_outlives_the_node(bench: Bench) -> None:
     async def scenario() -> None:
         prompt = bench.prompt(LENGTH, seed=2)
         await served(bench, prompt)
-        await crowd_out(bench)
+        await bench.crowd_out("far")
         assert await media(bench, prompt) == {pb.MEDIUM_SSD}
         await bench.kill("far")
         await reborn(bench)
@@ -143,7 +122,7 @@ def test_what_rotted_while_the_node_was_away_is_never_served(bench: Bench, ssd_d
     async def scenario() -> None:
         prompt = bench.prompt(LENGTH, seed=4)
         await served(bench, prompt)
-        await crowd_out(bench)
+        await bench.crowd_out("far")
         assert await media(bench, prompt) == {pb.MEDIUM_SSD}
         await bench.kill("far")
         rot(ssd_dir)
@@ -160,7 +139,7 @@ def test_a_full_disk_costs_nothing_but_the_blocks(bench: Bench, ssd_dir: Path) -
         await reborn(bench)
         prompt = bench.prompt(LENGTH, seed=5)
         await served(bench, prompt)
-        await crowd_out(bench)
+        await bench.crowd_out("far")
         assert await media(bench, prompt) == set()
         assert (await ssd(bench)).events["write_errors"] > 0
         assert (await served(bench, prompt))["cached"] == 0
