@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hybrid_cache.disk import BlockKey, Buffer, DiskTier, FileDisk
 from hybrid_cache.errors import DiskInUse
+from hybrid_cache.events import BlocksStored, Medium
 from tests.hybrid_cache.builders import FULL, STATE, make_layout
 
 LAYOUT = make_layout(FULL, STATE)
@@ -220,6 +221,7 @@ class DiskMachine(RuleBasedStateMachine):
         super().__init__()
         self.disk = FaultyDisk()
         self.tier = open_tier(self.disk)
+        self.heard: set[BlockKey] = set()
 
     @rule(number=st.integers(0, 9), group=st.integers(0, 1))
     def put(self, number, group):
@@ -242,6 +244,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.tier.close()
         self.disk.torn_after = None
         self.tier = open_tier(self.disk)
+        self.heard = {BlockKey(stored.group, h) for stored in self.tier.snapshot() for h in stored.hashes}
 
     @rule(at=st.integers(0, 4000), group=st.integers(0, 1))
     def rot(self, at, group):
@@ -261,6 +264,14 @@ class DiskMachine(RuleBasedStateMachine):
         for group, slots in enumerate(self.tier._slots):
             taken = list(self.tier._index[group].values()) + self.tier._free[group]
             assert sorted(taken) == list(range(slots))
+
+    @invariant()
+    def told(self):
+        for event in self.tier.take_events():
+            assert event.medium is Medium.SSD
+            keys = {BlockKey(event.group, h) for h in event.hashes}
+            self.heard = self.heard | keys if isinstance(event, BlocksStored) else self.heard - keys
+        assert self.heard == {BlockKey(group, h) for group in (0, 1) for h in self.tier.hashes(group)}
 
     def teardown(self):
         self.tier.close()
