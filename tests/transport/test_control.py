@@ -2,7 +2,7 @@
 
 import msgspec
 
-from transport.control import ticket_info
+from transport.control import ticket_info, ticket_message
 from transport.messages import TicketInfo
 from transport.proto import node_pb2 as pb
 
@@ -34,3 +34,4 @@ def test_a_ticket_keeps_every_field() -> None:
         cluster="c",
     )
     assert msgspec.json.decode(msgspec.json.encode(ticket), type=TicketInfo) == ticket
+    assert ticket_message(ticket) == message
