@@ -38,6 +38,7 @@ from engine.model_identity import model_identity
 from engine.vllm_agent import AgentThread, agent_socket
 from engine.vllm_layout import CacheLayer, Kind, VllmLayout, vllm_layout
 from engine.vllm_scheduler import SchedulerSide
+from engine.vllm_stats import PrfaasPromMetrics, PrfaasStats, copy_stats, handover_stats
 from engine.vllm_steps import Step
 from engine.vllm_worker import WorkerSide
 from hybrid_cache.errors import LayoutError
@@ -146,6 +147,29 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self._working.take_results()
         return KVConnectorTransferResults(finished_recving=results.done, failed_recving=results.failed)
+
+    # Either
+
+    def get_kv_connector_stats(self) -> PrfaasStats | None:
+        if self._worker is not None:
+            stats = copy_stats(self._worker.take_counts())
+        else:
+            stats = handover_stats(self._scheduling.take_counts())
+        return None if stats.is_empty() else stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PrfaasStats:
+        return PrfaasStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PrfaasPromMetrics:
+        return PrfaasPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         if self._worker is not None:
