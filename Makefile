@@ -9,7 +9,7 @@ VLLM_VENV  := .venv-vllm
 VLLM_BIN   := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: setup demo up test fuzz soak test-equality test-vllm lint format proto wheel clean help
+.PHONY: setup demo up test fuzz soak test-rdma test-equality test-vllm lint format proto wheel clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -38,6 +38,10 @@ fuzz: $(STAMP)   ## A million inputs of strangers to the frame parser, the hands
 
 soak: $(STAMP)   ## A thousand transfers while connections die at random: every byte right, no thread or file left
 	TRANSPORT_TRANSFERS=1000 $(BIN)/python -m pytest tests/transport/test_processes.py -k dying_at_random
+
+# Status 77: no such machine can run here, and the reason has been printed.
+test-rdma: $(STAMP)  ## RDMA over soft-RoCE in a small virtual machine (Debian bookworm, root; else skipped with the reason)
+	@tests/rdma_vm/run $(BIN)/python -m pytest -p no:cacheprovider -o faulthandler_timeout=0 -m rdma tests/rdma_vm || test $$? -eq 77
 
 test-equality: $(STAMP)  ## Token equality with transformers.generate: every architecture, all lengths (slow)
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=1800 tests/equality tests/engine

@@ -12,7 +12,7 @@ import ipaddress
 import logging
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,13 +32,14 @@ from transport.rdma_device import (
     random_packet_number,
 )
 from transport.rdma_rails import Posting, Write
-from transport.rdma_topology import Nic, node_of_device
+from transport.rdma_topology import MAX_NICS, Nic, node_of_device
 
 log = logging.getLogger(__name__)
 
 SYS_CLASS: Final = Path("/sys/class/infiniband")
 SIOCGIFNETMASK: Final = 0x891B
 POLL_BATCH: Final = 32
+MTUS: Final = (256, 512, 1024, 2048, 4096)  # in the order of enum ibv_mtu, from 1
 SCRATCH_BYTES: Final = 4096  # pyverbs wants a scatter-gather entry even where no bytes come or go
 
 
@@ -78,9 +79,12 @@ def open_devices(options: RdmaOptions | None = None) -> RdmaDevices:
             reasons.append(f"{name}: {exc}")
     if not devices:
         raise RdmaError("; ".join(reasons) or "this machine has no RDMA device")
+    for surplus in devices[MAX_NICS:]:
+        reasons.append(f"{surplus.nic.name}: more than {MAX_NICS}")
+        surplus.close()
     for reason in reasons:
         log.warning("RDMA device not used: %s", reason)
-    return RdmaDevices(devices)
+    return RdmaDevices(devices[:MAX_NICS])
 
 
 class _Verbs:
@@ -110,7 +114,7 @@ class _Verbs:
     def errors(self) -> Iterator[None]:
         try:
             yield
-        except (self.error, OSError) as exc:
+        except (self.error, OSError, ValueError, OverflowError) as exc:  # the latter two: what a peer has told
             raise RdmaError(str(exc)) from exc
 
 
@@ -191,11 +195,7 @@ def _subnet(netdev: str, address: ipaddress.IPv4Address) -> str:
     request = struct.pack("16sH14s", netdev.encode()[:15], socket.AF_INET, b"")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         mask = fcntl.ioctl(sock, SIOCGIFNETMASK, request.ljust(40, b"\0"))[20:24]
-    return f"roce:{ipaddress.IPv4Network((int(address) & int.from_bytes(mask, 'big'), mask_bits(mask)))}"
-
-
-def mask_bits(mask: bytes) -> int:
-    return int.from_bytes(mask, "big").bit_count()
+    return f"roce:{ipaddress.IPv4Interface((int(address), int.from_bytes(mask, 'big').bit_count())).network}"
 
 
 class VerbsQueuePair:
@@ -231,7 +231,7 @@ class VerbsQueuePair:
         with verbs.errors():
             attributes = verbs.qp.QPAttr(port_num=device.port)
             attributes.dest_qp_num = peer.number
-            attributes.path_mtu = {256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}[mtu]
+            attributes.path_mtu = MTUS.index(mtu) + 1
             attributes.rq_psn, attributes.sq_psn = peer.packet_number, self._packet_number
             attributes.max_rd_atomic = attributes.max_dest_rd_atomic = 1
             attributes.min_rnr_timer, attributes.rnr_retry = 12, 6
@@ -293,12 +293,3 @@ def _close(part: Any) -> None:
         part.close()
     except Exception as exc:  # the device is gone, or someone still uses it: there is nothing more to do here
         log.warning("closing a %s failed: %s", type(part).__name__, exc)
-
-
-def explain(options: Sequence[str] = ()) -> str:
-    """Why there is no RDMA here; empty when there is."""
-    try:
-        open_devices(RdmaOptions(devices=tuple(options))).close()
-    except RdmaError as exc:
-        return str(exc)
-    return ""

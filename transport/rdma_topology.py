@@ -19,7 +19,7 @@ from typing import Final
 from transport.errors import RemoteProtocolError
 
 ANY_NODE: Final = -1  # what /sys says where there is one node, or none is nearer
-MAX_NICS: Final = 32
+MAX_NICS: Final = 16
 MAX_RAILS: Final = 16
 _NAME: Final = re.compile(r"[\w.:/-]{1,64}")
 

@@ -144,7 +144,7 @@ def test_two_rails(near: End, far: RemoteEnd) -> None:
     first = transfer(near, far, "warm", [MIB])
     wait_for(lambda: up(near, "rxa0") and up(near, "rxb0"), "two rails")
     first()
-    transfer(near, far, "two rails", [MIB] * 16)()
+    transfer(near, far, "two rails", [MIB] * 8)()
     assert near.carried("rxa0") > 0
     assert near.carried("rxb0") > 0
 
@@ -162,7 +162,7 @@ def test_a_rail_breaks_in_mid_transfer_and_comes_back(
     wait_for(lambda: up(near, "rxa0") and up(near, "rxb0"), "two rails")
     first()
     before, lost = near.carried("rxa0"), sum(failures(near, "rxa0").values())
-    under_way = transfer(near, far, f"broken {name}", [MIB] * 32)
+    under_way = transfer(near, far, f"broken {name}", [MIB] * 12)
     wait_for(lambda: near.carried("rxa0") > before, "rail a at work")
     damage(netdev)
     under_way()
@@ -207,8 +207,8 @@ def test_a_wrong_secret_gets_no_rail(near: End, far: RemoteEnd) -> None:
 
 def test_a_landing_that_is_cancelled_in_mid_transfer(near: End, far: RemoteEnd) -> None:
     transfer(near, far, "first", [MIB])()
-    far.ask("expect", "cancelled", [MIB] * 32, 1e9)
-    near.push(far.ask("address"), "cancelled", [MIB] * 32)
+    far.ask("expect", "cancelled", [MIB] * 12, 1e9)
+    near.push(far.ask("address"), "cancelled", [MIB] * 12)
     far.ask("cancel", "cancelled")
     assert far.ask("landing", "cancelled")[:2] == [False, "cancelled"]
     result = near.pushes["cancelled"].wait(WITHIN_S)
@@ -219,8 +219,8 @@ def test_a_landing_that_is_cancelled_in_mid_transfer(near: End, far: RemoteEnd) 
 
 def test_the_receiver_is_killed_in_mid_transfer(near: End) -> None:
     victim = RemoteEnd(FAR)
-    victim.ask("expect", "doomed", [MIB] * 64, 1e9)
-    near.push(victim.ask("address"), "doomed", [MIB] * 64)
+    victim.ask("expect", "doomed", [MIB] * 48, 1e9)
+    near.push(victim.ask("address"), "doomed", [MIB] * 48)
     wait_for(lambda: near.carried("rxa0") + near.carried("rxb0") > 0, "a rail at work")
     victim.kill()
     result = near.pushes["doomed"].wait(WITHIN_S)
@@ -232,8 +232,8 @@ def test_the_sender_is_killed_in_mid_transfer_and_another_goes_on(far: RemoteEnd
     receiver = End(NEAR)
     try:
         victim = RemoteEnd(FAR)
-        receiver.expect("orphan", [MIB] * 64, 2.0)
-        victim.ask("push", receiver.address(), "orphan", [MIB] * 64)
+        receiver.expect("orphan", [MIB] * 48, 2.0)
+        victim.ask("push", receiver.address(), "orphan", [MIB] * 48)
         wait_for(lambda: receiver.server.bytes_received > 0, "bytes on their way")
         victim.kill()
         ok, reason, _ = receiver.landing("orphan")
