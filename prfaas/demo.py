@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import grpc.aio
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -205,8 +204,8 @@ def _missing_claims(summary: Summary) -> list[str]:
 async def _leaks(system: System) -> list[str]:
     """What the nodes still hold once nothing runs, and what their integrity checks say."""
     problems = []
-    for node in system.nodes.values():
-        async with grpc.aio.insecure_channel(node.agent_address) as channel:
+    for name in system.nodes:
+        async with system.agent_channel(name) as channel:
             stub = rpc.NodeAgentStub(channel)  # type: ignore[no-untyped-call]
             deadline = time.monotonic() + IDLE_TIMEOUT_S
             description = await stub.Describe(pb.DescribeRequest())

@@ -11,13 +11,16 @@ from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
+import grpc.aio
 
-from node.config import NodeConfig
+from node.config import IDENTITY_KEYS, NodeConfig
 from prfaas.certificates import GATEWAY_NAME, Holder, issue
 from prfaas.errors import StartError, TopologyError
 from prfaas.process import Process
 from prfaas.toml import dump_toml
 from prfaas.topology import Topology
+from transport.credentials import channel_credentials, channel_options
+from transport.crypto import Identity
 
 NODE_MODULES = {"prfaas": "prfaas_cluster", "pd": "pd_cluster"}
 NODE_START_S = 60.0
@@ -161,6 +164,15 @@ class System:
                     return
                 await asyncio.sleep(POLL_S)
         raise StartError(f"the gateway does not see {num_nodes} nodes ready after {GATEWAY_START_S:.0f} s")
+
+    def agent_channel(self, name: str) -> grpc.aio.Channel:
+        """To a node's agent, as its gateway has it."""
+        node, gateway = self.nodes[name], self.topology.gateway
+        if not node.config.certificate:
+            return grpc.aio.insecure_channel(node.agent_address)
+        certificate, private, authority = (Path(gateway[key]) for key in IDENTITY_KEYS)
+        identity = Identity(certificate=certificate, key=private, authority=authority)
+        return grpc.aio.secure_channel(node.agent_address, channel_credentials(identity), channel_options(name))
 
     async def stop(self) -> None:
         """Gateway first, so that running streams can finish; then all nodes at once."""

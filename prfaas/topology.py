@@ -118,6 +118,8 @@ def parse_topology(document: Mapping[str, Any], state_dir: Path) -> Topology:
         gateway = {**paths(certificates, GATEWAY_NAME), **gateway}
     nodes = tuple(node_config(table, where) for where, table in tables)
     _check_nodes(nodes)
+    if any(node.certificate for node in nodes) and not gateway.keys() >= set(IDENTITY_KEYS):
+        raise TopologyError(f"[gateway]: {', '.join(IDENTITY_KEYS)}: missing, nodes with certificates ask for one")
     # Checked now, so that a typo is reported before anything starts; the agents' real addresses are known later.
     parse_gateway({"gateway": {**gateway, "tokenizer_dir": ".", "nodes": [{"agent": "127.0.0.1:1"}]}})
     return Topology(model=model, gateway=gateway, nodes=nodes, certificates=certificates)

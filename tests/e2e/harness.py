@@ -19,12 +19,9 @@ import numpy as np
 
 from gateway.clusters import salt_of
 from hybrid_cache.layout import ModelLayout
-from prfaas.certificates import GATEWAY_NAME, paths
 from prfaas.client import Completion, complete
 from prfaas.system import Node, System
 from prfaas.topology import parse_topology
-from transport.credentials import channel_credentials, channel_options
-from transport.crypto import Identity
 from transport.proto import node_pb2 as pb
 from transport.proto import node_pb2_grpc as rpc
 
@@ -154,11 +151,7 @@ class Bench:
 
     def _channel(self, name: str) -> grpc.aio.Channel:
         """To a node's agent, as its gateway has it."""
-        address, folder = self.node(name).agent_address, self.system.topology.certificates
-        if folder is None:
-            return grpc.aio.insecure_channel(address)
-        identity = Identity(**{key: Path(path) for key, path in paths(folder, GATEWAY_NAME).items()})
-        return grpc.aio.secure_channel(address, channel_credentials(identity), channel_options(name))
+        return self.system.agent_channel(name)
 
     async def metric(self, url: str, line: str) -> float:
         """The value of a line of /metrics that begins so; 0 where there is none."""
