@@ -311,18 +311,20 @@ class Outlet:
 
     def _add_piece(self, sock: socket.socket, connection: Connection, outgoing: Outgoing, piece: Piece) -> None:
         transfer = piece.transfer
+        formats = transfer.formats if connection.codecs else None  # once: a refusal may take it away at any time
+        coded = None
         try:
             source = self._peer.source_of(transfer)
             views = transfer.manifest.views(source, piece.start, piece.stop)
+            if formats is not None:
+                coded = self._coder.code(transfer, formats, connection.codecs, piece.start, piece.stop, views)
         except Exception as exc:
             log.exception("the source of push %s failed", transfer.transfer_id)
             self._peer.abort(transfer, f"source: {exc}", keep_landing=False)
             return
-        if transfer.formats is not None and connection.codecs:
-            coded = self._coder.code(transfer, transfer.formats, connection.codecs, piece.start, piece.stop, views)
-            if coded is not None:
-                self._add_coded(sock, connection, outgoing, piece, coded)
-                return
+        if coded is not None:
+            self._add_coded(sock, connection, outgoing, piece, coded)
+            return
         checksum, length = 0, piece.stop - piece.start
         if self._peer.options.integrity is Integrity.CHECKSUM or transfer.arena_path:
             checksum = digest(views, self._seeds[transfer.slot], piece.start)

@@ -278,3 +278,17 @@ def test_an_old_receiver_gets_plain_bytes(client: TransferClient, monkeypatch: p
         done = Delivery(server, client, formats(INT8))
         assert done.all_equal
         assert not done.pushed.stats.bytes_by_codec
+
+
+def test_formats_that_fail_end_their_push_alone(client: TransferClient) -> None:
+    def broken(index: int) -> RangeFormat:
+        raise KeyError(index)
+
+    with TransferServer() as server:
+        server.expect("broken", SECRET, SIZES, Memory(SIZES, page=24 * 1024))
+        push = client.open(server.address, "broken", SECRET, SIZES, kv_memory(), formats=broken)
+        push.ready_all()
+        result = push.wait(20)
+        assert result is not None
+        assert (result.reason, result.detail) == ("aborted", "source: 0")
+        assert Delivery(server, client, formats(ZSTD)).all_equal
