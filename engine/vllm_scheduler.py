@@ -239,7 +239,7 @@ class SchedulerSide:
         if handover.phase is Phase.LOADING:
             return None  # its pages are being read: `loads_ended` gives them back
         del self._handovers[request.request_id]
-        self._finish(handover, reason="aborted")
+        self._finish(handover, reason="" if handover.outcome else "aborted")
         if handover.route is not Route.LEG:
             return None
         self._counts.legs["delivered" if handover.outcome else handover.reason or "ended_early"] += 1

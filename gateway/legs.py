@@ -27,7 +27,7 @@ MAX_ERROR_BYTES: Final = 64 * 1024
 # Fields that ask for more than a prompt's KVCache; the one token that the API makes a prefill ask for is never sampled.
 NOT_FOR_PREFILL: Final = frozenset(
     {"stream_options", "max_completion_tokens", "min_tokens", "n", "best_of", "logprobs", "top_logprobs", "echo"}
-    | {"prompt_logprobs", "suffix", "response_format"}
+    | {"prompt_logprobs", "suffix", "response_format", "stop", "stop_token_ids"}
 )
 # The engine's own trouble, not the request's: another node may do better.
 RETRYABLE: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
@@ -182,7 +182,8 @@ def _outcome(node: Node, status: int, answer: bytes) -> PrefillOutcome:
     except msgspec.MsgspecError as error:
         raise PrefillFailed(node.id, "bad_answer", str(error)) from error
     if outcome is None or not outcome.delivered:
-        raise PrefillFailed(node.id, (outcome and outcome.reason) or "not_delivered")
+        reason = (outcome and outcome.reason) or "not_delivered"
+        raise PrefillFailed(node.id, reason, retryable=reason not in SAME_EVERYWHERE)
     return outcome
 
 

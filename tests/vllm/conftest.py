@@ -27,7 +27,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.fixture(scope="module")
 def reference(case: Case, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """vLLM alone."""
-    options = case.options(build(case.arch, models)) | {"enable_prefix_caching": False}
+    options = case.options(build(case.arch, models))
     engine = Engine("alone", tmp_path_factory.mktemp("alone"), options, "", None)
     yield engine
     engine.close()

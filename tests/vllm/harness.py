@@ -62,6 +62,7 @@ class Engine:
     ) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
+        self._arguments = (name, folder, options, role, connector)
         self._pipe, theirs = _forge.Pipe()
         self._ready: Future[None] = Future()
         self._was_reset: Future[bool] = Future()
@@ -97,6 +98,10 @@ class Engine:
         self._was_reset = Future()
         self._pipe.send(("reset", None))
         assert self._was_reset.result(ANSWER_S), f"{self.name} still uses its prefix cache"
+
+    def successor(self) -> "Engine":
+        """Another engine like this one."""
+        return Engine(*self._arguments)
 
     def kill(self) -> None:
         self.process.kill()
@@ -174,6 +179,9 @@ class Agent:
 
     def describe(self) -> pb.NodeDescription:
         return self.stub.Describe(pb.DescribeRequest(), timeout=10.0)
+
+    def abort(self, transfer_id: str) -> None:
+        self.stub.Abort(pb.AbortRequest(transfer_id=transfer_id, reason="client left"), timeout=10.0)
 
     def kill(self) -> None:
         self.channel.close()

@@ -51,9 +51,8 @@ def test_prefix_hits(pair: Pair, reference: Engine, primed: str, forgotten: bool
     block = pair.layout.block_size
     seed = next(_seeds)
     shared = prompt_of(2 * block + 7, seed)
-    engines = [node.engine for node in (pair.producer, pair.consumer) if primed in (node.agent.name, "both")]
-    engines = {"producer": [pair.producer], "consumer": [pair.consumer]}.get(primed, [pair.producer, pair.consumer])
-    for node in engines:
+    nodes = {"producer": [pair.producer], "consumer": [pair.consumer]}.get(primed, [pair.producer, pair.consumer])
+    for node in nodes:
         node.engine.submit(pair.name(), shared, 1, pair.local_params).result(ANSWER_S)
         if forgotten:
             node.engine.forget_prefixes()

@@ -1,0 +1,245 @@
+"""Real vLLM API servers behind our gateway: a PrfaaS node that prefills and a PD node that decodes, with a slow link between.
+
+Started once for all tests. What one vLLM server alone would answer comes from the decode node's server, asked directly and
+with a cache salt of its own: nothing cached fits, and the connector leaves salted requests alone.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from gateway.agent import AgentClient
+from gateway.clusters import salt_of
+from hybrid_cache.events import BlocksStored, Medium
+from hybrid_cache.hashing import block_hashes
+from hybrid_cache.layout import ModelLayout
+from prfaas.client import complete
+from tests.e2e.harness import Bench, free_port
+from tests.transport.proxy import Proxy
+from tests.vllm.cases import build
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+
+ARCH = "gemma3"  # sliding windows and full attention. (LFM2, scaled as it is, changes its mind with the batch that it runs in.)
+CHUNK = 256
+LINK_BYTES_PER_S = 12.5e6  # 100 Mbit/s for each connection
+START_TIMEOUT_S = 600.0
+
+
+def document(model: str, relay: Proxy) -> dict[str, Any]:
+    """Two nodes, one vLLM server each; KVCache passes the relay on its way from the first to the second.
+
+    The PD cluster has no prefill node of its own, so prompts of any length are prefilled remotely.
+    """
+    decode = {"transfer_port": int(relay.upstream.rpartition(":")[2]), "transfer_advertise": relay.address}
+    return {
+        "model": {"path": model, "name": "tiny"},
+        "gateway": {"port": 0, "threshold_tokens": 300, "routing": {"prefill_tokens_per_s": 1000.0}},
+        "node": {
+            "engine": "vllm",
+            "engine_args": ["--dtype", "float32"],
+            "engine_start_timeout_s": START_TIMEOUT_S,
+            "chunk_tokens": CHUNK,
+            "max_model_len": 4096,
+            "cache_bytes": 128 << 20,
+            "lease_s": 60.0,
+        },
+        "clusters": [
+            {"name": "east", "kind": "prfaas", "nodes": [{"node_id": "far", "role": "prefill", "transport": "tcp"}]},
+            {"name": "west", "kind": "pd", "nodes": [{"node_id": "decode0", "role": "decode", **decode}]},
+        ],
+    }
+
+
+@pytest.fixture(scope="module")
+def bench(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    model = build(ARCH, models)
+    with (
+        Proxy(f"127.0.0.1:{free_port()}", LINK_BYTES_PER_S) as relay,
+        Bench(document(str(model), relay), model, tmp_path_factory.mktemp("serving")) as running,
+    ):
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(bench: Bench) -> Iterator[None]:
+    yield
+    bench.run(bench.wait_idle())
+
+
+def one_server(bench: Bench) -> str:
+    return bench.node("decode0").engine_url
+
+
+async def alone(bench: Bench, prompt: Sequence[int], max_tokens: int = 16) -> list[int]:
+    """What one vLLM server gives for a prompt that nothing is cached of."""
+    body = {"model": "tiny", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    done = await complete(bench.session, one_server(bench), body | {"cache_salt": uuid.uuid4().hex}, bench.name())
+    return done.token_ids
+
+
+@pytest.mark.parametrize("num_tokens", [2, 129, 300, 301, 384, 385, 511, 513, 1025, 2000])
+def test_tokens_equal_those_of_one_server_alone(bench: Bench, num_tokens: int) -> None:
+    async def scenario() -> None:
+        prompt, name = bench.prompt(num_tokens, seed=num_tokens), bench.name()
+        done = await bench.generate(prompt, name=name)
+        record = await bench.record(name)
+        expected = await alone(bench, prompt)
+        assert done.token_ids == expected
+        assert len(set(expected)) > 3
+        assert (record["route"], record["cached"], record["fallbacks"]) == ("remote", 0, [])
+        assert done.usage["prompt_tokens"] == num_tokens
+
+    bench.run(scenario())
+
+
+def test_a_prefix_is_computed_once(bench: Bench) -> None:
+    async def scenario() -> None:
+        prompt = bench.prompt(1500, seed=7)
+        first = await bench.generate(prompt)
+        name = bench.name()
+        longer = prompt + bench.prompt(400, seed=8)
+        done = await bench.generate(longer, name=name)
+        record = await bench.record(name)
+        assert first.cached_tokens == 0
+        assert done.cached_tokens >= 1024
+        assert (record["cached"], record["fallbacks"]) == (done.cached_tokens, [])
+        assert done.token_ids == await alone(bench, longer)
+
+    bench.run(scenario())
+
+
+def test_bytes_leave_while_prefill_runs(bench: Bench) -> None:
+    async def scenario() -> None:
+        name = bench.name()
+        await bench.generate(bench.prompt(9 * CHUNK + 1, seed=77), 1, name=name)
+        record = await bench.record(name)
+        assert (record["route"], record["link"], record["fallbacks"]) == ("remote", "tcp", [])
+        assert record["overlap"] > 0.2
+
+    bench.run(scenario())
+
+
+def test_six_at_once(bench: Bench) -> None:
+    async def scenario() -> None:
+        prompts = [bench.prompt(length, seed=50 + length) for length in (40, 250, 320, 640, 900, 1300)]
+        done = await asyncio.gather(*(bench.generate(prompt, 24) for prompt in prompts))
+        for prompt, completion in zip(prompts, done, strict=True):
+            assert completion.token_ids == await alone(bench, prompt, 24)
+
+    bench.run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("words", [20, 300], ids=["short", "long"])
+def test_the_sdk_gets_what_one_server_says(bench: Bench, words: int, stream: bool) -> None:
+    async def scenario() -> None:
+        text = " ".join(f"{words + number}" for number in range(words)) + str(stream)
+        asked: list[Any] = [{"role": "system", "content": "Count."}, {"role": "user", "content": text}]
+        options: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0}
+        for call in ({"messages": asked}, {"prompt": text}):
+            ours = await ask(f"{bench.system.api_url}/v1", stream, options | call)
+            theirs = await ask(f"{one_server(bench)}/v1", stream, options | call, cache_salt=uuid.uuid4().hex)
+            assert ours == theirs
+
+    bench.run(scenario())
+
+
+async def ask(url: str, stream: bool, call: dict[str, Any], **extra: Any) -> tuple[str, str, int, int]:
+    """Text, reason of its end, prompt and completion tokens."""
+    async with openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=0) as client:
+        create: Any = client.chat.completions.create if "messages" in call else client.completions.create
+        if not stream:
+            answer = await create(**call, extra_body=extra)
+            choice, usage = answer.choices[0], answer.usage
+            text = choice.message.content if "messages" in call else choice.text
+            assert usage.prompt_tokens_details is not None
+            return text, choice.finish_reason, usage.prompt_tokens, usage.completion_tokens
+        text, reason, usage = "", "", None
+        async for chunk in await create(**call, stream=True, stream_options={"include_usage": True}, extra_body=extra):
+            for choice in chunk.choices:
+                text += (choice.delta.content if "messages" in call else choice.text) or ""
+                reason = choice.finish_reason or reason
+            usage = chunk.usage or usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        return text, reason, usage.prompt_tokens, usage.completion_tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "status"), [({"max_tokens": -1}, 400), ({"temperature": 9.0}, 400), ({"max_tokens": 100_000}, 400)]
+)
+def test_errors_have_the_shape_of_openais(bench: Bench, change: dict[str, Any], status: int) -> None:
+    async def scenario() -> None:
+        body = {"model": "tiny", "prompt": "Once", "max_tokens": 4} | change
+        async with bench.session.post(f"{bench.system.api_url}/v1/completions", json=body) as answer:
+            error = (await answer.json())["error"]
+            assert answer.status == status
+            assert error["message"]
+
+    bench.run(scenario())
+
+
+def test_the_gateway_hears_what_vllms_own_cache_holds(bench: Bench) -> None:
+    async def scenario() -> None:
+        layout = ModelLayout.from_json((await bench.describe("decode0")).layout_json)
+        prompt = bench.prompt(280, seed=91)
+        wanted = block_hashes(prompt[:-1], layout.block_size, salt_of(layout))
+        await bench.generate(prompt)
+        agent = AgentClient(bench.node("decode0").agent_address, 5.0)
+        try:
+            async with asyncio.timeout(30.0), contextlib.aclosing(agent.watch(0.25, 10.0)) as events:
+                heard: set[bytes] = set()
+                async for event in events:
+                    if isinstance(event, BlocksStored) and event.medium is Medium.ENGINE and event.group == 0:
+                        heard.update(event.hashes)
+                    if heard.issuperset(wanted):
+                        break
+        finally:
+            await agent.close()
+        assert wanted
+
+    bench.run(scenario())
+
+
+def test_a_client_that_leaves_leaves_nothing_behind(bench: Bench) -> None:
+    async def scenario() -> None:
+        task = asyncio.create_task(bench.generate(bench.prompt(3000, seed=33), 64))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    bench.run(scenario())
+
+
+def test_a_prefill_server_that_is_killed_costs_time_not_tokens(bench: Bench) -> None:
+    async def scenario() -> None:
+        prompt, name = bench.prompt(3900, seed=17), bench.name()
+        engine = (await bench.describe("far")).engine_pid
+        task = asyncio.create_task(bench.generate(prompt, name=name))
+
+        async def is_sending() -> bool:
+            return bool((await bench.describe("far")).load.sending)
+
+        await bench.wait_until(is_sending)
+        os.kill(engine, signal.SIGKILL)
+        done, record = await task, await bench.record(name)
+        assert record["fallbacks"]
+        assert record["fallbacks"][-1] == "recompute_no_prefill"
+        assert done.token_ids == await alone(bench, prompt)
+
+        async def was_restarted() -> bool:
+            async with bench.session.get(f"{bench.node('far').metrics_url}/metrics") as answer:
+                return "prfaas_engine_restarts_total 1.0" in await answer.text()
+
+        await bench.wait_until(was_restarted)
+
+    bench.run(scenario())
