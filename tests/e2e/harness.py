@@ -28,7 +28,7 @@ from transport.proto import node_pb2_grpc as rpc
 T = TypeVar("T")
 
 FIRST_PLAIN_TOKEN, VOCABULARY = 4, 512
-IDLE_TIMEOUT_S = 20.0
+IDLE_TIMEOUT_S = 60.0
 
 
 def topology_document(model: Path, *, threshold: int, decode_nodes: int = 1, **node: Any) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class Bench:
 
     async def record(self, name: str) -> dict[str, Any]:
         """The gateway's record of a finished request."""
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(60.0):
             while True:
                 async with self.session.get(f"{self.system.api_url}/prfaas/requests") as answer:
                     records = [line for line in (await answer.text()).splitlines() if f'"{name}"' in line]
