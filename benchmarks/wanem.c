@@ -6,7 +6,7 @@
  * lost with probability LOSS, dropped when the queue before the bottleneck is full, else leaves the bottleneck when the packets
  * before it have, and is written to the other side ONE_WAY_MS later.
  *
- * On stdin: "rate MBIT" changes the rate of both directions; "stats" prints one JSON line; end of file ends the program.
+ * On stdin: "rate MBIT" changes the rate of both directions, for what is queued, too; "stats" prints one JSON line; end of file ends the program.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -110,8 +110,24 @@ static void deliver(struct direction *d) {
 }
 
 static void report(const struct direction *d, const char *name, const char *end) {
-    printf("\"%s\": {\"packets\": %lu, \"bytes\": %lu, \"lost\": %lu, \"dropped\": %lu, \"max_queue_bytes\": %lu}%s", name,
-           d->packets, d->octets, d->lost, d->dropped, d->max_queue, end);
+    uint64_t now = now_ns(), queued = d->free_ns > now ? (uint64_t)((double)(d->free_ns - now) * bytes_per_ns) : 0;
+    printf("\"%s\": {\"packets\": %lu, \"bytes\": %lu, \"lost\": %lu, \"dropped\": %lu, \"max_queue_bytes\": %lu, "
+           "\"queue_bytes\": %lu}%s",
+           name, d->packets, d->octets, d->lost, d->dropped, d->max_queue, queued, end);
+}
+
+static uint64_t stretched(uint64_t then, uint64_t now, double factor) {
+    return then > now ? now + (uint64_t)((double)(then - now) * factor) : then;
+}
+
+static void set_rate(struct direction *d, double rate) { /* what is queued leaves at the new rate, too */
+    uint64_t now = now_ns();
+    double factor = bytes_per_ns / rate;
+    d->free_ns = stretched(d->free_ns, now, factor);
+    for (uint32_t i = d->head; i != d->tail; i++) {
+        struct packet *p = &d->ring[i % SLOTS];
+        p->due_ns = stretched(p->due_ns - delay_ns, now, factor) + delay_ns;
+    }
 }
 
 static int command(struct direction d[2]) { /* 0 at the end of stdin */
@@ -120,7 +136,10 @@ static int command(struct direction d[2]) { /* 0 at the end of stdin */
     if (n <= 0) return 0;
     line[n] = 0;
     double mbit;
-    if (sscanf(line, "rate %lf", &mbit) == 1 && mbit > 0) bytes_per_ns = mbit / 8000.0;
+    if (sscanf(line, "rate %lf", &mbit) == 1 && mbit > 0) {
+        for (int i = 0; i < 2; i++) set_rate(&d[i], mbit / 8000.0);
+        bytes_per_ns = mbit / 8000.0;
+    }
     if (!strncmp(line, "stats", 5)) {
         printf("{");
         report(&d[0], "a_to_b", ", ");

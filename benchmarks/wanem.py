@@ -3,7 +3,7 @@
     with Wan(rate_mbit=500, rtt_ms=40, loss=0.0001) as wan:
         wan.run("a", [...]); wan.run("b", [...]); wan.set_rate(100); wan.stats()
 
-Needs root, gcc, the `ip` tool and /dev/net/tun. It does not need netem, which many kernels lack.
+Needs root, gcc, the `ip` and `chrt` tools and /dev/net/tun. It does not need netem, which many kernels lack.
 """
 
 import json
@@ -24,7 +24,7 @@ def why_not() -> str | None:
     """What this machine lacks; None when the emulator can run."""
     if os.geteuid() != 0:
         return "needs root, to make network namespaces"
-    missing = [tool for tool in ("gcc", "ip") if shutil.which(tool) is None]
+    missing = [tool for tool in ("gcc", "ip", "chrt") if shutil.which(tool) is None]
     if missing:
         return f"needs {', '.join(missing)}"
     return None if Path("/dev/net/tun").exists() else "needs /dev/net/tun"
@@ -78,7 +78,7 @@ class Wan:
             _ip("-n", self._prefix + side, "link", "set", "lo", "up")
         numbers = [self.rate_mbit, self.rtt_ms / 2, self.loss, queue, self.mtu, self.seed]
         # A late emulator is a jittery link.
-        command = ["nice", "-n", "-12", program, self._prefix + "a", self._prefix + "b", *map(str, numbers)]
+        command = [*_on_time(2), program, self._prefix + "a", self._prefix + "b", *map(str, numbers)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
         if self._line() != "ready":
             raise RuntimeError("the emulator did not start")
@@ -88,7 +88,7 @@ class Wan:
 
     def command(self, side: str, argv: list[str]) -> list[str]:
         """`argv`, to be run at one end of the link; before other work of this machine, but after the emulator."""
-        return ["ip", "netns", "exec", self._prefix + side, "nice", "-n", "-8", *argv]
+        return ["ip", "netns", "exec", self._prefix + side, *_on_time(1), *argv]
 
     def set_rate(self, rate_mbit: float) -> None:
         self.rate_mbit = rate_mbit
@@ -110,6 +110,11 @@ class Wan:
         assert self._process is not None
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
+
+
+def _on_time(priority: int) -> list[str]:
+    """Runs what follows before all ordinary work of this machine, and before lower priorities."""
+    return ["chrt", "--rr", str(priority)]
 
 
 def _ip(*args: str) -> None:

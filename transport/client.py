@@ -26,7 +26,7 @@ from transport.transfer import Manifest, RangeViews
 
 __all__ = ["ClientOptions", "OnPushed", "Push", "PushResult", "TransferClient"]
 
-HOUSEKEEPING_S: Final = 0.03  # less than a round trip of a long link: its queue fills within one
+HOUSEKEEPING_SHARE: Final = 0.05  # of a core, at most
 IDLE_HOUSEKEEPING_S: Final = 1.0
 
 
@@ -226,12 +226,14 @@ class TransferClient:
 
     def _keep_time(self) -> None:
         cpu = CpuMeter()
+        spent_s = 0.0
         while True:
             with self._lock:
                 if self._closing:
                     return
-                busy = any(peer.busy for peer in self._peers.values())
-                self._lock.wait(HOUSEKEEPING_S if busy else IDLE_HOUSEKEEPING_S)
+                pause_s = min((peer.sampling_s for peer in self._peers.values() if peer.busy), default=None)
+                self._lock.wait(IDLE_HOUSEKEEPING_S if pause_s is None else max(pause_s, spent_s / HOUSEKEEPING_SHARE))
+                began = time.thread_time()
                 leaving, self._leaving = self._retire_idle(time.monotonic()), []
                 peers = list(self._peers.values())
             for peer in leaving:
@@ -245,3 +247,4 @@ class TransferClient:
             idle_cores = cpu.idle_cores(time.monotonic(), sum(coding_s)) if coding_s else 0.0
             for peer in peers:
                 peer.keep(time.monotonic(), idle_cores)
+            spent_s = time.thread_time() - began

@@ -5,7 +5,8 @@ bottleneck and the pipe takes more; once it grows, the pipe is full and what is 
 
     no queue, pace reached         -> raise the pace, in growing steps
     no queue, pace not reached     -> the connections cannot fill it (loss holds cubic back, buffers hold bbr back): add
-    some queue                          -> pace = a little less than what arrives
+    some queue                     -> pace = a little less than what arrives
+    much less arrives than before  -> the link has become narrower: (almost) nothing, until what is under way fits into it
 
 So bbr, which by itself keeps a queue and loses 7-15 % of its bytes in it when several connections compete, runs paced
 at pace / N; and cubic gets as many connections as RTT and loss make it need.
@@ -15,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-from transport.link import MIN_WINDOW_S, LinkState
+from transport.link import INSTANT_S, MIN_WINDOW_S, LinkState
 
 LAN_RTT_S: Final = 1e-3  # below it, round trips measure the scheduler and not the link
 # Round trips over the smallest. A short queue is wanted: without one, the bottleneck is idle now and then.
@@ -29,7 +30,7 @@ DRAIN_LEAST: Final = 0.3
 DRAINED: Final = 0.97
 PACE_REACHED: Final = 0.8
 STEP_FIRST: Final = 0.02
-STEP_MAX: Final = 0.1
+STEP_MAX: Final = 0.25
 FLOOR: Final = 0.05  # of the best goodput of late: a longer route looks like a queue that never drains
 MEMORY_S: Final = 10.0
 PLATEAU: Final = 1.1  # growth of the goodput below which a start is over
@@ -37,8 +38,22 @@ GAIN: Final = 1.05  # what more connections must bring, or no more are added for
 HOLD_S: Final = 5.0  # doubled each time
 HOLD_MAX_S: Final = 300.0
 RECENT_S: Final = 1.0
-LOSS_BASED_CONNECTIONS: Final = 16
+LOSS_BASED_CONNECTIONS: Final = 32
+LOSS_BASED_REACHED: Final = (
+    0.9  # of the best goodput of late: below it, and without a queue, it is loss that holds us back
+)
 LEAST_BYTES_PER_S: Final = 2e6
+# The kernel plans the next packet of a connection when it sends one: at a tiny pace that is an eternity away, and a
+# faster pace meanwhile changes nothing. Two packets in 20 ms.
+LEAST_PER_CONNECTION: Final = 150e3
+# A link that narrows shows in what arrives, half a round trip before its queue has grown to its full length.
+NARROWER: Final = 0.5  # of the best goodput of the last second
+STALLED: Final = 0.02  # less than that: the machine stands still, or the link does
+NARROWER_INFLATION: Final = 1.5
+NARROWER_SAMPLES: Final = 3
+TRICKLE: Final = 0.05  # of the new width, while the queue drains
+FITS: Final = 1.2  # in flight, over width times round trip
+DRAIN_MAX_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +78,13 @@ class Governor:
         self._hold_until = 0.0
         self._hold_s = HOLD_S
         self._first_connections = connections
+        self._loss_based = False
         self._queued_since: float | None = None
         self._width: float | None = None  # of the link, while a queue is drained
+        self._narrower_since: float | None = None
+        self._narrower_samples = 0
+        self._sampled_at = 0.0
+        self._new_width = self._old_width = 0.0
         self._last_goodput = 0.0
         self._busy_since: float | None = None
         self._best: deque[tuple[float, float]] = deque()  # (when, goodput), falling
@@ -73,7 +93,7 @@ class Governor:
         """The kernel gives us no bbr: every loss halves a connection, so many are needed from the start."""
         if self._judged_at is None and self._plan.pace_bytes_per_s is None:
             many = max(self._plan.connections, min(LOSS_BASED_CONNECTIONS, self._max_connections))
-            self._plan = Plan(many)
+            self._plan, self._first_connections, self._loss_based = Plan(many), many, True
 
     @property
     def plan(self) -> Plan:
@@ -82,6 +102,8 @@ class Governor:
     def on_sample(self, state: LinkState, now: float, *, busy: bool) -> Plan:
         """`busy`: there was more to send than the link has taken; otherwise the state says nothing about its limits."""
         if not busy or state.min_rtt_s < LAN_RTT_S:
+            if self._narrower_since is not None:
+                self._plan = self._resume(now)
             self._judged_at = self._busy_since = self._queued_since = None
             return self._plan
         if self._busy_since is None:
@@ -90,7 +112,9 @@ class Governor:
         if now - self._busy_since < MIN_WINDOW_S + 2 * state.rtt_s:
             return self._plan
         self._remember(state.goodput_bytes_per_s, now)
-        if now - self._decided_at >= state.rtt_s:
+        if self._narrower_since is not None or self._narrows(state, now):
+            self._plan = self._drain(state, now)
+        elif now - self._decided_at >= state.rtt_s:
             self._decided_at = now
             self._plan = self._decide(state, now)
         return self._plan
@@ -98,7 +122,9 @@ class Governor:
     def _decide(self, state: LinkState, now: float) -> Plan:
         plan, goodput = self._plan, state.goodput_bytes_per_s
         if state.rtt_inflation > QUEUE:
-            self._step, self._judged_at = STEP_FIRST, None
+            self._step = STEP_FIRST
+            if not self._loss_based:
+                self._judged_at = None
             return Plan(plan.connections, self._pace_under_queue(state, now))
         self._queued_since = None
         if self._width is not None:  # the queue has drained: on at what arrived while it stood
@@ -106,12 +132,60 @@ class Governor:
             return Plan(plan.connections, DRAINED * width)
         if state.rtt_inflation > NO_QUEUE:
             return plan
+        best = self._best[0][1]
+        if self._loss_based and plan.pace_bytes_per_s is not None and goodput < LOSS_BASED_REACHED * best:
+            return Plan(self._connections(state, now), max(plan.pace_bytes_per_s, best))
         if plan.pace_bytes_per_s is not None and goodput >= PACE_REACHED * plan.pace_bytes_per_s:
             self._step = min(STEP_MAX, self._step * 1.5)
             return Plan(plan.connections, plan.pace_bytes_per_s * (1 + self._step))
         if state.budget_bytes_per_s and goodput >= PACE_REACHED * state.budget_bytes_per_s:
             return plan
         return Plan(self._connections(state, now), plan.pace_bytes_per_s)
+
+    def _narrows(self, state: LinkState, now: float) -> bool:
+        """Much less arrives although the pipe is full, and a queue has begun: several times in a row, without a pause
+        of our own. On a busy machine, any one of these alone is seen all the time.
+        """
+        arriving, best = state.arriving_bytes_per_s, self._recent_best(now)
+        gap_s, self._sampled_at = now - self._sampled_at, now
+        seen = (
+            gap_s <= 2 * INSTANT_S
+            and state.rtt_inflation > NARROWER_INFLATION
+            and STALLED * best < arriving < NARROWER * best
+            and state.in_flight_bytes > best * state.min_rtt_s
+        )
+        self._narrower_samples = self._narrower_samples + 1 if seen else 0
+        return self._narrower_samples >= NARROWER_SAMPLES
+
+    def _drain(self, state: LinkState, now: float) -> Plan:
+        """(Almost) nothing, until what is under way fits into the link as it is now."""
+        if self._narrower_since is None:
+            self._narrower_since, self._narrower_samples = now, 0
+            self._new_width, self._old_width = 0.0, self._recent_best(now)
+        # While a queue stands, what arrives is the width; after a stall of the machine it is what it was before.
+        if now - self._narrower_since >= INSTANT_S:
+            self._new_width = max(self._new_width, min(state.arriving_bytes_per_s, self._old_width))
+        fits = state.in_flight_bytes <= FITS * self._new_width * state.min_rtt_s
+        if not fits and now - self._narrower_since < DRAIN_MAX_S:
+            return Plan(self._plan.connections, max(TRICKLE * state.arriving_bytes_per_s, self._least))
+        return self._resume(now)
+
+    def _resume(self, now: float) -> Plan:
+        """After a drain: what was known of the link is void."""
+        width = self._new_width
+        self._narrower_since = self._width = self._judged_at = self._queued_since = None
+        self._best.clear()
+        self._remember(width, now)
+        self._decided_at, self._step, self._last_goodput = now, STEP_FIRST, width
+        self._busy_since = now  # the pipe must fill again before it tells anything
+        return Plan(self._plan.connections, max(DRAINED * width, LEAST_BYTES_PER_S, self._least))
+
+    @property
+    def _least(self) -> float:
+        return LEAST_PER_CONNECTION * self._plan.connections
+
+    def _recent_best(self, now: float) -> float:
+        return max((rate for when, rate in self._best if when >= now - RECENT_S), default=0.0)
 
     def _pace_under_queue(self, state: LinkState, now: float) -> float | None:
         goodput, before = state.goodput_bytes_per_s, self._last_goodput
@@ -125,9 +199,9 @@ class Governor:
         if state.rtt_inflation > LONG_QUEUE and now - self._queued_since > max(patience_s, 3 * state.min_rtt_s):
             self._width = goodput
             share = max(DRAIN_LEAST, DRAINED - (state.rtt_inflation - QUEUE) / DRAIN_RTTS)
-            return max(share * goodput, FLOOR * self._best[0][1], LEAST_BYTES_PER_S)
+            return max(share * goodput, FLOOR * self._best[0][1], LEAST_BYTES_PER_S, self._least)
         recent = max(rate for when, rate in self._best if when >= now - RECENT_S or rate == goodput)
-        return max(DRAINED * recent, LEAST_BYTES_PER_S)
+        return max(DRAINED * recent, LEAST_BYTES_PER_S, self._least)
 
     def _connections(self, state: LinkState, now: float) -> int:
         """Twice as many, if the present ones have come to speed and the last addition was worth it."""
@@ -143,7 +217,8 @@ class Governor:
         if gain < GAIN and self._grown:
             self._hold_until, self._grown = now + self._hold_s, False
             self._hold_s = min(HOLD_MAX_S, 2 * self._hold_s)
-            return max(self._first_connections, present // 2)
+            # Where loss holds connections back, the next dip would only bring them again.
+            return present if self._loss_based else max(self._first_connections, present // 2)
         self._grown = True
         return min(self._max_connections, 2 * present)
 

@@ -14,13 +14,14 @@ from typing import Final
 _STRUCT: Final = struct.Struct("=8B24I4Q6I4Q2I2Q6I")  # linux/tcp.h, struct tcp_info, up to tcpi_rehash
 # Position of each field in the tuple; an older kernel writes fewer bytes, the rest reads 0.
 _FLAGS = 7
-_SND_MSS, _SACKED, _RTT = 10, 13, 23
+_SND_MSS, _UNACKED, _SACKED, _LOST, _RETRANS, _RTT = 10, 12, 13, 14, 15, 23
 _BYTES_ACKED, _MIN_RTT, _DELIVERY_RATE = 34, 39, 42
 _BYTES_SENT, _BYTES_RETRANS = 48, 49
 _APP_LIMITED_BIT: Final = 1
 
 SMOOTHING_S: Final = 0.3  # a change of the link shows within a second
-MIN_WINDOW_S: Final = 0.1  # of the goodput; two round trips where they are longer
+MIN_WINDOW_S: Final = 0.1  # of the goodput; two round trips (without a queue) where they are longer
+INSTANT_S: Final = 0.025  # the window of what arrives just now: short, so that a link that narrows is met at once
 ESTIMATES_KEPT: Final = 20
 RTT_INFLATION_LIMIT: Final = 2.0  # times min RTT: the queue before the bottleneck holds a round trip
 RETRANSMIT_LIMIT: Final = 0.02
@@ -37,6 +38,7 @@ class TcpInfo:
     bytes_delivered: int  # acknowledged, holes of lost packets left out
     bytes_sent: int
     bytes_retransmitted: int
+    in_flight_bytes: int  # not acknowledged, as far as not known to be lost
 
 
 def tcp_info(sock: socket.socket) -> TcpInfo:
@@ -54,6 +56,7 @@ def parse_tcp_info(raw: bytes) -> TcpInfo:
         bytes_delivered=f[_BYTES_ACKED] + f[_SACKED] * f[_SND_MSS],
         bytes_sent=f[_BYTES_SENT],
         bytes_retransmitted=f[_BYTES_RETRANS],
+        in_flight_bytes=max(0, f[_UNACKED] - f[_SACKED] - f[_LOST] + f[_RETRANS]) * f[_SND_MSS],
     )
 
 
@@ -68,6 +71,8 @@ class LinkState:
     congestion_control: str = ""
     available_bytes_per_s: float = 0.0  # what a busy sender gets; 0 = not known yet
     goodput_bytes_per_s: float = 0.0  # acknowledged by the peer's kernel
+    arriving_bytes_per_s: float = 0.0  # the same over the last instant: noisy
+    in_flight_bytes: int = 0  # sent and not acknowledged, as far as not known to be lost
     budget_bytes_per_s: float = 0.0  # egress budget; 0 = none
     retransmit_ratio: float = 0.0
     rtt_s: float = 0.0
@@ -155,7 +160,7 @@ class LinkMonitor:
         )
         self._last, self._last_at = dict(infos), now
         keep = math.exp(-elapsed / SMOOTHING_S)
-        goodput = self._goodput(old.bytes_total + max(0, acked), now, max(MIN_WINDOW_S, 2 * old.rtt_s))
+        goodput, arriving = self._rates(old.bytes_total + max(0, acked), now)
         ratio = _blend(old.retransmit_ratio, resent / sent if sent else 0.0, keep)
         rtt_s, self._min_rtt_s = _rtts(infos, old, self._min_rtt_s)
         self._state = LinkState(
@@ -165,6 +170,8 @@ class LinkMonitor:
             congestion_control=congestion_control,
             available_bytes_per_s=_available(infos, old.available_bytes_per_s, goodput, keep),
             goodput_bytes_per_s=goodput,
+            arriving_bytes_per_s=arriving,
+            in_flight_bytes=sum(info.in_flight_bytes for info in infos.values()),
             budget_bytes_per_s=budget_bytes_per_s,
             retransmit_ratio=ratio,
             rtt_s=rtt_s,
@@ -176,13 +183,17 @@ class LinkMonitor:
         )
         return self._state
 
-    def _goodput(self, acked: int, now: float, window_s: float) -> float:
-        """Over the last `window_s`, as far as there are samples."""
+    def _rates(self, acked: int, now: float) -> tuple[float, float]:
+        """Bytes per second over the last window, and over the last instant, as far as there are samples."""
         self._acked.append((now, acked))
+        window_s = max(MIN_WINDOW_S, 2 * self._min_rtt_s)
         while len(self._acked) > 2 and self._acked[1][0] <= now - window_s:
             self._acked.popleft()
-        since, before = self._acked[0]
-        return (acked - before) / (now - since) if now > since else 0.0
+        instant = next((sample for sample in reversed(self._acked) if sample[0] <= now - INSTANT_S), self._acked[0])
+        goodput, arriving = (
+            (acked - before) / (now - since) if now > since else 0.0 for since, before in (self._acked[0], instant)
+        )
+        return goodput, arriving
 
     def _before(self, lane: int, name: str) -> int:
         info = self._last.get(lane)

@@ -138,6 +138,8 @@ class Outlet:
         with self._sock_lock:
             if self._sock is not None:
                 set_pacing_rate(self._sock, bytes_per_s)
+                if bytes_per_s is not None:
+                    limit_unsent(self._sock, bytes_per_s)
 
     # the thread
 

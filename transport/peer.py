@@ -37,8 +37,12 @@ log = logging.getLogger(__name__)
 
 BYTES_PER_LANE: Final = 1 << 20  # another connection is worth its handshake from about here on
 FIRST_LANE_BYTES_PER_S: Final = 10e6  # on a long link, until it has been measured
+SAMPLING_S: Final = 0.03
+LONG_LINK_SAMPLING_S: Final = 0.01  # a fraction of a round trip: when the link narrows, its queue fills within one
 # The bucket keeps the budget; the kernel's pacing only spreads it, and must leave a slow lane's share to the others.
 BUDGET_HEADROOM: Final = 1.25
+# A connection that has just halved its window sends less than its share: the others must be able to send more.
+LOSS_BASED_HEADROOM: Final = 1.5
 
 
 class Path(StrEnum):
@@ -119,6 +123,7 @@ class Peer:
         adaptive = options.adaptive and not same_host and rdma is None
         self._governor = Governor(count, options.max_connections if adaptive else count)
         self._adaptive = adaptive
+        self._loss_based = False
         self._pace: float | None = None
         # Over RDMA one connection serves all rails.
         self._lanes: list[Outlet] = (
@@ -276,6 +281,7 @@ class Peer:
     def on_long_link(self, congestion: str) -> None:
         with self.lock:
             if congestion != "bbr" and self._adaptive:
+                self._loss_based = True
                 self._governor.expect_loss_based()
             if self.scheduler.lane_bytes_per_s == float("inf"):
                 self.scheduler.lane_bytes_per_s = FIRST_LANE_BYTES_PER_S
@@ -349,8 +355,9 @@ class Peer:
             up = [lane for lane in self._lanes if lane.up]
             limits = [self._pace, None if self._budget is None else BUDGET_HEADROOM * self._budget]
         total = min((limit for limit in limits if limit is not None), default=None)
+        headroom = LOSS_BASED_HEADROOM if self._loss_based else 1.0
         for lane in up:
-            lane.pace(None if total is None else total / len(up))
+            lane.pace(None if total is None else headroom * total / len(up))
 
     def _govern(self, state: LinkState, now: float) -> None:
         if not self._adaptive:
@@ -412,6 +419,11 @@ class Peer:
             self.chooser.on_situation(situation, now)
         self._govern(state, now)
         self.settle()
+
+    @property
+    def sampling_s(self) -> float:
+        """How often keep() should be called while there is work."""
+        return LONG_LINK_SAMPLING_S if self._monitor.state.min_rtt_s >= LONG_RTT_S else SAMPLING_S
 
     def link(self) -> LinkState:
         return replace(self._monitor.state, link=self.link_name)

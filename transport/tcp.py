@@ -18,6 +18,8 @@ LONG_RTT_S: Final = 2e-3
 SAME_HOST_BUFFER_BYTES: Final = 512 << 10
 # Bytes that the kernel has taken but not sent cannot be given to a faster lane, nor overtaken by urgent ones.
 NOTSENT_LOWAT_BYTES: Final = 256 << 10
+NOTSENT_LEAST_BYTES: Final = 32 << 10
+NOTSENT_S: Final = 0.05  # of what a lane carries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +92,10 @@ def peer_of(sock: socket.socket) -> str:
         return "an address that is gone"
 
 
-def limit_unsent(sock: socket.socket) -> None:
+def limit_unsent(sock: socket.socket, bytes_per_s: float = float("inf")) -> None:
     """For long links; on short ones it only makes the sender wake more often."""
-    sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, NOTSENT_LOWAT_BYTES)
+    size = max(NOTSENT_LEAST_BYTES, min(NOTSENT_LOWAT_BYTES, NOTSENT_S * bytes_per_s))
+    sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, int(size))
 
 
 def choose_congestion_control(sock: socket.socket, rtt_s: float) -> None:

@@ -34,6 +34,8 @@ class Pipe:
             state = LinkState(
                 peer="p", at=self.now, connections=plan.connections, goodput_bytes_per_s=delivered / STEP_S,
                 rtt_s=rtt_s, min_rtt_s=min_rtt_s, queued_bytes=1 << 30,
+                arriving_bytes_per_s=delivered / STEP_S,
+                in_flight_bytes=int(self.queue + min(offered, self.rate) * min_rtt_s),
             )  # fmt: skip
             governor.on_sample(state, self.now, busy=True)
             self.delays.append(rtt_s - min_rtt_s)
@@ -60,6 +62,49 @@ def test_a_narrower_link_is_met_with_a_slower_pace() -> None:
     assert pipe.goodput > 0.9 * 12e6
 
 
+def test_what_stands_in_the_queue_of_a_link_that_narrows_is_drained_at_once() -> None:
+    pipe, governor = Pipe(60e6), Governor(4, 64)
+    pipe.run(governor, 5.0)
+    pipe.rate = 12e6
+    pipe.run(governor, 1.0)
+    over_s = STEP_S * sum(delay > 2 * RTT_S for delay in pipe.delays)
+    assert max(pipe.delays) > 2 * RTT_S  # what was on its way; nothing helps against that
+    assert over_s < 0.35
+    assert pipe.goodput > 0.85 * 12e6
+    pipe.run(governor, 2.0)
+    assert max(pipe.delays) < 2 * RTT_S
+    assert pipe.goodput > 0.9 * 12e6
+
+
+@pytest.mark.parametrize("arriving", [0.0, 20e6])
+def test_a_machine_that_stands_still_does_not_pass_for_a_narrow_link(arriving: float) -> None:
+    pipe, governor = Pipe(60e6), Governor(4, 64)
+    pipe.run(governor, 5.0)
+    pace = governor.plan.pace_bytes_per_s
+    assert pace is not None
+    for _ in range(4):  # our samples come late, or nothing at all arrives
+        pipe.now += STEP_S if not arriving else 0.1
+        state = LinkState(
+            peer="p", at=pipe.now, connections=4, goodput_bytes_per_s=30e6, arriving_bytes_per_s=arriving,
+            in_flight_bytes=5_000_000, rtt_s=1.6 * RTT_S, min_rtt_s=RTT_S, queued_bytes=1 << 30,
+        )  # fmt: skip
+        governor.on_sample(state, pipe.now, busy=True)
+    plan = governor.plan
+    assert plan.pace_bytes_per_s is not None
+    assert plan.pace_bytes_per_s > 0.8 * pace
+
+
+def test_a_transfer_that_ends_while_a_queue_drains_leaves_a_pace_to_go_on_with() -> None:
+    pipe, governor = Pipe(60e6), Governor(4, 64)
+    pipe.run(governor, 5.0)
+    pipe.rate = 12e6
+    while governor.plan.pace_bytes_per_s is None or governor.plan.pace_bytes_per_s > 5e6:
+        pipe.run(governor, STEP_S)
+    pipe.run(governor, 4 * STEP_S)
+    governor.on_sample(LinkState(peer="p", at=pipe.now, rtt_s=0.2, min_rtt_s=RTT_S), pipe.now, busy=False)
+    assert governor.plan.pace_bytes_per_s == pytest.approx(12e6, rel=0.1)
+
+
 def test_a_wider_link_is_found() -> None:
     pipe, governor = Pipe(12e6), Governor(4, 64)
     pipe.run(governor, 5.0)
@@ -72,10 +117,15 @@ def test_a_wider_link_is_found() -> None:
 def test_connections_that_loss_holds_back_become_more() -> None:
     pipe, governor = Pipe(60e6, per_connection=2e6), Governor(4, 64)
     governor.expect_loss_based()
-    assert governor.plan.connections == 16
+    assert governor.plan.connections == 32
     pipe.run(governor, 5.0)
-    assert governor.plan.connections >= 30
-    assert pipe.goodput > 0.6 * 60e6
+    assert governor.plan.connections == 32  # and they suffice
+    assert pipe.goodput > 0.9 * 60e6
+    pipe.per_connection = 1e6
+    pipe.run(governor, 2.0)
+    pipe.run(governor, 2.0)
+    assert governor.plan.connections == 64
+    assert pipe.goodput > 0.9 * 60e6
 
 
 def test_connections_that_bring_nothing_stay_few() -> None:

@@ -10,7 +10,7 @@ from transport.link import LinkMonitor, LinkState, TcpInfo, parse_tcp_info, tcp_
 def info(**fields: object) -> TcpInfo:
     base = TcpInfo(
         rtt_s=0.05, min_rtt_s=0.04, delivery_rate=1e6, app_limited=False, bytes_delivered=0, bytes_sent=0,
-        bytes_retransmitted=0,
+        bytes_retransmitted=0, in_flight_bytes=0,
     )  # fmt: skip
     return replace(base, **fields)  # type: ignore[arg-type]
 
@@ -28,6 +28,16 @@ def test_goodput_and_retransmissions_are_differences_over_time() -> None:
     assert state.available_bytes_per_s == pytest.approx(2e6, rel=0.05)
     assert state.utilisation == pytest.approx(0.5, rel=0.05)
     assert state.bytes_total == 2_000_000
+
+
+def test_what_arrives_just_now_is_known_at_once() -> None:
+    monitor, acked = LinkMonitor("p"), 0
+    for i in range(100):
+        acked += 100_000 if i < 95 else 20_000
+        state = monitor.sample({0: info(bytes_delivered=acked, in_flight_bytes=7)}, i * 0.01)
+    assert state.arriving_bytes_per_s == pytest.approx(2e6)
+    assert state.goodput_bytes_per_s == pytest.approx(6e6)
+    assert state.in_flight_bytes == 7
 
 
 def test_a_lane_that_reconnects_counts_from_zero() -> None:
