@@ -1,5 +1,6 @@
 """A node's /metrics and /health, read from the agent when asked: nothing is counted twice."""
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 
 from aiohttp import web
@@ -8,6 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from node.agent import NodeAgent
+from node.config import NodeConfig
+from transport.certificates import expires_at
 from transport.proto import node_pb2 as pb
 
 
@@ -34,6 +37,7 @@ class NodeCollector(Collector):
         restarts = CounterMetricFamily("prfaas_engine_restarts", "Times the engine was started again")
         restarts.add_metric([], self._agent.supervisor.restarts)
         yield restarts
+        yield from _security(self._agent.config)
         yield _counter("prfaas_config_reloads", "SIGHUPs, by what came of them", "outcome", self._agent.reloads)
 
     def _requests(self) -> Iterator[Metric]:
@@ -63,6 +67,20 @@ class NodeCollector(Collector):
             "cache",
             consumer.quantised,
         )
+
+
+def _security(config: NodeConfig) -> Iterator[Metric]:
+    info = GaugeMetricFamily(
+        "prfaas_node_security", "1 for what protects transfers and calls", labels=["integrity", "control"]
+    )
+    info.add_metric([config.integrity, "mtls" if config.identity else "plain"], 1.0)
+    yield info
+    if config.identity is None:
+        return
+    expiry = GaugeMetricFamily("prfaas_certificate_expiry_timestamp_seconds", "When the certificate on disk ends")
+    with contextlib.suppress(OSError, ValueError):  # it is being replaced
+        expiry.add_metric([], expires_at(config.identity.certificate))
+    yield expiry
 
 
 def _counter(name: str, about: str, label: str, values: Mapping[str, int]) -> Metric:

@@ -77,6 +77,11 @@ class Authority:
         return builder.sign(self._key, hashes.SHA256())
 
 
+def expires_at(certificate: Path) -> float:
+    """When the certificate in a PEM file ends, in seconds since 1970. Raises OSError, ValueError."""
+    return x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc.timestamp()
+
+
 def _name(common_name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
 

@@ -112,6 +112,9 @@ def test_agents_do_not_listen_to_who_has_no_certificate(bench: Bench) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await stub.Describe(pb.DescribeRequest(), timeout=5.0)
             assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+        url = bench.node("decode0").metrics_url
+        assert await bench.metric(url, 'prfaas_node_security{control="mtls",integrity="aead"}') == 1
+        assert await bench.metric(url, "prfaas_certificate_expiry_timestamp_seconds") > 1.7e9
 
     bench.run(scenario())
 
