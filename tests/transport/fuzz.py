@@ -28,7 +28,7 @@ from transport.transfer import Manifest, Outbox, proof_of
 
 SIZES: Final = (4096, 0, 70_000)
 INPUTS_PER_END: Final = 50
-SLOW_S: Final = 5.0  # on a machine that does much else; an input takes a tenth of a millisecond
+SLOW_S: Final = 1.0  # of processor time, which other work on the machine does not stretch; a usual input takes 0.1 ms
 MAX_GROWTH_BYTES: Final = 64 << 20
 WARM_INPUTS: Final = 2000
 EDGES: Final = {
@@ -239,7 +239,7 @@ def fuzz(num_inputs: int, seed: int) -> Report:
         if number == WARM_INPUTS:
             at_first = _peak_bytes()
         data = any_input(rng, end)
-        started = time.perf_counter()
+        started = time.thread_time()
         try:
             now_taken = end.feed(data)
             taken += now_taken
@@ -251,8 +251,8 @@ def fuzz(num_inputs: int, seed: int) -> Report:
         except BaseException:
             print(f"seed {seed}, input {number}, {end.role.name}: {data.hex()}", file=sys.stderr)
             raise
-        slowest_s = max(slowest_s, time.perf_counter() - started)
-        assert slowest_s < SLOW_S, f"seed {seed}, input {number} took {slowest_s:.1f} s"
+        slowest_s = max(slowest_s, time.thread_time() - started)
+        assert slowest_s < SLOW_S, f"seed {seed}, input {number} took {slowest_s:.1f} CPU s"
     growth = _peak_bytes() - at_first if at_first else 0
     assert growth < MAX_GROWTH_BYTES, f"memory grew by {growth / (1 << 20):.0f} MiB"
     return Report(num_inputs, taken, refused, slowest_s, growth)
@@ -280,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"{total.inputs:,} inputs, {total.frames:,} frames taken, "
         + ", ".join(f"{count:,} {name}" for name, count in total.refused.most_common())
-        + f"; nothing else raised, slowest input {1000 * total.slowest_s:.1f} ms, "
+        + f"; nothing else raised, slowest input {1000 * total.slowest_s:.1f} CPU ms, "
         f"memory +{total.growth_bytes / (1 << 20):.1f} MiB; "
         f"{seconds:.0f} s, {cpu.ru_utime + cpu.ru_stime:.0f} CPU s"
     )
