@@ -1,7 +1,7 @@
 """The prefix tree of cached blocks.
 
-A node stands for one full block of tokens, after all blocks before it. It holds the full-attention pages of that block
-and, where somebody stored them, companions: the snapshot of a linear state at its end, a block of a sliding window.
+A node stands for one full block of tokens, after all blocks before it. It holds the full-attention pages of that block.
+Where somebody stored them it has companions: the snapshot of a linear state at its end, a block of a sliding window.
 
     root ── A ── B ── C          locks: reservations that use the node; whoever locks a node locks all before it
                  │    └ state    children: nodes that are worth nothing without it
@@ -14,19 +14,19 @@ Pages = tuple[int, ...]
 class Node:
     """One full block of a prefix. Evictable when it has neither locks nor children."""
 
-    __slots__ = ("children", "companions", "hash", "index", "locks", "pages", "parent")
+    __slots__ = ("children", "hash", "index", "locks", "pages", "parent")
 
-    def __init__(self, hash: bytes, parent: "Node | None", pages: tuple[Pages, ...]) -> None:
+    def __init__(self, hash: bytes, parent: "Node | None", pages: Pages) -> None:
         self.hash = hash
         self.parent = parent
         self.children = 0
-        self.locks = 0
-        self.index = 0
-        if parent is not None:
+        self.locks = 1  # of the request that stores it
+        if parent is None:
+            self.index = 0
+        else:
             self.index = parent.index + 1
             parent.children += 1
-        self.pages = pages  # one entry per full-attention group
-        self.companions: dict[int, Companion] = {}  # by group
+        self.pages = pages  # of all full-attention groups, one group after the other
 
     @property
     def key(self) -> bytes:

@@ -170,6 +170,11 @@ class ModelLayout:
     def state_groups(self) -> tuple[int, ...]:
         return self._groups_of(LinearState)
 
+    @cached_property
+    def companion_groups(self) -> tuple[int, ...]:
+        """The groups besides full attention, whose blocks and snapshots accompany its blocks."""
+        return (*self.window_groups, *self.state_groups)
+
     def _groups_of(self, kind: type[KVCacheSpec]) -> tuple[int, ...]:
         return tuple(i for i, group in enumerate(self.groups) if isinstance(group.spec, kind))
 

@@ -36,18 +36,20 @@ def longest_common_hit(
     layout: ModelLayout, held: Sequence[Container[bytes]], hashes: Hashes, num_tokens: int
 ) -> PrefixHit:
     """The hit of a prompt of `num_tokens` tokens with these block hashes; `held[g]` is what group g holds."""
-    block_size, full_groups = layout.block_size, layout.full_groups
-    attention = min(len(hashes), num_tokens // block_size)
-    for group in full_groups:
+    block_size = layout.block_size
+    attention = num_tokens // block_size
+    if attention > len(hashes):
+        attention = len(hashes)
+    for group in layout.full_groups:
         attention = full_hit(held[group], hashes, attention)
     if not attention:
         return MISS
     agreed = attention
-    if len(full_groups) < len(layout.groups):
+    if layout.companion_groups:
         while agreed and (shorter := _shorten(layout, held, hashes, agreed)) < agreed:
             agreed = shorter
-    if not full_groups:
-        attention = agreed  # nothing to transfer by block, so nothing to save either
+        if not layout.full_groups:
+            attention = agreed  # nothing to transfer by block, so nothing to save either
     return PrefixHit(agreed * block_size, attention * block_size)
 
 

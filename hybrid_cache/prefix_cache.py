@@ -9,21 +9,23 @@ blocks) and releases. Own pages are transfer-cache blocks: never matched, never 
 Single-threaded and pure: the owner serialises calls, passes `now` and moves the bytes.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Final
+from itertools import chain, islice
+from typing import Final, TypeAlias
 
 from hybrid_cache.blocks import Companion, Item, Node, Pages
 from hybrid_cache.errors import DuplicateReservation, IntegrityError, OutOfPages, UnknownReservation
 from hybrid_cache.events import BlocksStored, CacheCleared, CacheEvent, EventLog, Medium
-from hybrid_cache.eviction.base import EvictionPolicy, Use
+from hybrid_cache.eviction.base import EvictionPolicy, Key, Use
 from hybrid_cache.eviction.choice import default_policy
 from hybrid_cache.layout import ModelLayout
 from hybrid_cache.lookup import PrefixHit, longest_common_hit
 from hybrid_cache.pool import PagePool
-from hybrid_cache.reservation import Hold, Purpose, Reservation
+from hybrid_cache.reservation import Hold, Purpose, Reservation, full_group_parts
 from hybrid_cache.snapshots import BranchPoints, Prefill, SnapshotPolicy
+
+Keys: TypeAlias = Sequence[tuple[int, int]]
 
 EVENT_LIMIT: Final = 1 << 20  # hashes kept for a reader that does not come
 
@@ -65,8 +67,10 @@ class PrefixCache:
             self._nodes if group in layout.full_groups else self._companions[group]
             for group in range(len(layout.groups))
         )
+        self._companion_groups = layout.companion_groups
         self._pages_per_block = tuple(layout.pages_per_block(group) for group in range(len(layout.groups)))
         self._node_pages = sum(self._pages_per_block[group] for group in layout.full_groups)
+        self._node_parts = full_group_parts(layout)
         self._evictable_pages = 0
         self._holds: dict[str, Hold] = {}
         self._events = EventLog(EVENT_LIMIT if event_limit is None else event_limit)
@@ -138,7 +142,7 @@ class PrefixCache:
         hashes = list(hashes[: num_tokens // self.layout.block_size])
         hit = self.match(hashes, num_tokens)
         cached = hit.num_tokens if purpose is Purpose.PREFILL else hit.attention_tokens
-        hold = Hold(request_id=request_id, hashes=hashes, num_tokens=num_tokens, deadline=now + ttl_s)
+        hold = Hold(request_id, hashes, num_tokens, now + ttl_s)
         self._lock_prefix(hold, cached, purpose)
         try:
             self._allocate_own(hold, cached, self._snapshot_lengths(num_tokens, hit, purpose), now)
@@ -148,7 +152,7 @@ class PrefixCache:
         self._holds[request_id] = hold
         if purpose not in (Purpose.PROMOTION, Purpose.ATTENTION):  # the request itself is still to come
             self._eviction.begin(Use(now, hashes, category))
-        return self._describe(hold, cached, purpose)
+        return Reservation(hold, self.layout, purpose, cached)
 
     def pin(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, *, now: float, ttl_s: float) -> int:
         """Locks the longest prefix that a prefill could reuse, without pages of its own; returns its tokens.
@@ -159,7 +163,7 @@ class PrefixCache:
             raise DuplicateReservation(f"request {request_id!r} already holds a reservation")
         length = self.match(hashes, num_tokens).num_tokens
         blocks = list(hashes[: length // self.layout.block_size])
-        hold = Hold(request_id=request_id, hashes=blocks, num_tokens=length, deadline=now + ttl_s)
+        hold = Hold(request_id, blocks, length, now + ttl_s)
         self._lock_prefix(hold, length, Purpose.PREFILL)
         self._holds[request_id] = hold
         return length
@@ -205,14 +209,12 @@ class PrefixCache:
     def shrink(self, num_pages: int, now: float) -> int:
         """Evicts until `num_pages` more pages are free, or nothing can leave; returns how many more there are."""
         before = self._pool.num_free
-        while self._evictable_pages and self._pool.num_free - before < num_pages:
-            self._evict_one(now)
+        self._evict(min(num_pages, self._evictable_pages), now)
         return self._pool.num_free - before
 
     def clear(self, now: float) -> None:
         """Drops everything that is not in use."""
-        while self._evictable_pages:
-            self._evict_one(now)
+        self._evict(self._evictable_pages, now)
 
     # Locks (paths are long: these loops and those of eviction are what a cache spends its time on)
 
@@ -223,24 +225,28 @@ class PrefixCache:
             raise UnknownReservation(f"no reservation {request_id!r}") from None
 
     def _lock_prefix(self, hold: Hold, cached: int, purpose: Purpose) -> None:
-        blocks = cached // self.layout.block_size
-        for block_hash in hold.hashes[:blocks]:
-            self._lock_node(hold, self._nodes[block_hash])
+        self._lock_path(hold, cached // self.layout.block_size)
         if purpose is not Purpose.PREFILL or not cached:
             return
         for group in self.layout.window_groups:
             for index in self.layout.window_blocks(group, cached):
-                self._lock_companion(hold, hold.nodes[index].companions[group])
+                self._lock_companion(hold, self._companions[group][hold.hashes[index]])
         for group in self.layout.state_groups:
-            self._lock_companion(hold, hold.nodes[-1].companions[group])
+            self._lock_companion(hold, self._companions[group][hold.nodes[-1].hash])
 
-    def _lock_node(self, hold: Hold, node: Node) -> None:
-        if not node.locks:
-            self._evictable_pages -= self._node_pages
-            if not node.children:  # others were not offered
-                self._eviction.withdraw(node.hash)
-        node.locks += 1
-        hold.nodes.append(node)
+    def _lock_path(self, hold: Hold, blocks: int) -> None:
+        """Locks the request's blocks up to `blocks`, all of which are cached, as far as it does not do so yet."""
+        nodes, path = self._nodes, hold.nodes
+        unlocked = 0
+        for block_hash in hold.hashes[len(path) : blocks]:
+            node = nodes[block_hash]
+            unlocked += not node.locks
+            node.locks += 1
+            path.append(node)
+        self._evictable_pages -= unlocked * self._node_pages
+        # Only the last one can be without children, and others were not offered.
+        if unlocked and path[-1].locks == 1 and not path[-1].children:
+            self._eviction.withdraw(path[-1].hash)
 
     def _lock_companion(self, hold: Hold, companion: Companion) -> None:
         if not companion.locks:
@@ -258,28 +264,33 @@ class PrefixCache:
                 self._evictable_pages += len(companion.pages)
                 self._eviction.offer(companion.key, now)
         if not self._node_pages:
-            self._unlock_empty(hold, now)
-            return
-        touch = self._eviction.touch
-        for node in reversed(hold.nodes):
-            node.locks -= 1
-            touch(node.hash, now)
-            if not node.locks:
-                self._evictable_pages += self._node_pages
-                if not node.children:
-                    self._eviction.offer(node.hash, now)
+            self._unlock_empty(hold)
+        elif hold.nodes:
+            self._unlock_path(hold, now)
 
-    def _unlock_empty(self, hold: Hold, now: float) -> None:
+    def _unlock_path(self, hold: Hold, now: float) -> None:
+        path = hold.nodes
+        unlocked = 0
+        for node in path:
+            node.locks -= 1
+            unlocked += not node.locks
+        self._evictable_pages += unlocked * self._node_pages
+        self._eviction.touch_path(hold.hashes[len(path) - 1 :: -1], now)
+        tail = path[-1]
+        if not tail.locks and not tail.children:
+            self._eviction.offer(tail.hash, now)
+
+    def _unlock_empty(self, hold: Hold) -> None:
         for node in reversed(hold.nodes):
             node.locks -= 1
-            self._prune(node, now)
+            self._prune(node)
 
     # Allocation
 
     def _snapshot_lengths(self, num_tokens: int, hit: PrefixHit, purpose: Purpose) -> set[int]:
         if purpose is Purpose.ATTENTION:
             return set()
-        if purpose is not Purpose.PREFILL or len(self.layout.full_groups) == len(self.layout.groups):
+        if purpose is not Purpose.PREFILL or not self._companion_groups:
             return {num_tokens}
         prefill = Prefill(
             num_tokens=num_tokens,
@@ -300,145 +311,158 @@ class PrefixCache:
             self._allocate_for(hold, cached, {hold.num_tokens}, now)
 
     def _allocate_for(self, hold: Hold, cached: int, lengths: Iterable[int], now: float) -> None:
-        lengths = sorted(lengths)
+        size = self._pages_per_block
         first, stop = cached // self.layout.block_size, -(-hold.num_tokens // self.layout.block_size)
+        windows, states = self._own_companions(hold, sorted(lengths)) if self._companion_groups else ((), ())
+        count = (stop - first) * self._node_pages
+        count += sum([size[group] for owned in (windows, states) for group, _ in owned])
+        pages = self._allocate(count, now)
+        hold.first_own = first
+        hold.own_blocks = self._blocks_of(pages, stop - first)
+        if self._companion_groups:
+            rest = iter(pages[(stop - first) * self._node_pages :])
+            hold.own_windows = {key: tuple(islice(rest, size[key[0]])) for key in windows}
+            hold.own_states = {key: tuple(islice(rest, size[key[0]])) for key in states}
+
+    def _own_companions(self, hold: Hold, lengths: Sequence[int]) -> tuple[Keys, Keys]:
+        """The window blocks (group, block) and snapshots (group, length) that a request needs room for."""
         windows = []
         for group in self.layout.window_groups:
             # A landing takes its whole tail from the wire; a prefill finds what lies before `cached` locked.
             shared = {companion.node.index for companion in hold.companions if companion.group == group}
             tail = {index for length in lengths for index in self.layout.window_blocks(group, length)}
             windows += [(group, index) for index in sorted(tail - shared)]
-        states = [(group, length) for group in self.layout.state_groups for length in lengths]
-        size = self._pages_per_block
-        count = (stop - first) * self._node_pages + sum([size[group] for group, _ in windows + states])
-        pages = iter(self._allocate(count, now))
-        # Group after group, so that the blocks of one lie side by side.
-        full = [_cut(pages, stop - first, size[group]) for group in self.layout.full_groups]
-        hold.own_nodes = dict(zip(range(first, stop), zip(*full, strict=True), strict=False))
-        hold.own_windows = {key: tuple(islice(pages, size[key[0]])) for key in windows}
-        hold.own_states = {key: tuple(islice(pages, size[key[0]])) for key in states}
+        return windows, [(group, length) for group in self.layout.state_groups for length in lengths]
+
+    def _blocks_of(self, pages: Sequence[int], count: int) -> list[Pages]:
+        """The first `pages`, dealt out to `count` blocks. Group after group, so that the blocks of one lie side by side."""
+        columns, start = [], 0
+        for group in self.layout.full_groups:
+            size = self._pages_per_block[group]
+            end = start + count * size
+            columns += [pages[start + offset : end : size] for offset in range(size)]
+            start = end
+        return list(zip(*columns, strict=True)) if columns else [()] * count
 
     def _allocate(self, count: int, now: float) -> list[int]:
-        available = self._pool.num_free + self._evictable_pages
-        if count > available:
-            raise OutOfPages(count, available)
-        pool = self._pool
-        while pool.num_free < count:
-            self._evict_one(now)
-        return pool.allocate(count)
-
-    def _describe(self, hold: Hold, cached: int, purpose: Purpose) -> Reservation:
-        count = -(-hold.num_tokens // self.layout.block_size)
-        blocks: list[list[Pages]] = [[] for _ in self.layout.groups]
-        states: list[dict[int, Pages]] = [{} for _ in self.layout.groups]
-        for position, group in enumerate(self.layout.full_groups):
-            blocks[group] = [node.pages[position] for node in hold.nodes]
-            blocks[group] += [own[position] for own in hold.own_nodes.values()]
-        for group in self.layout.window_groups:
-            blocks[group] = [()] * count
-        for companion in hold.companions:
-            if companion.group in self.layout.state_groups:
-                states[companion.group][cached] = companion.pages
-            else:
-                blocks[companion.group][companion.node.index] = companion.pages
-        for (group, index), pages in hold.own_windows.items():
-            blocks[group][index] = pages
-        for (group, length), pages in hold.own_states.items():
-            states[group][length] = pages
-        return Reservation(
-            request_id=hold.request_id,
-            purpose=purpose,
-            num_tokens=hold.num_tokens,
-            cached_tokens=cached,
-            blocks=tuple(tuple(group) for group in blocks),
-            states=tuple(states),
-        )
+        free = self._pool.num_free
+        if count > free:
+            if count > free + self._evictable_pages:
+                raise OutOfPages(count, free + self._evictable_pages)
+            self._evict(count - free, now)
+        return self._pool.allocate(count)
 
     # Growing and shrinking the tree
 
     def _commit_blocks(self, hold: Hold, full_blocks: int) -> None:
+        nodes, path, own, first = self._nodes, hold.nodes, hold.own_blocks, hold.first_own
         added = []
-        parent = hold.nodes[-1] if hold.nodes else None
-        for index in range(len(hold.nodes), full_blocks):
+        parent = path[-1] if path else None
+        for index in range(len(path), full_blocks):
             block_hash = hold.hashes[index]
-            node = self._nodes.get(block_hash)
-            if node is None:
-                pages = hold.own_nodes.pop(index) if self._node_pages else ()
-                node = self._nodes[block_hash] = Node(block_hash, parent, pages)
-                node.locks = 1
-                hold.nodes.append(node)
-                added.append(block_hash)
-            else:
-                self._lock_node(hold, node)
-            parent = node
+            if block_hash in nodes:
+                self._lock_path(hold, index + 1)
+                parent = path[-1]
+                continue
+            parent = nodes[block_hash] = Node(block_hash, parent, own[index - first])
+            own[index - first] = ()
+            path.append(parent)
+            added.append(block_hash)
         for group in self.layout.full_groups:
             self._events.stored(group, added)
 
     def _commit_companions(self, hold: Hold, full_blocks: int, unfilled: Container[tuple[int, int]]) -> None:
         for group, index in [key for key in hold.own_windows if key not in unfilled]:
-            if index < full_blocks and group not in hold.nodes[index].companions:
+            if index < full_blocks and hold.hashes[index] not in self._companions[group]:
                 self._add_companion(hold, hold.nodes[index], group, hold.own_windows.pop((group, index)))
         for group, length in [key for key in hold.own_states if key not in unfilled]:
             blocks, rest = divmod(length, self.layout.block_size)
-            if not rest and blocks <= full_blocks and group not in hold.nodes[blocks - 1].companions:
+            if not rest and blocks <= full_blocks and hold.hashes[blocks - 1] not in self._companions[group]:
                 self._add_companion(hold, hold.nodes[blocks - 1], group, hold.own_states.pop((group, length)))
 
     def _add_companion(self, hold: Hold, node: Node, group: int, pages: Pages) -> None:
-        companion = Companion(node, group, pages)
+        companion = self._companions[group][node.hash] = Companion(node, group, pages)
         companion.locks = 1
         hold.companions.append(companion)
-        node.companions[group] = self._companions[group][node.hash] = companion
         self._events.stored(group, (node.hash,))
 
-    def _evict_one(self, now: float) -> None:
-        key = self._eviction.pop_victim(now)
-        if isinstance(key, tuple):
-            group, block_hash = key
-            companion = self._companions[group][block_hash]
-            self._drop_companion(companion)
-            self._prune(companion.node, now)
-        else:
-            assert isinstance(key, bytes)
-            self._drop_node(self._nodes.pop(key), now)
+    def _evict(self, num_pages: int, now: float) -> None:
+        """What the policy likes least leaves, until `num_pages` more are free. As many must be evictable."""
+        policy, nodes, node_pages = self._eviction, self._nodes, self._node_pages
+        left: list[bytes] = []
+        left_pages: list[Pages] = []
+        while num_pages > 0:
+            key = policy.pop_victim(now)
+            if not isinstance(key, bytes):
+                num_pages -= self._evict_companion(key)
+                continue
+            node = nodes.pop(key)
+            assert not node.locks
+            assert not node.children
+            left.append(node.hash)
+            left_pages.append(node.pages)
+            num_pages -= node_pages
+            if self._companion_groups:
+                num_pages -= self._drop_companions_of(node)
+            parent = node.parent
+            if parent is not None:
+                parent.children -= 1
+                if not parent.children and not parent.locks:
+                    policy.offer(parent.hash, now)
+        self._on_nodes_gone(left, left_pages)
 
-    def _drop_companion(self, companion: Companion) -> None:
+    def _evict_companion(self, key: Key) -> int:
+        assert isinstance(key, tuple)
+        group, block_hash = key
+        companion = self._companions[group][block_hash]
+        freed = self._drop_companion(companion)
+        self._prune(companion.node)
+        return freed
+
+    def _on_nodes_gone(self, hashes: Sequence[bytes], pages_of: Sequence[Pages]) -> None:
+        """What remains to be done for nodes that were taken out of the tree, children first."""
+        self._evictable_pages -= len(hashes) * self._node_pages
+        # Those of the first block lie on top again: what takes their place gets them in order.
+        self._pool.free(list(chain.from_iterable(reversed(pages_of))))
+        for group, part in zip(self.layout.full_groups, self._node_parts, strict=True):
+            self._events.removed(group, hashes)
+            if self.on_evict is not None:
+                for block_hash, pages in zip(hashes, pages_of, strict=True):
+                    self.on_evict(group, block_hash, pages[part])
+
+    def _drop_companions_of(self, node: Node) -> int:
+        """Drops what cannot stay without `node`; returns the number of pages that this frees."""
+        freed = 0
+        for group in self._companion_groups:
+            companion = self._companions[group].get(node.hash)
+            if companion is not None:
+                self._eviction.forget(companion.key)
+                freed += self._drop_companion(companion)
+        return freed
+
+    def _drop_companion(self, companion: Companion) -> int:
+        """Frees the pages of a companion; returns their number."""
         assert not companion.locks
-        node = companion.node
-        del node.companions[companion.group]
-        del self._companions[companion.group][node.hash]
+        group, block_hash = companion.key
+        del self._companions[group][block_hash]
         self._evictable_pages -= len(companion.pages)
         if self.on_evict is not None:
-            self.on_evict(companion.group, node.hash, companion.pages)
+            self.on_evict(group, block_hash, companion.pages)
         self._pool.free(companion.pages)
-        self._events.removed(companion.group, (node.hash,))
+        self._events.removed(group, (block_hash,))
+        return len(companion.pages)
 
-    def _drop_node(self, node: Node, now: float) -> None:
-        """What remains to be done for a node that was taken out of `_nodes`."""
-        assert not node.locks
-        assert not node.children
-        if node.companions:
-            for companion in list(node.companions.values()):
-                self._eviction.forget(companion.key)
-                self._drop_companion(companion)
-        self._evictable_pages -= self._node_pages
-        block_hash, on_evict = node.hash, self.on_evict
-        for group, pages in zip(self.layout.full_groups, node.pages, strict=True):
-            if on_evict is not None:
-                on_evict(group, block_hash, pages)
-            self._pool.free(pages)
-            self._events.removed(group, (block_hash,))
-        parent = node.parent
-        if parent is not None:
-            parent.children -= 1
-            if self._node_pages and not parent.locks and not parent.children:
-                self._eviction.offer(parent.hash, now)
-
-    def _prune(self, node: Node, now: float) -> None:
+    def _prune(self, node: Node) -> None:
         # Without full attention a node is only a place for companions.
         empty: Node | None = node
-        while empty and not (self._node_pages or empty.locks or empty.children or empty.companions):
-            self._drop_node(self._nodes.pop(empty.hash), now)
+        while empty and not (self._node_pages or empty.locks or empty.children or self._has_companions(empty)):
+            del self._nodes[empty.hash]
             empty = empty.parent
+            if empty is not None:
+                empty.children -= 1
+
+    def _has_companions(self, node: Node) -> bool:
+        return any(node.hash in self._companions[group] for group in self._companion_groups)
 
     # Books
 
@@ -455,7 +479,7 @@ class PrefixCache:
         self._check_tree()
 
     def _check_pages(self) -> None:
-        held = [page for node in self._nodes.values() for pages in node.pages for page in pages]
+        held = [page for node in self._nodes.values() for page in node.pages]
         held += [page for group in self._companions for companion in group.values() for page in companion.pages]
         held += [page for hold in self._holds.values() for page in hold.own_pages()]
         self._pool.check_integrity(held)
@@ -493,11 +517,5 @@ class PrefixCache:
                 raise IntegrityError(f"{node!r} has {children.get(block_hash, 0)} children")
         for group, held in enumerate(self._companions):
             for block_hash, companion in held.items():
-                if self._nodes[block_hash].companions.get(group) is not companion:
+                if self._nodes.get(block_hash) is not companion.node or companion.key != (group, block_hash):
                     raise IntegrityError(f"{companion!r} is not its node's")
-
-
-def _cut(pages: Iterator[int], blocks: int, pages_per_block: int) -> list[Pages]:
-    """The next pages, block by block."""
-    own = islice(pages, blocks * pages_per_block)
-    return list(zip(*[own] * pages_per_block, strict=True))

@@ -10,6 +10,7 @@ Four ways to place a prefill, by name, so that they can be compared:
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Final
 
@@ -89,12 +90,19 @@ def place_cache_aware(
     cost: PrefillCost,
 ) -> PrefillChoice:
     """The node with the shortest predicted TTFT on its own prefix."""
+    return _soonest(request, nodes, cost.queues_s(nodes), cost)
+
+
+def _soonest(
+    request: RouteRequest, nodes: Sequence[NodeView], queues_s: Sequence[float], cost: PrefillCost
+) -> PrefillChoice:
     best, best_s = nodes[0], float("inf")
-    num_tokens = request.num_tokens
-    for node in nodes:
-        ttft_s = cost.queue_s(node) + cost.prefill_s(node, num_tokens, node.cached_tokens)
-        if ttft_s < best_s:
-            best, best_s = node, ttft_s
+    num_tokens, prefill_s = request.num_tokens, cost.prefill_s
+    for node, queue_s in zip(nodes, queues_s, strict=True):
+        if queue_s < best_s:
+            ttft_s = queue_s + prefill_s(node, num_tokens, node.cached_tokens)
+            if ttft_s < best_s:
+                best, best_s = node, ttft_s
     return PrefillChoice(best, best.cached_tokens, best_s)
 
 
@@ -110,15 +118,15 @@ def place_kvcache_centric(
     `holders` are all nodes of the cluster whose prefixes can be fetched; the prefill nodes are usually among them.
     Beyond the algorithm, a fetch that takes longer than computing is not made.
     """
-    choice = place_cache_aware(request, nodes, holders, policy, cost)
+    queues_s = cost.queues_s(nodes)
+    choice = _soonest(request, nodes, queues_s, cost)
     holder = longest_holder(holders)
     if not policy.fetch_bytes_per_s or request.kv_bytes is None or holder is None:
         return choice
     longest = holder.cached_tokens
-    for node in nodes:
-        if longest <= max(1, node.cached_tokens) * policy.balancing_ratio:
+    for node, queue_s in zip(nodes, queues_s, strict=True):
+        if queue_s >= choice.ttft_s or longest <= (node.cached_tokens or 1) * policy.balancing_ratio:
             continue
-        queue_s = cost.queue_s(node)
         compute_s = cost.prefill_s(node, request.num_tokens, longest)
         if queue_s + compute_s >= choice.ttft_s:
             continue  # however fast the fetch
@@ -131,15 +139,12 @@ def place_kvcache_centric(
     return choice
 
 
+_cached_tokens = attrgetter("cached_tokens")
+
+
 def longest_holder(nodes: Sequence[NodeView]) -> NodeView | None:
     """The first of the nodes with the longest prefix; None of no nodes."""
-    if not nodes:
-        return None
-    best = nodes[0]
-    for node in nodes:
-        if node.cached_tokens > best.cached_tokens:
-            best = node
-    return best
+    return max(nodes, key=_cached_tokens, default=None)
 
 
 PLACERS: Final = MappingProxyType[str, Placer](

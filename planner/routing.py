@@ -33,6 +33,8 @@ class Target(StrEnum):
     REMOTE = "remote"
     DECODE = "decode"  # on the decode node itself, nothing travels
 
+    __hash__ = str.__hash__  # Enum's own is slow, and every route is counted
+
 
 class Reason(StrEnum):
     """Why; also the label under which routes are counted."""
@@ -47,6 +49,8 @@ class Reason(StrEnum):
     NO_LOCAL_PREFILL = "no_local_prefill"  # at most t, but no PD prefill node is ready
     NO_PREFILL = "no_prefill"  # nobody prefills but the decode node
     SINGLE_TOKEN = "single_token"  # nothing to hand over: the decode side computes the last token anyway
+
+    __hash__ = str.__hash__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ The rim (gateway or simulator) fills these in for each decision; nothing here is
 These are msgspec structs, not dataclasses, because a dozen are built per request: six times as fast.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 
 import msgspec
@@ -108,3 +108,7 @@ class PrefillCost:
         if node.queue_s is not None:
             return node.queue_s
         return node.queued_tokens / self.tokens_per_s
+
+    def queues_s(self, nodes: Sequence[NodeView]) -> list[float]:
+        """`queue_s` of each node."""
+        return [self.queue_s(node) for node in nodes]

@@ -5,11 +5,11 @@ T1 used once, T2 used again (both resident); B1, B2 ghosts of what left them; p 
 
 from collections import OrderedDict
 
-from hybrid_cache.eviction.base import Key, Use
+from hybrid_cache.eviction.base import EvictionPolicy, Key, Use
 from hybrid_cache.eviction.parking import ParkingQueue
 
 
-class ARC:
+class ARC(EvictionPolicy):
     """The textbook rules with an integer target, for `capacity` items."""
 
     def __init__(self, capacity: int) -> None:

@@ -31,6 +31,11 @@ class EvictionPolicy(Protocol):
         """The item was stored or used. Within a prompt the tail is touched first."""
         ...
 
+    def touch_path(self, keys: Sequence[Key], now: float) -> None:
+        """`touch` for the blocks of a prompt, tail first, of which none is offered."""
+        for key in keys:
+            self.touch(key, now)
+
     def offer(self, key: Key, now: float) -> None:
         """The item may leave from now on."""
         ...

@@ -24,7 +24,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_cache.eviction.base import Key, Use
+from hybrid_cache.eviction.base import EvictionPolicy, Key, Use
 
 # Ages in seconds, two buckets per octave from half a second to 1.5 hours; the last bucket is open.
 EDGES: Final = (0.0, *(0.5 * 2 ** (i / 2) for i in range(28)))
@@ -238,7 +238,7 @@ def _frequency(count: int) -> int:
     return 0 if count == 1 else 1 if count == 2 else 2 if count <= 4 else 3 if count <= 16 else 4
 
 
-class ReuseDensity:
+class ReuseDensity(EvictionPolicy):
     """The policy: a cell for each class and age bucket, the cell of least density first, in it the oldest block.
 
     The model outlives evictions; it remembers up to `max_history` blocks (about 250 bytes each).

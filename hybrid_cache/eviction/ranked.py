@@ -1,14 +1,15 @@
 """Policies that give each item a rank when it is touched and evict the lowest: LRU, FIFO, LFU, GDSF."""
 
 import heapq
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
-from hybrid_cache.eviction.base import Key, Use
+from hybrid_cache.eviction.base import EvictionPolicy, Key, Use
 
 Rank = TypeVar("Rank", bound=int | tuple[Any, ...])
 
 
-class _Ranked(Generic[Rank]):
+class _Ranked(EvictionPolicy, Generic[Rank]):
     """A heap over ranks. Stale entries are dropped when they surface or outnumber the live ones.
 
     Ranks are, or contain, the number of the touch, so no two are equal and keys are never compared.
@@ -19,6 +20,8 @@ class _Ranked(Generic[Rank]):
         self._ranks: dict[Key, Rank] = {}
         self._offered: dict[Key, Rank] = {}
         self._heap: list[tuple[Rank, Key]] = []
+        # Not in the heap yet: a victim's parent is mostly the next victim, and need never be.
+        self._newest: tuple[Rank, Key] | None = None
         self._last_rank: Rank | None = None  # of the last victim
 
     def __len__(self) -> int:
@@ -34,12 +37,15 @@ class _Ranked(Generic[Rank]):
         self._touches += 1
         self._ranks[key] = self.next_rank(self._ranks.get(key))
         if key in self._offered:
-            self._push(key)
+            self.offer(key, now)
 
     def offer(self, key: Key, now: float) -> None:
         if key not in self._ranks:
             self.touch(key, now)
-        self._push(key)
+        rank = self._offered[key] = self._ranks[key]
+        if self._newest is not None:
+            self._push(self._newest)
+        self._newest = (rank, key)
 
     def withdraw(self, key: Key) -> None:
         self._offered.pop(key, None)
@@ -51,30 +57,34 @@ class _Ranked(Generic[Rank]):
     def pop_victim(self, now: float, incoming: Key | None = None) -> Key:
         heap, offered = self._heap, self._offered
         while True:
-            rank, key = heapq.heappop(heap)
+            if self._newest is None:
+                rank, key = heapq.heappop(heap)
+            else:
+                rank, key = heapq.heappushpop(heap, self._newest)
+                self._newest = None
             # A rank is made once per touch, so identity tells the live entry from stale ones.
             if offered.get(key) is rank:
                 del offered[key], self._ranks[key]
                 self._last_rank = rank
                 return key
 
-    def _push(self, key: Key) -> None:
-        heap, offered = self._heap, self._offered
-        rank = offered[key] = self._ranks[key]
-        heapq.heappush(heap, (rank, key))
-        if len(heap) > 2 * len(offered) + 64:
-            self._heap = [(live, key) for key, live in offered.items()]
+    def _push(self, entry: tuple[Rank, Key]) -> None:
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(self._offered) + 64:
+            self._heap = [(live, key) for key, live in self._offered.items()]
             heapq.heapify(self._heap)
 
 
 class LRU(_Ranked[int]):
     """Least recently used first; of one prompt, its tail first."""
 
-    def touch(self, key: Key, now: float) -> None:
-        self._touches += 1
-        self._ranks[key] = self._touches
-        if key in self._offered:
-            self._push(key)
+    def next_rank(self, previous: int | None) -> int:
+        return self._touches
+
+    def touch_path(self, keys: Sequence[Key], now: float) -> None:
+        first = self._touches + 1
+        self._touches += len(keys)
+        self._ranks.update(zip(keys, range(first, first + len(keys)), strict=True))
 
 
 class FIFO(_Ranked[int]):

@@ -3,14 +3,14 @@
 from collections import OrderedDict
 from typing import Final
 
-from hybrid_cache.eviction.base import Key, Use
+from hybrid_cache.eviction.base import EvictionPolicy, Key, Use
 from hybrid_cache.eviction.parking import ParkingQueue
 
 MAX_FREQUENCY: Final = 3
 PROMOTE_FREQUENCY: Final = 2
 
 
-class S3FIFO:
+class S3FIFO(EvictionPolicy):
     """Queues of 10 % and 90 % of `capacity` items; the ghost queue remembers as many keys as the main queue holds items."""
 
     def __init__(self, capacity: int) -> None:

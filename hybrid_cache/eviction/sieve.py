@@ -1,9 +1,9 @@
 """SIEVE (Zhang et al., NSDI'24): one queue, one bit, a hand that stays where it stopped."""
 
-from hybrid_cache.eviction.base import Key, Use
+from hybrid_cache.eviction.base import EvictionPolicy, Key, Use
 
 
-class SIEVE:
+class SIEVE(EvictionPolicy):
     """New items enter at the head; the hand moves from tail to head, clears bits and takes the first unvisited item.
 
     Items that are not offered are passed over. The hand then walks, so it suits pools of which little is locked.

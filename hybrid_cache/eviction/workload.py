@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import exp, inf, log
 from typing import Final
 
-from hybrid_cache.eviction.base import Key, Use
+from hybrid_cache.eviction.base import EvictionPolicy, Key, Use
 
 LIFE_S: Final = 60.0
 MAX_CATEGORIES: Final = 256  # names come from request metadata; past this many they share one
@@ -162,7 +162,7 @@ class _Block:
     offered: bool = False
 
 
-class WorkloadAware:
+class WorkloadAware(EvictionPolicy):
     """The policy. With `fits` it is the paper's offline form; without, it refits itself on a sliding window."""
 
     REFIT_S: Final = 30.0

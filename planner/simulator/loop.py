@@ -3,7 +3,9 @@
 Equal times run in the order in which they were scheduled, so a run depends on nothing but its inputs.
 """
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from heapq import heappop, heappush
 from typing import Any, TypeAlias
 
@@ -26,7 +28,20 @@ class Loop:
     def run(self) -> None:
         """Until nothing is left to happen."""
         heap = self._heap
-        while heap:
-            time, _, handler, argument = heappop(heap)
-            self.now = time
-            handler(time, argument)
+        with _no_collector():
+            while heap:
+                time, _, handler, argument = heappop(heap)
+                self.now = time
+                handler(time, argument)
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Requests come and go without leaving cycles behind, so looking for some would only take time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -92,15 +92,20 @@ class PrefillNode:
         return self._queued_s + left_s if left_s > 0 else self._queued_s
 
     def put(self, now: float, job: Job) -> None:
-        job.est_s = self.pool.prefill.with_prefix(job.prompt, job.cached)
-        self._queue.append(job)
-        self._queued_s += job.est_s
-        if not self._running:
-            self._start(now)
+        if self._running or self.cache is None:  # an idle node's cache knows better
+            job.est_s = self.pool.prefill.with_prefix(job.prompt, job.cached)
+        if self._running:
+            self._queue.append(job)
+            self._queued_s += job.est_s
+        else:
+            self._start(now, job)
 
-    def _start(self, now: float) -> None:
+    def _start_next(self, now: float) -> None:
         job = self._queue.popleft()
         self._queued_s = self._queued_s - job.est_s if self._queue else 0.0
+        self._start(now, job)
+
+    def _start(self, now: float, job: Job) -> None:
         self._running = True
         if self.cache is not None:
             # What was computed while the request waited may have become a prefix; what was promised may be evicted.
@@ -119,7 +124,7 @@ class PrefillNode:
         if self.cache is not None:
             self.cache.end(job.request_id, job.prompt, now)
         if self._queue:
-            self._start(now)
+            self._start_next(now)
         self._on_done(now, job)
 
 
@@ -148,14 +153,13 @@ class DecodeNode:
         self._on_done = on_done
         self._queue: deque[Job] = deque()
         self._flat = self.profile.step_s_per_request == 0
-        self._batch = FairShare(self._tokens_per_s)
+        # By the number of requests in the batch: a step's time, and the tokens per second that each gets.
+        self._step_s = [self.profile.at(max(1, running)) for running in range(self.profile.max_running + 1)]
+        self._batch = FairShare([1.0 / step_s for step_s in self._step_s].__getitem__)
         # Step times, and the token marks from which on they held.
         self._steps: list[float] = []
         self._marks: list[float] = []
         self.seen: NodeView | None = None  # the view, until something changes
-
-    def _tokens_per_s(self, running: int) -> float:
-        return 1.0 / self.profile.at(running)
 
     def assign(self, count: int) -> None:
         """Requests promised to (or, negative, gone from) this node."""
@@ -195,7 +199,7 @@ class DecodeNode:
 
     def _on_batch(self, now: float, mark: float) -> None:
         self._marks.append(mark)
-        self._steps.append(self.profile.at(max(1, len(self._batch))))
+        self._steps.append(self._step_s[len(self._batch)])
         end = self._batch.next_end(now)
         if end is not None:
             self._loop.at(end, self._on_end, self._batch.version)
@@ -220,17 +224,13 @@ class DecodeNode:
         marks, steps = self._marks[first:], self._steps[first:]
         marks[0] = max(marks[0], job.token_mark)
         marks.append(end_mark)
-        parts = [
-            (step, until - begin) for step, begin, until in zip(steps, marks, marks[1:], strict=False) if until > begin
-        ]
-        parts.sort(reverse=True)
         wanted = left = max(1.0, job.output / 10)
         total = 0.0
-        for step, tokens in parts:
-            if tokens >= left:
-                total += left * step
-                left = 0.0
-                break
+        # Two or three periods make up a tenth; sorting all twenty would take longer.
+        while left > 0 and (step := max(steps)) >= 0:
+            at = steps.index(step)
+            steps[at] = -1.0
+            tokens = min(left, marks[at + 1] - marks[at])
             total += tokens * step
             left -= tokens
         return total / (wanted - left) if wanted > left else self.profile.at(1)

@@ -57,6 +57,10 @@ class SimulatedCost(PrefillCost):
     def queue_s(self, node: NodeView) -> float:
         return self._nodes[node.node_id].queue_s(self._loop.now)
 
+    def queues_s(self, nodes: Sequence[NodeView]) -> list[float]:
+        known, now = self._nodes, self._loop.now
+        return [known[node.node_id].queue_s(now) for node in nodes]
+
 
 class World:
     """A scenario in motion."""

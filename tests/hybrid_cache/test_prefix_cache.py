@@ -1,7 +1,7 @@
 import pytest
 
 from hybrid_cache.errors import DuplicateReservation, IntegrityError, OutOfPages, UnknownReservation
-from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared
+from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
 from hybrid_cache.lookup import PrefixHit
 from hybrid_cache.prefix_cache import PrefixCache
 from hybrid_cache.reservation import Purpose
@@ -216,7 +216,7 @@ def test_absent_reader_gets_a_snapshot(monkeypatch):
     monkeypatch.setattr("hybrid_cache.prefix_cache.EVENT_LIMIT", 3)
     cache = make_cache(FULL)
     prefill(cache, PROMPT)
-    assert cache.take_events() == [CacheCleared(), BlocksStored(0, tuple(HASHES))]
+    assert cache.take_events() == [CacheCleared(Medium.MEMORY), BlocksStored(0, tuple(HASHES))]
     assert cache.take_events() == []
 
 

@@ -110,7 +110,7 @@ def test_a_window_that_is_half_in_memory_comes_back_whole(tmp_path):
     node.prefill(PROMPT)
     tail = [hashes_of(PROMPT)[index] for index in LAYOUT.window_blocks(1, 16)]
     while all(node.cache.pages_of(1, block_hash) for block_hash in tail):
-        node.cache._evict_one(0.0)
+        node.cache.shrink(1, 0.0)
     assert any(node.cache.pages_of(1, block_hash) for block_hash in tail)
     assert node.promote(PROMPT)
     again = reserve(node.cache, "again", PROMPT)
