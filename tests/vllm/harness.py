@@ -25,8 +25,8 @@ from transport.messages import TicketInfo
 from transport.proto import node_pb2 as pb
 from transport.proto import node_pb2_grpc as rpc
 
-START_S = 180.0
-ANSWER_S = 120.0
+START_S = 600.0
+ANSWER_S = 240.0
 FIRST_PLAIN_TOKEN, VOCABULARY = 4, 256
 
 
@@ -303,12 +303,18 @@ def _held(description: pb.NodeDescription) -> tuple[int, int, int]:
 
 
 def make_pair(folder: Path, options: dict[str, Any], **agent_settings: Any) -> Pair:
-    nodes = []
-    for name, role, agent_role in (("east", "kv_producer", "prefill"), ("west", "kv_consumer", "decode")):
-        agent = Agent(name, folder, agent_role, **agent_settings)
-        connector = {"agent_socket": str(agent.socket), "http_url": "http://127.0.0.1:1"}
-        nodes.append(Node(agent, Engine(name, folder, dict(options), role, connector)))
-    return Pair(*nodes)
+    with contextlib.ExitStack() as started:
+        nodes = []
+        for name, role, agent_role in (("east", "kv_producer", "prefill"), ("west", "kv_consumer", "decode")):
+            agent = Agent(name, folder, agent_role, **agent_settings)
+            started.callback(agent.close)
+            connector = {"agent_socket": str(agent.socket), "http_url": "http://127.0.0.1:1"}
+            engine = Engine(name, folder, dict(options), role, connector)
+            started.callback(engine.close)
+            nodes.append(Node(agent, engine))
+        pair = Pair(*nodes)
+        started.pop_all()
+    return pair
 
 
 def prompt_of(num_tokens: int, seed: int) -> list[int]:

@@ -7,7 +7,7 @@ import pytest
 from tests.vllm.cases import Case
 from tests.vllm.harness import ANSWER_S, Answer, Engine, Pair, prompt_of
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 TOKENS = 16
 _seeds = count(1)

