@@ -1,12 +1,14 @@
 """Time to first token of two vLLM servers, one prefilling for the other: our connector and gateway, and the NixlConnector.
 
-    .venv-vllm/bin/python -m benchmarks.vllm_pd [--json] [--wan [--rate-mbit 500 --rtt-ms 40]] [--arch llama]
+    .venv-vllm/bin/python -m benchmarks.vllm_pd [--json] [--wan [--rate-mbit 500 --rtt-ms 40]] [--in-turn]
 
 Same model, same flags, same prompts, all servers on this machine, taking turns: while one pair is asked the processes of the
-other are stopped. Ours is asked through our gateway, NIXL as its proxies do it (prefill server, then decode server with
-the parameters of the answer). NIXL moves KVCache by UCX over TCP, we by our own TCP. `overlap` is the share of a
-transfer's bytes that had been sent when prefill ended; a pull that begins after the prefill's answer has none. `ratio` is
-the median over rounds of our time over theirs in the same round. Prompts are random tokens, so nothing is cached.
+other are stopped. That takes 11 GB; with `--in-turn` one pair is measured and ended before the other starts.
+
+Ours is asked through our gateway, NIXL as its proxies do it (prefill server, then decode server with the parameters of the
+answer). NIXL moves KVCache by UCX over TCP, we by our own TCP. `overlap` is the share of a transfer's bytes that had been sent
+when prefill ended; a pull that begins after the prefill's answer has none. `ratio` is the median over rounds of our time
+over theirs for the same prompt. Prompts are random tokens, so nothing is cached.
 """
 
 import argparse
@@ -131,7 +133,7 @@ def main() -> None:
     parser.add_argument("--wan", action="store_true", help="an emulated link between the two servers; needs root")
     parser.add_argument("--rate-mbit", type=float, default=500.0)
     parser.add_argument("--rtt-ms", type=float, default=40.0)
-    parser.add_argument("--only-ours", action="store_true", help="without NIXL")
+    parser.add_argument("--in-turn", action="store_true", help="one pair after the other, which takes half the memory")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if find_spec("vllm") is None:
@@ -139,6 +141,7 @@ def main() -> None:
     if args.wan and (reason := why_not()) is not None:
         sys.exit(f"benchmarks.vllm_pd: {reason}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    install_nixl()
     with contextlib.ExitStack() as stack:
         wan = stack.enter_context(Wan(rate_mbit=args.rate_mbit, rtt_ms=args.rtt_ms)) if args.wan else None
         report = run(args, Place(wan), stack)
@@ -151,27 +154,34 @@ def run(args: argparse.Namespace, place: Place, stack: contextlib.ExitStack) -> 
     build_model(args.arch, model, report=lambda line: None)
     client = End(place.command("b", [sys.executable, "-m", "benchmarks.vllm_client"]))
     stack.callback(client.close)
-    pairs = [our_pair(model, scratch, place, client, stack)]
-    if not args.only_ours:
-        install_nixl()
-        pairs.append(nixl_pair(model, scratch, place, client, stack))
-    rng = np.random.default_rng(int(time.monotonic_ns()))
-    for pair in pairs:
-        pair.signal(signal.SIGSTOP)
-    lengths = {}
-    for length in args.lengths:
-        rounds = [measure(pairs, client, length, rng, first) for first in range(args.rounds + 1)]
-        lengths[length] = summary(rounds[1:])  # the first one opens connections
-    for pair in pairs:
-        pair.signal(signal.SIGCONT)
-    link = {"rate_mbit": args.rate_mbit, "rtt_ms": args.rtt_ms} if args.wan else None
+    seed = time.monotonic_ns()
+    results: dict[int, list[dict[str, dict[str, Any]]]] = {length: [] for length in args.lengths}
+    for makers in [[our_pair], [nixl_pair]] if args.in_turn else [[our_pair, nixl_pair]]:
+        with contextlib.ExitStack() as turn:
+            pairs = [make(model, scratch, place, client, turn) for make in makers]
+            for pair in pairs:
+                pair.signal(signal.SIGSTOP)
+            for length, rounds in measured(pairs, client, args, np.random.default_rng(seed)).items():
+                known = results[length] or [{} for _ in rounds]
+                results[length] = [before | each for before, each in zip(known, rounds, strict=True)]
     return {
         "vllm": installed_version(),
         "arch": args.arch,
-        "link": link,
+        "link": {"rate_mbit": args.rate_mbit, "rtt_ms": args.rtt_ms} if args.wan else None,
         "rounds": args.rounds,
+        "in_turn": args.in_turn,
         "load_average": os.getloadavg()[0],
-        "lengths": lengths,
+        "lengths": {length: summary(rounds) for length, rounds in results.items()},
+    }
+
+
+def measured(
+    pairs: Sequence[Pair], client: End, args: argparse.Namespace, rng: np.random.Generator
+) -> dict[int, list[dict[str, dict[str, Any]]]]:
+    """Results by length and round; the first round of each length, which opens connections, does not count."""
+    return {
+        length: [measure(pairs, client, length, rng, number) for number in range(args.rounds + 1)][1:]
+        for length in args.lengths
     }
 
 
@@ -197,19 +207,16 @@ def summary(rounds: Sequence[dict[str, dict[str, Any]]]) -> dict[str, Any]:
         "bytes": ours[0]["bytes"],
         "fallbacks": sorted({reason for each in ours for reason in each["fallbacks"]}),
     }
-    if all("nixl" in each for each in rounds):
-        nixl = [each["nixl"] for each in rounds]
-        ratios = [mine["ttft_s"] / theirs["ttft_s"] for mine, theirs in zip(ours, nixl, strict=True)]
-        result |= {
-            "nixl_ttft_s": statistics.median(each["ttft_s"] for each in nixl),
-            "nixl_overlap": 0.0,
-            "ratio": statistics.median(ratios),
-            "ratio_min": min(ratios),
-            "ratio_max": max(ratios),
-            "equal_tokens": sum(
-                mine["token_ids"] == theirs["token_ids"] for mine, theirs in zip(ours, nixl, strict=True)
-            ),
-        }
+    nixl = [each["nixl"] for each in rounds]
+    ratios = [mine["ttft_s"] / theirs["ttft_s"] for mine, theirs in zip(ours, nixl, strict=True)]
+    result |= {
+        "nixl_ttft_s": statistics.median(each["ttft_s"] for each in nixl),
+        "nixl_overlap": 0.0,
+        "ratio": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "equal_tokens": sum(mine["token_ids"] == theirs["token_ids"] for mine, theirs in zip(ours, nixl, strict=True)),
+    }
     return {key: round(value, 4) if isinstance(value, float) else value for key, value in result.items()}
 
 
@@ -312,14 +319,10 @@ def install_nixl() -> None:
 def table(report: dict[str, Any]) -> str:
     lines = ["prompt tokens   ours TTFT   NIXL TTFT   ratio (min-max)        our overlap   KVCache   equal tokens"]
     for length, row in report["lengths"].items():
-        theirs = (
-            f"{row['nixl_ttft_s']:9.3f} s   {row['ratio']:5.2f} ({row['ratio_min']:.2f}-{row['ratio_max']:.2f})"
-            if "ratio" in row
-            else " " * 30
-        )
+        theirs = f"{row['nixl_ttft_s']:9.3f} s   {row['ratio']:5.2f} ({row['ratio_min']:.2f}-{row['ratio_max']:.2f})"
         lines.append(
             f"{length:13}   {row['ours_ttft_s']:7.3f} s   {theirs:33}   {row['ours_overlap']:11.2f}   "
-            f"{row['bytes'] / 1e6:5.1f} MB   {row.get('equal_tokens', '-')}/{report['rounds']}"
+            f"{row['bytes'] / 1e6:5.1f} MB   {row['equal_tokens']}/{report['rounds']}"
         )
     return "\n".join([*lines, f"vLLM {report['vllm']}, load average {report['load_average']:.1f}"])
 
