@@ -39,6 +39,7 @@ class Script:
     words: tuple[str, ...] = ("one", " two", " three")
     word_interval_s: float = 0.0
     prefill_s: float = 0.0
+    prefill_gate: asyncio.Event | None = None  # set by the test when prefills may go on
     cached_tokens: int = 0
     reserve: list[str] = field(default_factory=list)  # a grpc.StatusCode name
     prefill: list[str] = field(default_factory=list)  # "die", "hang", "drop" or "STATUS code"
@@ -258,6 +259,8 @@ class ScriptedNode(NodeAgentServicer):
 
     async def _prefill(self, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await asyncio.sleep(self.script.prefill_s)
+        if self.script.prefill_gate is not None:
+            await self.script.prefill_gate.wait()
         if refusal := await self._fault(http, _next(self.script.prefill)):
             return refusal
         ticket = body["kv_transfer_params"]["ticket"]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.gateway.worlds import QUICK, on_loop, world
+from tests.gateway.worlds import PATIENT, on_loop, until, world
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
 
@@ -41,7 +41,7 @@ async def test_the_openai_sdk_gets_models_answers_streams_and_errors() -> None:
 
 @on_loop
 async def test_a_client_that_stops_reading_loses_its_place() -> None:
-    async with world(decode=1, timeouts=replace(QUICK, client_stall_s=0.3)) as w:
+    async with world(decode=1, timeouts=replace(PATIENT, client_stall_s=0.3)) as w:
         node = w.nodes.decode[0]
         node.script.words = ("x" * 100_000,) * 500
         host, port = w.gateway.url.removeprefix("http://").split(":")
@@ -52,10 +52,7 @@ async def test_a_client_that_stops_reading_loses_its_place() -> None:
         )
         writer.write(head.encode() + b"\r\n\r\n" + body)
         assert b"200 OK" in await reader.readline()
-        for _ in range(300):
-            if node.running == 0 and not w.gateway.door.in_flight:
-                break
-            await asyncio.sleep(0.01)
+        await until(lambda: node.running == 0 and not w.gateway.door.in_flight)
         await w.settled()
         (record,) = await w.records()
         assert (record["status"], record["error"]) == (499, "client stalled")
@@ -64,7 +61,7 @@ async def test_a_client_that_stops_reading_loses_its_place() -> None:
 
 @on_loop
 async def test_a_body_that_never_arrives_is_a_408() -> None:
-    async with world(timeouts=replace(QUICK, body_s=0.1)) as w:
+    async with world(timeouts=replace(PATIENT, body_s=0.1)) as w:
         host, port = w.gateway.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(

@@ -8,18 +8,10 @@ from gateway.server import running
 from hybrid_cache.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.spec import FullAttention
 from tests.gateway.scripted import LAYOUT
-from tests.gateway.worlds import World, config_for, on_loop, text_tokenizer, world
+from tests.gateway.worlds import PATIENCE_S, config_for, on_loop, text_tokenizer, until, world
 from transport.proto import node_pb2 as pb
 
 PROMPT = "the quick brown fox jumps over the lazy dog " * 6
-
-
-async def until(w: World, holds: object) -> None:
-    """Waits for what node events change, the prefix index included."""
-    assert callable(holds)
-    async with asyncio.timeout(5.0):
-        while not holds():  # noqa: ASYNC110 the index tells nobody that it changed
-            await asyncio.sleep(0.005)
 
 
 def states(clusters: Clusters) -> dict[str, str]:
@@ -37,9 +29,9 @@ async def test_states_are_those_the_nodes_tell() -> None:
         clusters = w.gateway.door.clusters
         assert states(clusters) == {"r0": "ready", "p0": "ready", "d0": "ready", "d1": "ready"}
         w.nodes.remote[0].become(pb.NODE_STATE_DRAINING)
-        await until(w, lambda: states(clusters)["r0"] == "draining")
+        await until(lambda: states(clusters)["r0"] == "draining")
         w.nodes.local[0].become(pb.NODE_STATE_ENGINE_DOWN)
-        await until(w, lambda: states(clusters)["p0"] == "engine_down")
+        await until(lambda: states(clusters)["p0"] == "engine_down")
         assert (await w.complete(PROMPT)).headers["x-prfaas-route"].endswith("reason=no_prefill")
 
 
@@ -48,13 +40,13 @@ async def test_a_node_whose_agent_dies_is_down_and_comes_back_with_its_cache() -
     async with world(decode=1) as w:
         clusters, node = w.gateway.door.clusters, w.nodes.decode[0]
         await node.stop_agent()
-        await until(w, lambda: states(clusters)["d0"] == "down")
+        await until(lambda: states(clusters)["d0"] == "down")
         assert (await w.complete(PROMPT)).status == 503
         node.cache = [pb.BlocksStored(group=group, hashes=b"h" * 32) for group in (0, 1)]
         await node.start_agent(node.agent_address)
-        await until(w, lambda: states(clusters)["d0"] == "ready")
+        await until(lambda: states(clusters)["d0"] == "ready")
         assert (await w.complete(PROMPT)).status == 200
-        await until(w, lambda: has_prefix(clusters, "d0", b"h" * 32))
+        await until(lambda: has_prefix(clusters, "d0", b"h" * 32))
 
 
 @on_loop
@@ -63,8 +55,8 @@ async def test_another_gateway_knows_at_once_what_the_first_one_learnt() -> None
         w.nodes.local[0].cache = [pb.BlocksStored(group=group, hashes=b"h" * 32) for group in (0, 1)]
         async with running(config_for(w.nodes), text_tokenizer(), time.monotonic) as second:
             clusters = second.door.clusters
-            assert await clusters.wait_for(lambda: all(node.connected for node in clusters.nodes), 5.0)
-            await until(w, lambda: has_prefix(clusters, "p0", b"h" * 32))
+            assert await clusters.wait_for(lambda: all(node.connected for node in clusters.nodes), PATIENCE_S)
+            await until(lambda: has_prefix(clusters, "p0", b"h" * 32))
 
 
 @on_loop
@@ -73,9 +65,9 @@ async def test_a_lost_event_starts_the_view_of_a_node_anew() -> None:
         clusters, node = w.gateway.door.clusters, w.nodes.remote[0]
         node.cache = [pb.BlocksStored(group=group, hashes=b"a" * 32) for group in (0, 1)]
         node.tell(pb.NodeEvent(load=pb.Load(), seq=5))
-        await until(w, lambda: states(clusters)["r0"] == "down")
-        await until(w, lambda: states(clusters)["r0"] == "ready")
-        await until(w, lambda: has_prefix(clusters, "r0", b"a" * 32))
+        await until(lambda: states(clusters)["r0"] == "down")
+        await until(lambda: states(clusters)["r0"] == "ready")
+        await until(lambda: has_prefix(clusters, "r0", b"a" * 32))
 
 
 @on_loop
@@ -84,7 +76,7 @@ async def test_a_node_of_another_layout_is_not_used() -> None:
         clusters, node = w.gateway.door.clusters, w.nodes.remote[0]
         node.layout = ModelLayout("other", "float32", 8, (KVCacheGroup(FullAttention(8, 4), (0,)),))
         node.become(pb.NODE_STATE_READY)
-        await until(w, lambda: not clusters._serves(clusters.by_id("r0")))
+        await until(lambda: not clusters._serves(clusters.by_id("r0")))
         response = await w.complete(PROMPT * 9)
         assert response.headers["x-prfaas-route"].startswith("local; node=p0;")
 
@@ -95,10 +87,10 @@ async def test_a_description_that_makes_no_sense_keeps_the_node_out() -> None:
         clusters, (first, second) = w.gateway.door.clusters, w.nodes.decode
         first.role = "conductor"
         first.become(pb.NODE_STATE_READY)
-        await until(w, lambda: states(clusters)["d0"] == "down")
+        await until(lambda: states(clusters)["d0"] == "down")
         second.node_id = "p0"
         second.become(pb.NODE_STATE_READY)
-        await until(w, lambda: states(clusters)["d1"] == "down")
+        await until(lambda: states(clusters)["d1"] == "down")
         assert (await w.complete(PROMPT)).status == 503
 
 
@@ -113,7 +105,7 @@ async def test_links_are_summed_over_the_senders_and_congestion_keeps_requests_l
             link = pb.Link(peer="west", available_bytes_per_s=1e6, utilisation=0.99, queued_bytes=5)
             node.load = pb.Load(links=[link])
             node.tell(pb.NodeEvent(load=node.load))
-        await asyncio.sleep(0.05)
+        await until(lambda: clusters.links()[0].available_bytes_per_s == 2e6)
         (link_view,) = clusters.links()
         assert (link_view.available_bytes_per_s, link_view.queued_bytes) == (2e6, 10)
         response = await w.complete("the quick brown fox jumps over the lazy dog " * 40)

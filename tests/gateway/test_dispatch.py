@@ -9,7 +9,7 @@ import pytest
 
 from gateway.openai import Endpoint, parse
 from gateway.tokens import PromptReader
-from tests.gateway.worlds import QUICK, World, on_loop, text_tokenizer, world
+from tests.gateway.worlds import PATIENCE_S, PATIENT, World, on_loop, text_tokenizer, until, world
 from transport.messages import TicketInfo
 from transport.proto import node_pb2 as pb
 
@@ -95,7 +95,8 @@ async def test_a_prefix_known_to_be_cached_makes_a_long_prompt_local() -> None:
         for group in (0, 1):
             event = pb.NodeEvent(stored=pb.BlocksStored(group=group, hashes=b"".join(hashes)))
             w.nodes.local[0].tell(event)
-        await asyncio.sleep(0.05)
+        clusters = w.gateway.door.clusters
+        await until(lambda: clusters._index and clusters._index.match("p0", hashes, 16 * len(hashes)).num_tokens)
         response = await w.complete(LONG)
         assert response.headers["x-prfaas-route"].startswith("local; node=p0; uncached=")
         assert response.headers["x-prfaas-route"].endswith("reason=short")
@@ -130,10 +131,10 @@ async def test_the_legs_carry_the_clients_body_and_what_must_be_added() -> None:
 @on_loop
 async def test_both_legs_are_under_way_at_once() -> None:
     async with world() as w:
-        w.nodes.remote[0].script.prefill_s = 0.2
+        gate = w.nodes.remote[0].script.prefill_gate = asyncio.Event()
         answer = asyncio.create_task(w.complete(LONG))
-        await asyncio.sleep(0.1)
-        assert (w.nodes.remote[0].running, w.nodes.decode[0].running) == (1, 1)
+        await until(lambda: (w.nodes.remote[0].running, w.nodes.decode[0].running) == (1, 1))
+        gate.set()
         assert (await answer).status == 200
 
 
@@ -254,7 +255,7 @@ async def test_a_recompute_the_decode_node_chose_is_counted_streamed_or_not() ->
 
 @on_loop
 async def test_a_prefill_that_takes_too_long_is_given_up() -> None:
-    async with world(timeouts=replace(QUICK, prefill_s=0.2)) as w:
+    async with world(timeouts=replace(PATIENT, prefill_s=1.0)) as w:  # which the next node has to meet, too
         w.nodes.remote[0].script.prefill = ["hang"]
         assert (await w.complete(LONG)).status == 200
         assert await w.fallbacks() == {"prefill_timeout": 1}
@@ -277,10 +278,13 @@ async def test_a_decode_node_that_fails_before_its_first_token_is_replaced(fault
 
 @on_loop
 @pytest.mark.parametrize(
-    ("fault", "reason"), [("die_after_first", "stream_broken"), ("stall_after_first", "stream_idle")]
+    ("fault", "reason", "idle_s"),
+    [("die_after_first", "stream_broken", PATIENCE_S), ("stall_after_first", "stream_idle", 0.2)],
 )
-async def test_a_stream_that_breaks_after_its_first_token_ends_with_an_error_event(fault: str, reason: str) -> None:
-    async with world(decode=1, timeouts=replace(QUICK, stream_idle_s=0.2)) as w:
+async def test_a_stream_that_breaks_after_its_first_token_ends_with_an_error_event(
+    fault: str, reason: str, idle_s: float
+) -> None:
+    async with world(decode=1, timeouts=replace(PATIENT, stream_idle_s=idle_s)) as w:
         w.nodes.decode[0].script.decode = [fault]
         response = await w.complete(LONG, stream=True)
         last = json.loads(events(await response.read())[-1])
@@ -330,7 +334,7 @@ async def test_nothing_ready_is_a_503_that_says_when_to_come_back() -> None:
     async with world() as w:
         for node in w.nodes.decode:
             node.become(pb.NODE_STATE_DRAINING)
-        await asyncio.sleep(0.05)
+        await until(lambda: not w.gateway.door.clusters.is_ready)
         response = await w.complete(LONG)
         assert (response.status, response.headers["Retry-After"]) == (503, "1")
         assert response.headers["x-prfaas-rejected"] == "no_decode_node"
@@ -347,9 +351,10 @@ async def test_a_client_that_leaves_frees_everything(after_s: float) -> None:
     async with world() as w:
         w.nodes.remote[0].script.prefill_s = 0.15
         for node in w.nodes.decode:
-            node.script.word_interval_s = 0.5
+            node.script.word_interval_s = PATIENCE_S
         task = asyncio.create_task(w.complete(LONG, stream=True))
-        await asyncio.sleep(0.02 + after_s)
+        await until(lambda: w.gateway.door.in_flight)
+        await asyncio.sleep(after_s)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await w.settled()
@@ -368,7 +373,7 @@ async def test_fifty_at_once_and_a_third_of_them_leaving() -> None:
         async def one(number: int) -> int:
             work = w.complete(f"{number} " + (LONG if number % 2 else SHORT), stream=bool(number % 3))
             try:
-                async with asyncio.timeout(0.03 if number % 5 == 4 else 20):
+                async with asyncio.timeout(0.03 if number % 5 == 4 else PATIENCE_S):
                     response = await work
             except TimeoutError:
                 return 499
@@ -388,9 +393,9 @@ async def test_draining_finishes_streams_and_refuses_new_requests() -> None:
         for node in w.nodes.decode:
             node.script.word_interval_s = 0.1
         running = asyncio.create_task(w.complete(LONG, stream=True))
-        await asyncio.sleep(0.1)
-        drained = asyncio.create_task(w.gateway.door.drained(5.0))
-        await asyncio.sleep(0)
+        await until(lambda: w.gateway.door.in_flight)
+        drained = asyncio.create_task(w.gateway.door.drained(PATIENCE_S))
+        await until(lambda: w.gateway.door.is_draining)
         refused = await w.complete(SHORT)
         assert (refused.status, (await refused.json())["error"]["code"]) == (503, "draining")
         assert stream_text(await (await running).read()) == TEXT
@@ -400,10 +405,11 @@ async def test_draining_finishes_streams_and_refuses_new_requests() -> None:
 @on_loop
 async def test_too_many_in_flight_is_a_429() -> None:
     async with world(max_in_flight=1) as w:
-        w.nodes.local[0].script.prefill_s = 0.2
+        gate = w.nodes.local[0].script.prefill_gate = asyncio.Event()
         first = asyncio.create_task(w.complete(SHORT))
-        await asyncio.sleep(0.1)
+        await until(lambda: w.gateway.door.in_flight)
         second = await w.complete(SHORT)
         assert (second.status, second.headers["Retry-After"]) == (429, "1")
         assert (await second.json())["error"]["type"] == "rate_limit_error"
+        gate.set()
         assert (await first).status == 200

@@ -11,7 +11,7 @@ from gateway.openai import Endpoint, parse
 from gateway.tokens import PromptReader
 from hybrid_cache.store import StoreConfig
 from tests.gateway.scripted import BLOCK_SIZE, ScriptedNode
-from tests.gateway.worlds import World, on_loop, text_tokenizer, world
+from tests.gateway.worlds import PATIENCE_S, World, on_loop, text_tokenizer, until, world
 from transport.proto import node_pb2 as pb
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
@@ -44,9 +44,7 @@ async def holds(w: World, node: ScriptedNode, texts: Sequence[str]) -> None:
         hits = [index.match(node.node_id, blocks_of(w, text), 10_000).num_tokens for text in texts]
         return all(hits) and all(link.available_bytes_per_s for link in clusters.links())
 
-    async with asyncio.timeout(10):
-        while not is_known():  # noqa: ASYNC110 events of another task
-            await asyncio.sleep(0.01)
+    await until(is_known)
 
 
 @on_loop
@@ -78,9 +76,7 @@ async def test_nothing_moves_over_a_busy_link() -> None:
         await holds(w, w.nodes.remote[0], [LONG])
         links = [pb.Link(peer="west", available_bytes_per_s=1e9, utilisation=0.7)]
         w.nodes.remote[0].load = pb.Load(links=links)
-        async with asyncio.timeout(10):
-            while not any(link.utilisation for link in w.gateway.door.clusters.links()):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: any(link.utilisation for link in w.gateway.door.clusters.links()))
         await w.complete(LONG)
         assert w.nodes.remote[0].loads == []
 
@@ -89,7 +85,8 @@ async def test_nothing_moves_over_a_busy_link() -> None:
 def test_a_move_that_fails_is_counted_and_computed_instead(fault: str, reason: str) -> None:
     @on_loop
     async def scenario() -> None:
-        async with world(routing=RoutingConfig(cross_cluster_cache=True, move_timeout_s=0.2)) as w:
+        timeout_s = 0.2 if fault == "hang" else PATIENCE_S
+        async with world(routing=RoutingConfig(cross_cluster_cache=True, move_timeout_s=timeout_s)) as w:
             await holds(w, w.nodes.remote[0], [LONG])
             w.nodes.remote[0].script.load = [fault]
             response = await w.complete(LONG)
@@ -119,9 +116,7 @@ async def test_requests_for_one_prefix_share_its_move_and_one_too_many_is_refuse
         await holds(w, source, [LONG, OTHER])
         source.script.load, source.script.hang_s = ["hang"], 1.0
         first = asyncio.create_task(w.complete(LONG))
-        async with asyncio.timeout(10):
-            while not source.loads:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: source.loads)
         await asyncio.gather(first, w.complete(LONG), w.complete(OTHER))
         assert len(source.loads) == 1
         records = await w.records()
@@ -141,7 +136,7 @@ async def test_a_prefix_that_many_want_at_once_is_copied_inside_its_cluster() ->
         assert w.nodes.remote[0].loads == []  # one request is no demand
         await asyncio.gather(*(w.complete(LONGER) for _ in range(4)))
         replicas.tick()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while 'outcome="ok",reason="hot"' not in await w.metrics():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert [to for to, _, _ in w.nodes.remote[0].loads] == ["r1"]
