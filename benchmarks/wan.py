@@ -169,7 +169,10 @@ def weights(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def rate_drop(args: argparse.Namespace) -> dict[str, Any]:
-    """The link falls to a fifth in mid-transfer: when that shows in LinkState, and how long the queue gets."""
+    """The link falls to a fifth in mid-transfer: when that shows in LinkState, how long the queue gets, and for how long.
+
+    Queues are read from the emulator, in round trips: bytes over rate × RTT at the new rate.
+    """
     low = args.rate_mbit / 5
     with wan_of(args) as wan, our_ends(wan, args, args.cc[0], 256) as (sender, receiver):
         address = receiver.greeting["address"]
@@ -177,23 +180,39 @@ def rate_drop(args: argparse.Namespace) -> dict[str, Any]:
         push(sender, receiver, "t", 256, background=True)
         time.sleep(1.5)
         before = sender.ask(link=address)
+        wan.stats()
+        queued_before = wan.stats()["a_to_b"]["queue_bytes"]
         wan.set_rate(low)
+        path_bytes = low * 1e6 / 8 * args.rtt_ms / 1e3  # one round trip of the narrow link
         dropped_at, samples = time.monotonic(), []
         while time.monotonic() < dropped_at + 4.0:
-            time.sleep(0.04)
-            samples.append((time.monotonic() - dropped_at, sender.ask(link=address)))
-    noticed = [at for at, state in samples if state["goodput_mbit"] < 1.25 * low]
-    congested = [at for at, state in samples if state["congested"]]
-    delays = [(at, (state["rtt_ms"] - state["min_rtt_ms"]) / state["min_rtt_ms"]) for at, state in samples]
+            time.sleep(0.01)
+            state, emulator = sender.ask(link=address), wan.stats()["a_to_b"]
+            samples.append((time.monotonic() - dropped_at, state, emulator))
+    noticed = [at for at, state, _ in samples if state["goodput_mbit"] < 1.25 * low]
+    congested = [at for at, state, _ in samples if state["congested"]]
+    queues = [(at, emulator["queue_bytes"] / path_bytes) for at, _, emulator in samples]
+    starts = [0.0, *(at for at, _ in queues)]
+    over = [(at, at - start) for start, (at, queue) in zip(starts, queues, strict=False) if queue > 2.0]
     return {
         "scenario": "rate_drop",
         "goodput_mbit_before": round(before["goodput_mbit"], 1),
         "goodput_mbit_after": round(samples[-1][1]["goodput_mbit"], 1),
         "noticed_s": round(noticed[0], 2) if noticed else None,
         "congested_signal_s": round(congested[0], 2) if congested else None,
-        "queueing_delay_max_rtts": round(max(delay for _, delay in delays), 2),
-        "queueing_delay_after_1s_rtts": round(max(delay for at, delay in delays if at > 1.0), 2),
+        "queue_before_rtts": round(queued_before / path_bytes, 2),
+        "queue_max_rtts": round(max(emulator["max_queue_bytes"] for _, _, emulator in samples) / path_bytes, 2),
+        "queue_over_2rtt_s": round(sum(duration for _, duration in over), 2),
+        "queue_below_2rtt_from_s": round(over[-1][0], 2) if over else 0.0,
+        "queue_max_after_that_rtts": round(max(q for at, q in queues if not over or at > over[-1][0]), 2),
+        "queue_max_after_1s_rtts": round(max(queue for at, queue in queues if at > 1.0), 2),
+        "dropped_by_queue": sum(emulator["dropped"] for _, _, emulator in samples),
+        "queue_rtts_every_50_ms": [round(_at(queues, i * 0.05), 1) for i in range(1, 13)],
     }
+
+
+def _at(series: list[tuple[float, float]], when: float) -> float:
+    return next((value for at, value in series if at >= when), series[-1][1])
 
 
 def overlap(args: argparse.Namespace) -> dict[str, Any]:
