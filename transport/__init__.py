@@ -11,11 +11,12 @@
     server.counters, server.close()                       client.link(address) -> LinkState; client.close()
 
 `targets(i)` and `source(i)` (or sequences) give the memory of range i as a list of byte views, usually pages of an
-arena; for `same_host=True` the source is a `shm.ArenaSource`. Both hold still until on_done. Callbacks come from transport
-threads and must not block. A second sender with the same transfer id and secret sends only what is missing. Reasons are
-`frames.Code` labels.
+arena; for `same_host=True` and `over_rdma=True` the source is a `shm.ArenaSource`. Both hold still until on_done. Callbacks come
+from transport threads and must not block. A second sender with the same transfer id and secret sends only what is missing.
+Reasons are `frames.Code` labels.
 
-Pure: errors, ranges, frames, connection, transfer, lanes, landings, governor, pacing, link, sieve. Rim: client, push, peer and
-outlet (sending), server and inlet (receiving), tcp, shm, crypto. For tests without sockets: loopback. For one-sided writes in
-batches: batch. For Prometheus: metrics. What processes say to each other besides: messages, proto.
+Pure: errors, ranges, frames, connection, transfer, lanes, landings, governor, pacing, link, sieve, rdma_rails, rdma_topology.
+Rim: client, push, peer, outlet and rdma_outlet (sending), server, inlet and rdma_inlet (receiving), tcp, shm, rdma, crypto. For
+tests without sockets: loopback; without NICs: rdma_loopback. For one-sided writes and reads in batches: batch. For Prometheus:
+metrics. What processes say to each other besides: messages, proto.
 """
