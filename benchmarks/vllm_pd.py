@@ -43,6 +43,7 @@ MAX_TOKENS = 8
 MAX_MODEL_LEN = 4096
 CHUNK = 512
 VOCABULARY = range(4, 512)
+FLAGS = ("--dtype", "float32", "--num-gpu-blocks-override", "256")  # not all of the GiB that a server would take
 START_S = 900.0
 STOP_S = 60.0
 
@@ -229,7 +230,7 @@ def our_pair(model: Path, scratch: Path, place: Place, client: End, stack: conte
             "cluster_kind": kind,
             "role": role,
             "engine": "vllm",
-            "engine_args": ["--dtype", "float32"],
+            "engine_args": list(FLAGS),
             "model": str(model),
             "served_model": "m",
             "host": place.host(side),
@@ -275,7 +276,7 @@ def nixl_pair(model: Path, scratch: Path, place: Place, client: End, stack: cont
             threads=1,
             drain_timeout_s=1.0,
             max_model_len=MAX_MODEL_LEN,
-            vllm_flags=("--dtype", "float32"),
+            vllm_flags=FLAGS,
         )
         flags = without(server_command(options, is_cpu=True), "--kv-transfer-config", "--kv-events-config")
         env = environment(options, os.environ, is_cpu=True) | {

@@ -45,7 +45,7 @@ def document(model: str, relay: Proxy) -> dict[str, Any]:
         "gateway": {"port": 0, "threshold_tokens": 300, "routing": {"prefill_tokens_per_s": 1000.0}},
         "node": {
             "engine": "vllm",
-            "engine_args": ["--dtype", "float32"],
+            "engine_args": ["--dtype", "float32", "--num-gpu-blocks-override", "512"],
             "engine_start_timeout_s": START_TIMEOUT_S,
             "chunk_tokens": CHUNK,
             "max_model_len": 4096,
