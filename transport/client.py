@@ -106,7 +106,7 @@ class TransferClient:
         return push
 
     def link(self, address: str, *, same_host: bool = False) -> LinkState:
-        """The link to a peer as last sampled (every 0.1 s while something is under way)."""
+        """The link to a peer as last sampled (every 10 to 30 ms while something is under way)."""
         peer = self._peers.get((address, Path.SHM if same_host else Path.TCP))
         return peer.link() if peer is not None else LinkState(peer=address, at=time.monotonic())
 
