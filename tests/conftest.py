@@ -1,8 +1,12 @@
-"""Models shared by all suites that run real engines."""
+"""What all suites share: models for real engines, and no property that fails because the machine is busy."""
 
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

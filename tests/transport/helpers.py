@@ -11,6 +11,7 @@ from transport.landings import Landing, LandingResult
 from transport.server import TransferServer
 
 SECRET = b"one-time secret!"
+PATIENCE_S = 60.0  # what must happen may take this long on a machine that is busy with other things
 
 
 def random_bytes(size: int, seed: int = 0) -> bytearray:
@@ -63,7 +64,7 @@ class Delivery:
     landed: threading.Event
     results: list[LandingResult]
 
-    def wait(self, timeout_s: float = 20.0) -> tuple[PushResult | None, LandingResult | None]:
+    def wait(self, timeout_s: float = PATIENCE_S) -> tuple[PushResult | None, LandingResult | None]:
         pushed = self.push.wait(timeout_s)
         self.landed.wait(timeout_s)
         return pushed, self.results[0] if self.results else None

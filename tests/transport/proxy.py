@@ -50,7 +50,7 @@ class Proxy:
     def total(self) -> int:
         return sum(self.forwarded)
 
-    def wait_for(self, size: int, timeout_s: float = 10.0) -> None:
+    def wait_for(self, size: int, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while self.total < size:
             assert time.monotonic() < deadline, f"only {self.total} of {size} bytes passed"
@@ -63,7 +63,7 @@ class Proxy:
             except OSError:
                 return
             try:
-                far = socket.create_connection(parse_address(self.upstream), timeout=5)
+                far = socket.create_connection(parse_address(self.upstream), timeout=60)
             except OSError:
                 near.close()
                 continue

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.transport.helpers import deliver
+from tests.transport.helpers import PATIENCE_S, deliver
 from tests.transport.proxy import Proxy
 from transport.certificates import Authority
 from transport.checksum import Integrity
@@ -108,12 +108,12 @@ def test_a_certificate_of_another_authority_is_refused_by_either_end(
     theirs = Identity(certificate=made_up.certificate, key=made_up.key, authority=ours.authority)
     server_identity, client_identity = (ours, theirs) if stranger == "client" else (theirs, ours)
     with server_of(server_identity) as server, client_of(client_identity) as client:
-        pushed = deliver(server, client, MIXED).push.wait(15)
+        pushed = deliver(server, client, MIXED).push.wait(PATIENCE_S)
         assert pushed is not None
         assert pushed.reason == "identity"
         assert ("unknown ca" if stranger == "client" else "verify failed") in pushed.detail
         assert not pushed.stats.bytes_sent
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + PATIENCE_S
         while not server.counters["refused:identity"] and time.monotonic() < deadline:
             time.sleep(0.01)
         assert server.counters["refused:identity"] > 0
@@ -122,12 +122,12 @@ def test_a_certificate_of_another_authority_is_refused_by_either_end(
 def test_a_plain_sender_and_a_plain_receiver_are_told_what_is_missing(authority: Authority) -> None:
     identity = authority.issue("node")
     with server_of(identity) as server, TransferClient() as client:
-        pushed = deliver(server, client, MIXED).push.wait(15)
+        pushed = deliver(server, client, MIXED).push.wait(PATIENCE_S)
         assert pushed is not None
         assert (pushed.reason, pushed.detail) == ("integrity_mode", "this listener wants aes-128-gcm")
         assert server.counters["refused:integrity_mode"] > 0
     with TransferServer() as server, client_of(identity) as client:
-        pushed = deliver(server, client, MIXED).push.wait(15)
+        pushed = deliver(server, client, MIXED).push.wait(PATIENCE_S)
         assert pushed is not None
         assert pushed.reason == "identity"
         assert "access denied" in pushed.detail
@@ -140,7 +140,7 @@ def test_a_server_must_be_who_we_meant(authority: Authority) -> None:
         certificate=meant.certificate, key=meant.key, authority=meant.authority, peer_name="another-node"
     )
     with server_of(authority.issue("decode")) as server, client_of(identity, peer_timeout_s=1.0) as client:
-        pushed = deliver(server, client, MIXED).push.wait(5)
+        pushed = deliver(server, client, MIXED).push.wait(PATIENCE_S)
         assert pushed is not None
         assert pushed.reason == "identity"
         assert "another-node" in pushed.detail
@@ -151,7 +151,7 @@ def test_without_a_session_nobody_gets_in(authority: Authority) -> None:
         sender = Connection(
             Role.SENDER, integrity=Integrity.AEAD, nonce=b"n" * 16, now=0.0, max_chunk_bytes=1000, session=b"guess"
         )
-        with socket.create_connection(parse_address(server.address), timeout=5) as sock:
+        with socket.create_connection(parse_address(server.address), timeout=PATIENCE_S) as sock:
             sock.sendall(sender.data_to_send())
             assert b"session" in sock.recv(1000)
 
