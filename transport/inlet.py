@@ -402,8 +402,10 @@ class Inlet(threading.Thread):
         connection = self._connection
         left = connection.payload_left
         bulk = left > BULK_BYTES
-        # Behind a small chunk there is likely another one: take what is there in the same call.
-        into = views if bulk or len(views) > 256 else [*views, connection.receive_buffer()]
+        # Behind a small chunk there is likely another one: take what is there in the same call. Not behind a part of one:
+        # what follows that is payload still.
+        alone = bulk or len(views) > 256 or sum(map(len, views)) < left
+        into = views if alone else [*views, connection.receive_buffer()]
         size = receive_some(self._sock, into, socket.MSG_WAITALL if bulk else 0)
         now = time.monotonic()
         if size is None:

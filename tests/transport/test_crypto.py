@@ -13,7 +13,7 @@ from transport.certificates import Authority
 from transport.checksum import Integrity
 from transport.client import ClientOptions, TransferClient
 from transport.connection import Connection, Role
-from transport.crypto import TAG_BYTES, Identity, Seal, Sessions, chunk_seal
+from transport.crypto import SEALED_PART_BYTES, TAG_BYTES, Identity, Seal, Sessions, chunk_seal
 from transport.errors import LocalProtocolError, RemoteProtocolError
 from transport.frames import Ack, Chunk, Ping
 from transport.server import ServerOptions, TransferServer
@@ -42,6 +42,34 @@ def test_sealed_ranges_land(authority: Authority) -> None:
         delivery = deliver(server, client, MIXED)
         assert all(result is not None and result.ok for result in delivery.wait())
         assert delivery.equal
+
+
+def test_sealed_chunks_of_a_part_and_a_bit_land_however_they_come_in(authority: Authority) -> None:
+    class Trickle(Proxy):
+        """Hands on the end of a large piece bit by bit."""
+
+        def _relay(self, index: int, source: socket.socket, sink: socket.socket, forward: bool) -> None:
+            class Hesitating:
+                def sendall(self, data: memoryview) -> None:
+                    for start in range(0, len(data), 16_000):
+                        sink.sendall(data[start : start + 16_000])
+                        time.sleep(0.001)
+
+                shutdown = sink.shutdown
+
+            super()._relay(index, source, Hesitating(), forward)  # type: ignore[arg-type]
+
+    sizes = [2 * (SEALED_PART_BYTES + extra) for extra in (1, 100, 1000, 20_000)] * 2  # sent in halves
+    with (
+        server_of(authority.issue("decode")) as server,
+        Trickle(server.address) as trickle,
+        client_of(authority.issue("prefill"), connections=1) as client,
+    ):
+        for i, size in enumerate(sizes):
+            delivery = deliver(server, client, [size], transfer_id=str(i), address=trickle.address)
+            assert all(result is not None and result.ok for result in delivery.wait(60))
+            assert delivery.equal
+        assert not server.counters["lost_connections"]
 
 
 def test_nothing_readable_crosses_the_wire(authority: Authority) -> None:
