@@ -218,7 +218,9 @@ class TransferClient:
         return evicted
 
     def _retire_idle(self, now: float) -> list["Peer"]:
-        idle = [key for key, peer in self._peers.items() if now - peer.busy_at > self.options.idle_timeout_s]
+        # Work that came a moment ago is not in `busy_at` yet.
+        since = now - self.options.idle_timeout_s
+        idle = [key for key, peer in self._peers.items() if not peer.busy and peer.busy_at < since]
         for key in idle:
             self._sieve.remove(key)
             self._leaving.append(self._peers.pop(key))

@@ -393,3 +393,11 @@ def test_idle_peers_are_closed_and_come_back() -> None:
             time.sleep(0.02)
         assert server.num_connections == 0
         assert all(r is not None and r.ok for r in deliver(server, client, MIXED, transfer_id="u").wait())
+
+
+def test_work_that_comes_when_a_peer_is_about_to_be_closed_as_idle_keeps_it() -> None:
+    with TransferServer() as server, client_of(2) as client:
+        assert all(r is not None and r.ok for r in deliver(server, client, MIXED).wait())
+        (peer,) = client._peers.values()
+        peer.busy_at = float("-inf")
+        assert all(r is not None and r.ok for r in deliver(server, client, MIXED, transfer_id="u").wait())
