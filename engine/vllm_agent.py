@@ -219,6 +219,11 @@ class AgentThread:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._ranks.close()
+            for errand in self._errands.values():
+                if errand.job is not None:
+                    errand.job.on_failure = None  # refers to its errand, and so keeps the arena mapped
+            self._errands.clear()
+            self._by_job.clear()
 
     def _welcome(self, welcome: Welcome) -> None:
         self._generation += 1

@@ -13,11 +13,12 @@ FALCON_H1: Final = {"model_type": "falcon_h1", **MAMBA2, "mamba_d_ssm": 512}  # 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how vLLM can run it on a CPU (docs/vllm.md)."""
+    """A model and how vLLM can run it on a CPU (docs/vllm.md). `exact`: vLLM alone says the same however it cuts a prompt."""
 
     arch: str
     prefix_caching: bool
     dtype: str = "float32"
+    exact: bool = True
 
     def __str__(self) -> str:
         return self.arch
@@ -36,7 +37,8 @@ LLAMA: Final = Case("llama", prefix_caching=True)
 GRANITE: Final = Case("granite_hybrid", prefix_caching=False)
 CASES: Final = (
     LLAMA,
-    Case("lfm2", prefix_caching=True),
+    # vLLM alone gives other tokens for one prompt with prefix caching on and off: what can be checked is that all arrives.
+    Case("lfm2", prefix_caching=True, exact=False),
     Case("gemma3", prefix_caching=True),
     GRANITE,
     Case("falcon_h1", prefix_caching=False),
@@ -50,7 +52,5 @@ def build(arch: str, folder: Path) -> Path:
     if not path.exists():
         tiny.RECIPES.setdefault("falcon_h1", FALCON_H1)
         tiny.MIXER_SCALES.setdefault("falcon_h1", {})
-        # With the embedded engine's factors float32 noise flips tokens once a prompt is computed in other pieces.
-        tiny.MIXER_SCALES["lfm2"] = {}
         build_model(arch, path, report=lambda line: None)
     return path

@@ -19,7 +19,10 @@ def assert_delivered(leg: Answer, prompt: list[int]) -> None:
     assert leg.params["num_tokens"] == len(prompt) - 1
 
 
-def assert_same(decoded: Answer, prompt: list[int], reference: Engine) -> None:
+def assert_same(decoded: Answer, prompt: list[int], reference: Engine, case: Case) -> None:
+    assert len(decoded.tokens) == TOKENS
+    if not case.exact:
+        return
     expected = reference.submit(f"x{next(_seeds)}", prompt, TOKENS).result(ANSWER_S)
     assert len(set(expected.tokens)) > 2, "a degenerate model proves nothing"
     assert decoded.tokens == expected.tokens
@@ -35,19 +38,19 @@ def lengths(block: int) -> list[int]:
     return [2, block // 2, block, block + 1, block + 2, 2 * block + 1, 1500]
 
 
-def test_every_length(pair: Pair, reference: Engine) -> None:
+def test_every_length(pair: Pair, reference: Engine, case: Case) -> None:
     for num_tokens in lengths(pair.layout.block_size):
         prompt = prompt_of(num_tokens, next(_seeds))
         leg, decoded = hand_over(pair, prompt)
         assert_delivered(leg, prompt)
         assert decoded.cached_tokens == num_tokens - 1, "computed again what had been sent"
-        assert_same(decoded, prompt, reference)
+        assert_same(decoded, prompt, reference, case)
     pair.assert_idle()
 
 
 @pytest.mark.parametrize("primed", ["producer", "consumer", "both"])
 @pytest.mark.parametrize("forgotten", [False, True], ids=["in vllm", "in pages"])
-def test_prefix_hits(pair: Pair, reference: Engine, primed: str, forgotten: bool) -> None:
+def test_prefix_hits(pair: Pair, reference: Engine, case: Case, primed: str, forgotten: bool) -> None:
     block = pair.layout.block_size
     seed = next(_seeds)
     shared = prompt_of(2 * block + 7, seed)
@@ -59,7 +62,7 @@ def test_prefix_hits(pair: Pair, reference: Engine, primed: str, forgotten: bool
     prompt = shared + prompt_of(block + 5, next(_seeds))
     leg, decoded = hand_over(pair, prompt)
     assert_delivered(leg, prompt)
-    assert_same(decoded, prompt, reference)
+    assert_same(decoded, prompt, reference, case)
     pair.assert_idle()
 
 
@@ -71,7 +74,7 @@ def test_six_in_flight(pair: Pair, reference: Engine, case: Case) -> None:
         decoded = decode.result(ANSWER_S)
         # Rounded to bfloat16, values depend on what else is in a batch.
         if case.dtype == "float32":
-            assert_same(decoded, prompt, reference)
+            assert_same(decoded, prompt, reference, case)
     pair.assert_idle()
 
 
@@ -80,5 +83,5 @@ def test_a_prompt_sent_twice_is_computed_once(pair: Pair, reference: Engine, cas
     for _ in range(2):
         leg, decoded = hand_over(pair, prompt)
         assert_delivered(leg, prompt)
-        assert_same(decoded, prompt, reference)
+        assert_same(decoded, prompt, reference, case)
     pair.assert_idle()
