@@ -14,10 +14,12 @@ from transport.client import ClientOptions, Push, TransferClient
 from transport.landings import LandingResult
 from transport.rdma import RdmaOptions, open_devices
 from transport.server import ServerOptions, TransferServer
+from transport.tcp import TcpOptions
 
 # An emulated machine under load does not answer within the 67 ms that suit a NIC.
 TIMEOUT_EXPONENT = 17
 ANSWER_S = 300.0
+PATIENT = TcpOptions(connect_timeout_s=60.0, dead_after_s=60.0)
 
 
 class End:
@@ -25,8 +27,8 @@ class End:
 
     def __init__(self, devices: Sequence[str]) -> None:
         self.devices = open_devices(RdmaOptions(devices=tuple(devices), timeout_exponent=TIMEOUT_EXPONENT))
-        self.server = TransferServer(options=ServerOptions(rdma=self.devices)).start()
-        self.client = TransferClient(options=ClientOptions(rdma=self.devices))
+        self.server = TransferServer(options=ServerOptions(rdma=self.devices, tcp=PATIENT)).start()
+        self.client = TransferClient(options=ClientOptions(rdma=self.devices, tcp=PATIENT, peer_timeout_s=20.0))
         self.pushes: dict[str, Push] = {}
         self._targets: dict[str, PinnedMemory] = {}
         self._landed: dict[str, threading.Event] = {}

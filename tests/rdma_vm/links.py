@@ -35,4 +35,4 @@ def resources() -> dict[str, dict[str, int]]:
 
 
 def _run(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
