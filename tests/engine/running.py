@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,14 @@ from engine.tokenizer import TextTokenizer
 from tests.engine.mini_agent import SALT, MiniAgent
 
 MODEL = "tiny"
+PATIENCE_S = 60.0  # what must happen may take this long on a machine that is busy with other things
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Waits for something that tells nobody when it happens."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
 
 def byte_text() -> TextTokenizer:
@@ -87,7 +95,7 @@ async def running(engine: Engine, agent: MiniAgent | None = None, **limits: int)
             on_drain=lambda: None,
         )
         link_task = loop.create_task(service.link.run())
-        assert await service.link.wait_connected(5.0)
+        assert await service.link.wait_connected(PATIENCE_S)
     try:
         async with aiohttp.ClientSession() as http:
             yield Running(service, url, http)
@@ -96,7 +104,7 @@ async def running(engine: Engine, agent: MiniAgent | None = None, **limits: int)
             link_task.cancel()
             await asyncio.gather(link_task, return_exceptions=True)
         await runner.cleanup()
-        thread.stop(5.0)
+        thread.stop(PATIENCE_S)
         assert not thread.alive
 
 

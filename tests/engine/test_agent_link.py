@@ -10,6 +10,7 @@ from engine.agent_link import AgentLink
 from engine.emulated import emulated_layout
 from engine.errors import AgentGone, TransferError
 from tests.engine.mini_agent import MiniAgent
+from tests.engine.running import PATIENCE_S, until
 from transport import messages as m
 
 LAYOUT = emulated_layout("llama", 64)
@@ -53,7 +54,7 @@ def begin(link):
 
 def test_hello_says_who_we_are(tmp_path):
     async def scenario(agent, link):
-        assert await link.wait_connected(5.0)
+        assert await link.wait_connected(PATIENCE_S)
         hello = agent.heard[0]
         assert (hello.model_id, hello.http_url, hello.layout_json) == ("m", "http://here", LAYOUT.to_json())
 
@@ -62,13 +63,14 @@ def test_hello_says_who_we_are(tmp_path):
 
 def test_job_pages_are_mapped_and_given_back(tmp_path):
     async def scenario(agent, link):
-        await link.wait_connected(5.0)
+        await link.wait_connected(PATIENCE_S)
         job = begin(link)
         kv = await job.pages()
         assert (kv.num_tokens, kv.cached_tokens) == (10, 0)
         job.end(reason="why not")
         job.end(reason="twice is once")
-        await asyncio.sleep(0.05)
+        await until(lambda: agent.ended)
+        await asyncio.sleep(0.05)  # for a second one, should there be one
         assert [(end.job, end.reason) for end in agent.ended] == [(job.job, "why not")]
         assert kv.revoked
         assert link.num_jobs == 0
@@ -78,7 +80,7 @@ def test_job_pages_are_mapped_and_given_back(tmp_path):
 
 def test_lost_agent_ends_jobs_and_is_found_again(tmp_path):
     async def scenario(agent, link):
-        await link.wait_connected(5.0)
+        await link.wait_connected(PATIENCE_S)
         failures = []
         job = begin(link)
         kv = await job.pages()
@@ -91,14 +93,14 @@ def test_lost_agent_ends_jobs_and_is_found_again(tmp_path):
         with pytest.raises(AgentGone):
             begin(link)
         await agent.start()
-        assert await link.wait_connected(5.0)
+        assert await link.wait_connected(PATIENCE_S)
 
     run(tmp_path, scenario)
 
 
 def test_a_push_that_fails_is_told_at_once(tmp_path):
     async def scenario(agent, link):
-        await link.wait_connected(5.0)
+        await link.wait_connected(PATIENCE_S)
         job = begin(link)
         await job.pages()
         failures = []
@@ -115,10 +117,10 @@ def test_a_push_that_fails_is_told_at_once(tmp_path):
 
 def test_answers_to_forgotten_jobs_and_drains(tmp_path):
     async def scenario(agent, link):
-        await link.wait_connected(5.0)
+        await link.wait_connected(PATIENCE_S)
         agent.send(m.Refused(job="nobody", reason="x"))
         agent.send(m.Drain())
-        await asyncio.sleep(0.05)
+        await until(lambda: link.drains)
         assert link.drains == [True]
         assert link.connected
 
@@ -134,12 +136,9 @@ def test_arena_of_another_layout_is_refused(tmp_path):
 
 def test_garbage_from_the_socket_ends_the_connection_not_the_engine(tmp_path):
     async def scenario(agent, link):
-        await link.wait_connected(5.0)
+        await link.wait_connected(PATIENCE_S)
         agent._writers[-1].write(b"\x05\x00\x00\x00hello")
-        for _ in range(100):
-            if len(agent.heard) > 1:
-                break
-            await asyncio.sleep(0.02)
+        await until(lambda: len(agent.heard) > 1)
         assert [type(message).__name__ for message in agent.heard] == ["Hello", "Hello"]
 
     run(tmp_path, scenario)

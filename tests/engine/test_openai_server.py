@@ -8,7 +8,7 @@ import pytest
 
 from engine.emulated import emulated_tokens
 from tests.engine.builders import random_tokens
-from tests.engine.running import MODEL, byte_text, emulated, running
+from tests.engine.running import MODEL, PATIENCE_S, byte_text, emulated, running, until
 
 TOKENIZER = byte_text()
 
@@ -133,31 +133,31 @@ def test_request_id_is_kept_if_it_is_one():
 
 def test_more_requests_than_allowed_get_503():
     async def scenario(node):
-        slow = [asyncio.create_task(node.tokens(random_tokens(5), 40)) for _ in range(2)]
-        await asyncio.sleep(0.05)
+        slow = [asyncio.create_task(node.tokens(random_tokens(5), 100)) for _ in range(2)]
+        await until(lambda: node.service.active == 2)
         status, answer = await node.post(prompt="x")
         assert (status, answer["error"]["code"]) == (503, "queue_full")
         await asyncio.gather(*slow)
         assert (await node.post(prompt="x"))[0] == 200
 
-    serve(scenario, emulated(decode_step_s=0.005), max_requests=2)
+    serve(scenario, emulated(decode_step_s=0.02), max_requests=2)
 
 
 def test_draining_finishes_streams_and_refuses_new_requests():
     async def scenario(node):
         prompt = random_tokens(5)
-        stream = asyncio.create_task(node.events(prompt=prompt, max_tokens=40))
-        await asyncio.sleep(0.05)
-        draining = asyncio.create_task(node.service.drain(10.0))
-        await asyncio.sleep(0.01)
+        stream = asyncio.create_task(node.events(prompt=prompt, max_tokens=100))
+        await until(lambda: node.service.active)
+        draining = asyncio.create_task(node.service.drain(PATIENCE_S))
+        await until(lambda: node.service.draining)
         status, answer = await node.post(prompt="x")
         assert (status, answer["error"]["code"]) == (503, "draining")
         async with node.http.get(node.url + "/health") as response:
             assert (response.status, (await response.json())["status"]) == (503, "draining")
-        assert len(await stream) == 40
+        assert len(await stream) == 100
         assert await draining
 
-    serve(scenario, emulated(decode_step_s=0.005))
+    serve(scenario, emulated(decode_step_s=0.02))
 
 
 def test_failure_in_mid_stream_is_an_event():
