@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 import pytest
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]  # importing vLLM is slow
 
 # Parameters as of 0.32.0 of every method that we override or call.
 METHODS = {
