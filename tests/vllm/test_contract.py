@@ -5,7 +5,11 @@ from importlib.metadata import version
 
 import pytest
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]  # importing vLLM is slow
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),  # importing vLLM is slow
+    pytest.mark.filterwarnings("default"),  # what its import warns of is not ours to mend
+]
 
 # Parameters as of 0.32.0 of every method that we override or call.
 METHODS = {
