@@ -3,6 +3,7 @@
 Import the fixture into the conftest of a package, and all its tests are watched.
 """
 
+import asyncio
 import os
 import threading
 import time
@@ -18,7 +19,11 @@ PATIENCE_S: Final = 20.0
 @pytest.fixture(scope="session")
 def grpc_poller() -> None:
     """What asyncio's gRPC keeps for the process, a thread and its sockets, is there before anybody counts."""
-    grpc.aio.init_grpc_aio()
+
+    async def on_a_loop() -> None:
+        grpc.aio.init_grpc_aio()
+
+    asyncio.run(on_a_loop())
 
 
 @pytest.fixture(autouse=True)
