@@ -89,7 +89,7 @@ class Bench:
         await self.session.close()
         await self.system.stop()
 
-    def run(self, scenario: Coroutine[Any, Any, T], timeout_s: float = 120.0) -> T:
+    def run(self, scenario: Coroutine[Any, Any, T], timeout_s: float = 240.0) -> T:
         return self._runner.run(_bounded(scenario, timeout_s))
 
     # Requests
