@@ -8,11 +8,13 @@ import json
 import sys
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
 
 from prfaas.client import complete
+from prfaas.errors import PrfaasError
 
 READY_TIMEOUT_S = 900.0
 POLL_S = 0.2
@@ -23,13 +25,18 @@ async def main() -> None:
     async with aiohttp.ClientSession() as session:
         while line := await asyncio.to_thread(sys.stdin.readline):
             request = json.loads(line)
-            answer = await OPERATIONS[request.pop("do")](session, **request)
+            try:
+                answer = await OPERATIONS[request.pop("do")](session, **request)
+            except (PrfaasError, aiohttp.ClientError, OSError, KeyError) as exc:
+                answer = {"error": f"{type(exc).__name__}: {exc}"}
             print(json.dumps(answer), flush=True)
 
 
-async def wait(session: aiohttp.ClientSession, url: str, nodes: int = 0) -> dict[str, Any]:
+async def wait(
+    session: aiohttp.ClientSession, url: str, nodes: int = 0, timeout_s: float = READY_TIMEOUT_S
+) -> dict[str, Any]:
     """Until a server is well, or a gateway sees that many nodes."""
-    async with asyncio.timeout(READY_TIMEOUT_S):
+    async with asyncio.timeout(timeout_s):
         while True:
             try:
                 async with session.get(f"{url}/health") as answer:
@@ -95,7 +102,7 @@ async def _record(session: aiohttp.ClientSession, url: str, name: str) -> dict[s
             await asyncio.sleep(0.02)
 
 
-OPERATIONS = {"wait": wait, "ours": ours, "nixl": nixl}
+OPERATIONS: dict[str, Callable[..., Awaitable[dict[str, Any]]]] = {"wait": wait, "ours": ours, "nixl": nixl}
 
 if __name__ == "__main__":
     asyncio.run(main())

@@ -8,12 +8,16 @@ other are stopped. That takes 11 GB; with `--in-turn` one pair is measured and e
 Ours is asked through our gateway, NIXL as its proxies do it (prefill server, then decode server with the parameters of the
 answer). NIXL moves KVCache by UCX over TCP, we by our own TCP. `overlap` is the share of a transfer's bytes that had been sent
 when prefill ended; a pull that begins after the prefill's answer has none. `ratio` is the median over rounds of our time
-over theirs for the same prompt. Prompts are random tokens, so nothing is cached.
+over theirs for the same prompt. Prompts are random tokens, so nothing is cached. `idle_cores` is what a pair takes of the
+processors while nobody asks it anything.
+
+What is measured goes to standard error at once, a JSON line per prompt; a pair that fails is left out of what remains.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import statistics
@@ -45,7 +49,13 @@ CHUNK = 512
 VOCABULARY = range(4, 512)
 FLAGS = ("--dtype", "float32", "--num-gpu-blocks-override", "256")  # not all of the GiB that a server would take
 START_S = 900.0
+LOOK_S = 5.0
 STOP_S = 60.0
+SETTLE_S = 2.0
+IDLE_S = 3.0
+
+Round = dict[str, dict[str, Any]]  # a prompt's results by pair
+Results = dict[int, list[Round]]  # by prompt length
 
 
 class Child:
@@ -74,6 +84,10 @@ class Child:
                 return dict(word.split("=", 1) for word in line.split() if "=" in word)
         raise RuntimeError(f"{self._log}: {self._log.read_text()[-2000:]}")
 
+    def raise_if_ended(self) -> None:
+        if self.process.poll() is not None:
+            raise RuntimeError(f"ended with {self.process.returncode}: {self._log.read_text()[-2000:]}")
+
     def signal(self, number: signal.Signals) -> None:
         """To it and all its descendants."""
         for pid in family(self.process.pid):
@@ -93,6 +107,8 @@ class Child:
 class Pair:
     """A prefill and a decode server and what stands before them."""
 
+    failure = ""  # why it is asked no more
+
     def __init__(self, name: str, ask: dict[str, Any], children: Sequence[Child]) -> None:
         self.name = name
         self.ask = ask
@@ -101,6 +117,10 @@ class Pair:
     def signal(self, number: signal.Signals) -> None:
         for child in self._children:
             child.signal(number)
+
+    def cpu_s(self) -> float:
+        """Processor seconds that its processes have used so far."""
+        return sum(cpu_s(pid) for child in self._children for pid in family(child.process.pid))
 
 
 def family(pid: int) -> list[int]:
@@ -111,6 +131,13 @@ def family(pid: int) -> list[int]:
             for task in Path(f"/proc/{each}/task").iterdir():
                 pids += [int(child) for child in (task / "children").read_text().split()]
     return pids
+
+
+def cpu_s(pid: int) -> float:
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 class Place:
@@ -156,15 +183,27 @@ def run(args: argparse.Namespace, place: Place, stack: contextlib.ExitStack) -> 
     client = End(place.command("b", [sys.executable, "-m", "benchmarks.vllm_client"]))
     stack.callback(client.close)
     seed = time.monotonic_ns()
-    results: dict[int, list[dict[str, dict[str, Any]]]] = {length: [] for length in args.lengths}
-    for makers in [[our_pair], [nixl_pair]] if args.in_turn else [[our_pair, nixl_pair]]:
+    results: Results = {length: [{} for _ in range(args.rounds)] for length in args.lengths}
+    idle_cores: dict[str, float] = {}
+    failures: dict[str, str] = {}
+    for names in [["ours"], ["nixl"]] if args.in_turn else [["ours", "nixl"]]:
         with contextlib.ExitStack() as turn:
-            pairs = [make(model, scratch, place, client, turn) for make in makers]
-            for pair in pairs:
-                pair.signal(signal.SIGSTOP)
-            for length, rounds in measured(pairs, client, args, np.random.default_rng(seed)).items():
-                known = results[length] or [{} for _ in rounds]
-                results[length] = [before | each for before, each in zip(known, rounds, strict=True)]
+            pairs = []
+            for name in names:
+                note(starting=name)
+                try:
+                    with contextlib.ExitStack() as starting:  # what fails to start does not run beside the other
+                        pair = PAIRS[name](model, scratch, place, client, starting)
+                        idle_cores[name] = idle(pair)
+                        pair.signal(signal.SIGSTOP)
+                        turn.push(starting.pop_all())
+                except (RuntimeError, OSError) as exc:
+                    failures[name] = str(exc)
+                    note(failed=name, why=str(exc))
+                else:
+                    pairs.append(pair)
+            measure_all(pairs, client, args, np.random.default_rng(seed), results)
+            failures |= {pair.name: pair.failure for pair in pairs if pair.failure}
     return {
         "vllm": installed_version(),
         "arch": args.arch,
@@ -172,59 +211,97 @@ def run(args: argparse.Namespace, place: Place, stack: contextlib.ExitStack) -> 
         "rounds": args.rounds,
         "in_turn": args.in_turn,
         "load_average": os.getloadavg()[0],
+        "idle_cores": idle_cores,
+        "failures": failures,
         "lengths": {length: summary(rounds) for length, rounds in results.items()},
     }
 
 
-def measured(
-    pairs: Sequence[Pair], client: End, args: argparse.Namespace, rng: np.random.Generator
-) -> dict[int, list[dict[str, dict[str, Any]]]]:
-    """Results by length and round; the first round of each length, which opens connections, does not count."""
-    return {
-        length: [measure(pairs, client, length, rng, number) for number in range(args.rounds + 1)][1:]
-        for length in args.lengths
-    }
+def idle(pair: Pair) -> float:
+    """Cores that its processes keep busy while it has nothing to do."""
+    time.sleep(SETTLE_S)
+    before_s, started_s = pair.cpu_s(), time.monotonic()
+    time.sleep(IDLE_S)
+    return round((pair.cpu_s() - before_s) / (time.monotonic() - started_s), 3)
 
 
-def measure(
-    pairs: Sequence[Pair], client: End, length: int, rng: np.random.Generator, number: int
-) -> dict[str, dict[str, Any]]:
+def measure_all(
+    pairs: Sequence[Pair], client: End, args: argparse.Namespace, rng: np.random.Generator, results: Results
+) -> None:
+    """Fills in results by length and round; a round before each length's first, which opens connections, does not count."""
+    for length in args.lengths:
+        for number in range(-1, args.rounds):
+            measured = measure([pair for pair in pairs if not pair.failure], client, length, rng, number)
+            if number >= 0:
+                results[length][number] |= measured
+
+
+def measure(pairs: Sequence[Pair], client: End, length: int, rng: np.random.Generator, number: int) -> Round:
     """One prompt through every pair, the order changing from round to round."""
     prompt = [int(token) for token in rng.integers(VOCABULARY.start, VOCABULARY.stop, length)]
     results = {}
     for pair in pairs if number % 2 else list(reversed(pairs)):
         pair.signal(signal.SIGCONT)
-        client.ask(do="wait", url=pair.ask["url"], nodes=2 if pair.name == "ours" else 0)
-        results[pair.name] = client.ask(do=pair.name, prompt=prompt, max_tokens=MAX_TOKENS, **pair.ask)
+        before_s = pair.cpu_s()
+        try:
+            asked(client, do="wait", url=pair.ask["url"], nodes=2 if pair.name == "ours" else 0)
+            result = asked(client, do=pair.name, prompt=prompt, max_tokens=MAX_TOKENS, **pair.ask)
+        except RuntimeError as exc:
+            pair.failure = str(exc)
+            note(failed=pair.name, why=pair.failure)
+        else:
+            results[pair.name] = result | {"cpu_s": pair.cpu_s() - before_s}
+            note(pair=pair.name, length=length, round=number, **results[pair.name])
         pair.signal(signal.SIGSTOP)
     return results
 
 
-def summary(rounds: Sequence[dict[str, dict[str, Any]]]) -> dict[str, Any]:
-    ours = [each["ours"] for each in rounds]
-    result: dict[str, Any] = {
-        "ours_ttft_s": statistics.median(each["ttft_s"] for each in ours),
-        "ours_overlap": statistics.median(each["overlap"] or 0.0 for each in ours),
-        "bytes": ours[0]["bytes"],
-        "fallbacks": sorted({reason for each in ours for reason in each["fallbacks"]}),
-    }
-    nixl = [each["nixl"] for each in rounds]
-    ratios = [mine["ttft_s"] / theirs["ttft_s"] for mine, theirs in zip(ours, nixl, strict=True)]
-    result |= {
-        "nixl_ttft_s": statistics.median(each["ttft_s"] for each in nixl),
-        "nixl_overlap": 0.0,
-        "ratio": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
-        "equal_tokens": sum(mine["token_ids"] == theirs["token_ids"] for mine, theirs in zip(ours, nixl, strict=True)),
-    }
+def asked(client: End, **request: Any) -> dict[str, Any]:
+    """The client's answer. Raises RuntimeError when it got none."""
+    answer = client.ask(**request)
+    if "error" in answer:
+        raise RuntimeError(f"{request['do']}: {answer['error']}")
+    return answer
+
+
+def wait_for(server: Child, client: End, url: str) -> None:
+    """Until it is well. Raises RuntimeError when it ends before, or takes too long."""
+    deadline_s = time.monotonic() + START_S
+    while "error" in client.ask(do="wait", url=url, timeout_s=LOOK_S):
+        server.raise_if_ended()
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"{url} is not ready after {START_S:.0f} s")
+
+
+def note(**words: Any) -> None:
+    """What has happened so far is not lost with what comes after."""
+    print(json.dumps(words), file=sys.stderr, flush=True)
+
+
+def summary(rounds: Sequence[Round]) -> dict[str, Any]:
+    ours = [each["ours"] for each in rounds if "ours" in each]
+    nixl = [each["nixl"] for each in rounds if "nixl" in each]
+    both = [(each["ours"], each["nixl"]) for each in rounds if "ours" in each and "nixl" in each]
+    result: dict[str, Any] = {}
+    for name, answers in (("ours", ours), ("nixl", nixl)):
+        if answers:
+            result[f"{name}_ttft_s"] = statistics.median(each["ttft_s"] for each in answers)
+            result[f"{name}_overlap"] = statistics.median(each["overlap"] or 0.0 for each in answers)
+            result[f"{name}_cpu_s"] = statistics.median(each["cpu_s"] for each in answers)
+    if ours:
+        result["bytes"] = ours[0]["bytes"]
+        result["fallbacks"] = sorted({reason for each in ours for reason in each["fallbacks"]})
+    if both:
+        ratios = [mine["ttft_s"] / theirs["ttft_s"] for mine, theirs in both]
+        result |= {"ratio": statistics.median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)}
+        result["equal_tokens"] = sum(mine["token_ids"] == theirs["token_ids"] for mine, theirs in both)
     return {key: round(value, 4) if isinstance(value, float) else value for key, value in result.items()}
 
 
 def our_pair(model: Path, scratch: Path, place: Place, client: End, stack: contextlib.ExitStack) -> Pair:
     nodes = []
     for side, kind, role in (("a", "prfaas", "prefill"), ("b", "pd", "decode")):
-        node = {
+        config = {
             "node_id": role,
             "cluster": kind,
             "cluster_kind": kind,
@@ -240,7 +317,7 @@ def our_pair(model: Path, scratch: Path, place: Place, client: End, stack: conte
             "run_dir": str(scratch),
         }
         path = scratch / f"{role}.toml"
-        path.write_text(dump_toml({"node": node}))
+        path.write_text(dump_toml({"node": config}))
         argv = place.command(side, [sys.executable, "-m", f"{kind}_cluster", "-c", str(path)])
         nodes.append(started(Child(argv, scratch / f"{role}.log"), stack))
     agents = [{"agent": node.says("node listening ")["agent"]} for node in nodes]
@@ -252,7 +329,7 @@ def our_pair(model: Path, scratch: Path, place: Place, client: End, stack: conte
     argv = place.command("b", [sys.executable, "-m", "gateway", "-c", str(path)])
     gateway = started(Child(argv, scratch / "gateway.log"), stack)
     url = gateway.says("gateway ready ")["url"]
-    client.ask(do="wait", url=url, nodes=2)
+    asked(client, do="wait", url=url, nodes=2)
     return Pair("ours", {"url": url}, [*nodes, gateway])
 
 
@@ -291,9 +368,12 @@ def nixl_pair(model: Path, scratch: Path, place: Place, client: End, stack: cont
         argv = place.command(side, [sys.executable, *flags, "--kv-transfer-config", json.dumps(transfer)])
         servers.append(started(Child(argv, scratch / f"nixl-{side}.log", env, talks=False), stack))
         urls.append(f"http://{host}:{port}")
-    for url in urls:
-        client.ask(do="wait", url=url)
+    for server, url in zip(servers, urls, strict=True):
+        wait_for(server, client, url)
     return Pair("nixl", {"prefill_url": urls[0], "url": urls[1]}, servers)
+
+
+PAIRS = {"ours": our_pair, "nixl": nixl_pair}
 
 
 def started(child: Child, stack: contextlib.ExitStack) -> Child:
@@ -318,13 +398,16 @@ def install_nixl() -> None:
 
 
 def table(report: dict[str, Any]) -> str:
-    lines = ["prompt tokens   ours TTFT   NIXL TTFT   ratio (min-max)        our overlap   KVCache   equal tokens"]
+    lines = ["prompt tokens   ours TTFT   NIXL TTFT   ratio (min-max)     our overlap   KVCache   equal tokens"]
     for length, row in report["lengths"].items():
-        theirs = f"{row['nixl_ttft_s']:9.3f} s   {row['ratio']:5.2f} ({row['ratio_min']:.2f}-{row['ratio_max']:.2f})"
+        spread = f"{row['ratio']:5.2f} ({row['ratio_min']:.2f}-{row['ratio_max']:.2f})" if "ratio" in row else ""
         lines.append(
-            f"{length:13}   {row['ours_ttft_s']:7.3f} s   {theirs:33}   {row['ours_overlap']:11.2f}   "
-            f"{row['bytes'] / 1e6:5.1f} MB   {row['equal_tokens']}/{report['rounds']}"
+            f"{length:13}   {row.get('ours_ttft_s', math.nan):7.3f} s   {row.get('nixl_ttft_s', math.nan):7.3f} s   "
+            f"{spread:17}   {row.get('ours_overlap', math.nan):11.2f}   {row.get('bytes', 0) / 1e6:5.1f} MB   "
+            f"{row.get('equal_tokens', 0)}/{report['rounds']}"
         )
+    lines += [f"{name} idle: {cores:.2f} cores" for name, cores in report["idle_cores"].items()]
+    lines += [f"{name} FAILED: {why}" for name, why in report["failures"].items()]
     return "\n".join([*lines, f"vLLM {report['vllm']}, load average {report['load_average']:.1f}"])
 
 
