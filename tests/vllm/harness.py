@@ -21,6 +21,7 @@ import numpy as np
 from gateway.clusters import salt_of
 from hybrid_cache.hashing import block_hashes, tokens_digest
 from hybrid_cache.layout import ModelLayout
+from transport.control import ticket_info
 from transport.messages import TicketInfo
 from transport.proto import node_pb2 as pb
 from transport.proto import node_pb2_grpc as rpc
@@ -245,18 +246,7 @@ class Pair:
             ),
             timeout=10.0,
         )
-        return TicketInfo(
-            transfer_id=ticket.transfer_id,
-            secret=ticket.secret,
-            num_tokens=ticket.num_tokens,
-            have_tokens=ticket.have_tokens,
-            tokens_digest=ticket.tokens_digest,
-            endpoints=tuple((e.kind, e.address, e.host_id) for e in ticket.endpoints),
-            ttl_s=ticket.ttl_s,
-            layout_fingerprint=ticket.layout_fingerprint,
-            node_id=ticket.node_id,
-            cluster=ticket.cluster,
-        )
+        return ticket_info(ticket)
 
     def leg_params(self, ticket: TicketInfo) -> dict[str, Any]:
         return {
