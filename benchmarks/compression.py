@@ -1,6 +1,6 @@
 """What coding does to KVCache, and what that does to tokens: ratio, speed, and greedy tokens after the way there and back.
 
-    python -m benchmarks.compression [--json] [--models kimi_linear llama | DIRECTORY ...] [--text FILE]
+    python -m benchmarks.compression [--json] [--models kimi_linear llama | smollm2 | DIRECTORY ...] [--text FILE]
 
 For every prompt the model computes its KVCache once. The slabs that would travel are coded and decoded in chunks as lanes do
 it, and decoding goes on from what came out: compared with tokens decoded from the exact bytes. Seconds are processor time of
@@ -8,8 +8,8 @@ one thread, so that other work on the machine counts little. Quantised are the a
 unless a codec is named with "+states".
 
 The tiny models (built on the fly) have random weights and random prompts: their logits are closer to each other than those of
-trained models, which makes them a strict test of tokens and a poor one of ratios. A DIRECTORY holds any local transformers
-model; its prompts are cut out of the text.
+trained models, which makes them a strict test of tokens and a poor one of ratios. `smollm2` is a small trained one (installed on
+demand, see benchmarks/trained.py), a DIRECTORY holds any local transformers model; their prompts are cut out of the text.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.trained import smollm2
 from engine.embedded import EmbeddedEngine, EmbeddedSequence
 from engine.models import ARCHITECTURES, build_model
 from engine.pages import Arena, JobKV
@@ -286,7 +287,9 @@ def table(rows: Sequence[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(ARCHITECTURES), help="tiny architectures or directories")
+    parser.add_argument(
+        "--models", nargs="+", default=list(ARCHITECTURES), help="tiny architectures, smollm2, directories"
+    )
     parser.add_argument("--codecs", nargs="+", default=list(CODECS), choices=list(CODECS))
     parser.add_argument("--tokens", type=int, default=513, help="of each prompt")
     parser.add_argument("--prompts", type=int, default=8)
@@ -299,8 +302,10 @@ def main() -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for model in args.models:
-            known = model in ARCHITECTURES
-            subject = tiny(model, args, Path(folder)) if known else real(Path(model), args)
+            if model in ARCHITECTURES:
+                subject = tiny(model, args, Path(folder))
+            else:
+                subject = real(smollm2() if model == "smollm2" else Path(model), args)
             rows += [subject.row(name, CODECS[name]) for name in args.codecs]
     print(json.dumps([asdict(row) for row in rows], indent=1) if args.json else table(rows))
 
