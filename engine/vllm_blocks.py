@@ -3,7 +3,7 @@
 A tensor is [blocks, heads, tokens, K and V] whatever its strides; a block of it, head after head, is one rank's part of a slab.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -12,6 +12,8 @@ import torch
 from engine.errors import PagesInvalid
 from engine.pages import Bytes
 from engine.vllm_layout import BlockCopy
+
+BATCH_BYTES: Final = 16 << 20
 
 
 class Blocks(Protocol):
@@ -31,7 +33,10 @@ def blocks_of(name: str, tensor: torch.Tensor, part_bytes: int) -> Blocks:
     """The blocks of a layer's tensor. Raises PagesInvalid when its blocks are not of `part_bytes` bytes."""
     size = tensor[0].numel() * tensor.element_size()
     if size != part_bytes:
-        raise PagesInvalid(f"{name}: blocks of {size} bytes, not {part_bytes}")
+        raise PagesInvalid(
+            f"{name}: blocks of {size} bytes, not {part_bytes}; an attention backend that cuts vLLM's blocks into smaller "
+            "ones cannot be used: choose another (--attention-backend) or its --block-size"
+        )
     if tensor.device.type == "cpu" and tensor[0].is_contiguous():
         return HostBlocks(tensor, part_bytes)
     return StridedBlocks(tensor)
@@ -70,8 +75,9 @@ class StridedBlocks:
         return torch.accelerator.current_stream().record_event() if self._stream is not None else None
 
     def read(self, copies: Sequence[BlockCopy], arena: Bytes, mark: Any) -> int:
-        if not copies:
-            return 0
+        return sum(self._read(some, arena, mark) for some in _batches(copies))
+
+    def _read(self, copies: Sequence[BlockCopy], arena: Bytes, mark: Any) -> int:
         if self._stream is None:
             rows = self._rows(copies)
         else:
@@ -87,8 +93,9 @@ class StridedBlocks:
         return self._tensor[ids].contiguous().reshape(len(copies), -1).view(torch.uint8)
 
     def write(self, copies: Sequence[BlockCopy], arena: Bytes) -> int:
-        if not copies:
-            return 0
+        return sum(self._write(some, arena) for some in _batches(copies))
+
+    def _write(self, copies: Sequence[BlockCopy], arena: Bytes) -> int:
         part_bytes = sum(segment.length for segment in copies[0].segments)
         data = np.empty((len(copies), part_bytes), np.uint8)
         size = sum(_scatter(row, copy, arena) for row, copy in zip(data, copies, strict=True))
@@ -101,6 +108,15 @@ class StridedBlocks:
                 self._tensor[ids] = rows.to(self._tensor.device)
             self._stream.synchronize()
         return size
+
+
+def _batches(copies: Sequence[BlockCopy]) -> Iterator[Sequence[BlockCopy]]:
+    """Of a bounded size: a device has room for what vLLM has planned, and little else."""
+    at = 0
+    while at < len(copies):
+        most = max(1, BATCH_BYTES // sum(segment.length for segment in copies[at].segments))
+        yield copies[at : at + most]
+        at += most
 
 
 def _gather(row: Bytes, copy: BlockCopy, arena: Bytes) -> int:

@@ -60,6 +60,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         check_version(vllm.__version__)
+        check_scheduling(vllm_config)
         layout = layout_of(vllm_config, kv_cache_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -120,6 +121,10 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Blocks can be freed at once: a step ends only when what it saves has been copied."""
         return False, self._scheduling.request_finished(request)
+
+    def reset_cache(self) -> bool | None:
+        """False: the agent's pages stay. Whoever loads other weights has to start the node anew."""
+        return False
 
     # Worker
 
@@ -193,6 +198,19 @@ def check_version(version: str) -> None:
         log.warning("%s", untested(version))
 
 
+def check_scheduling(vllm_config: Any) -> None:
+    """Raises ValueError for a scheduler that would not hold a prefill leg until its KVCache has been delivered.
+
+    With the second model runner, AsyncScheduler says itself in which step a request decodes next, after our word.
+    """
+    if vllm_config.scheduler_config.async_scheduling and vllm_config.use_v2_model_runner:
+        raise ValueError("the connector needs VLLM_USE_V2_MODEL_RUNNER=0 or --no-async-scheduling")
+    if vllm_config.speculative_config is not None:
+        raise ValueError("the connector does not work with speculative decoding: remove --speculative-config")
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        raise ValueError("the connector knows one engine per node: start a node for each data parallel rank")
+
+
 def layout_of(vllm_config: Any, kv_cache_config: Any) -> VllmLayout:
     """The canonical layout of a model as vLLM caches it. Raises LayoutError for what cannot be transferred."""
     parallel = vllm_config.parallel_config
@@ -216,7 +234,15 @@ def layout_of(vllm_config: Any, kv_cache_config: Any) -> VllmLayout:
         identity = str(model.model)
     cache_dtype = vllm_config.cache_config.cache_dtype
     dtype = str(model.dtype).removeprefix("torch.") if cache_dtype == "auto" else str(cache_dtype)
-    return vllm_layout(layers, model=f"{identity}/vllm", dtype=dtype, block_tokens=max(block_tokens), ranks=ranks)
+    model_name = "/".join([identity, "vllm", *_state_forms(kv_cache_config)])
+    return vllm_layout(layers, model=model_name, dtype=dtype, block_tokens=max(block_tokens), ranks=ranks)
+
+
+def _state_forms(kv_cache_config: Any) -> list[str]:
+    """What recurrent states consist of: states of one size may differ in that, and must not be mistaken."""
+    specs = [_layer_spec(g.kv_cache_spec, n) for g in kv_cache_config.kv_cache_groups for n in g.layer_names]
+    states = [spec for spec in specs if isinstance(spec, MambaSpec)]
+    return sorted({f"{tuple(map(tuple, spec.shapes))}{spec.dtypes}".replace("torch.", "") for spec in states})
 
 
 def _layer_spec(spec: Any, name: str) -> Any:

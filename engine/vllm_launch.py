@@ -97,7 +97,8 @@ def server_command(options: ServerOptions, *, is_cpu: bool) -> list[str]:
 
 def environment(options: ServerOptions, inherited: Mapping[str, str], *, is_cpu: bool) -> dict[str, str]:
     """The server's environment; what the operator has set wins."""
-    wanted = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    # Its second model runner would decode on while a prefill leg waits for its delivery (see vllm_connector).
+    wanted = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     if options.host.startswith("127."):
         wanted["VLLM_HOST_IP"] = options.host
     if is_cpu:
@@ -109,7 +110,7 @@ def environment(options: ServerOptions, inherited: Mapping[str, str], *, is_cpu:
 def complaint_about(vllm_flags: Sequence[str]) -> str | None:
     """Why these flags cannot be passed on; None when they can."""
     for flag in vllm_flags:
-        name = flag.split("=", 1)[0].replace("_", "-")
+        name = flag.split("=", 1)[0].split(".", 1)[0].replace("_", "-")  # --kv-transfer-config.kv_role, too
         if name in OURS:
             return f"{name} is set by the node: use its {OURS[name]}"
     return None

@@ -32,6 +32,11 @@ class RankServer:
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._letting_go: dict[str, tuple[set[int], asyncio.Future[None]]] = {}
 
+    @property
+    def ranks(self) -> frozenset[int]:
+        """Those that are connected."""
+        return frozenset(self._writers)
+
     async def start(self) -> None:
         """Starts listening. Raises OSError."""
         self._server = await asyncio.start_unix_server(self._serve, self.path)
@@ -46,8 +51,11 @@ class RankServer:
 
     async def release(self, job: str) -> None:
         """Returns when no rank touches the job's pages any more, or is known to be stuck."""
+        if job in self._letting_go:  # asked by somebody else already: both may go on only when it is over
+            await asyncio.wait({self._letting_go[job][1]}, timeout=LET_GO_TIMEOUT_S)
+            return
         waiting = {rank for rank, writer in self._writers.items() if not writer.is_closing()}
-        if not waiting or job in self._letting_go:
+        if not waiting:
             return
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._letting_go[job] = (waiting, done)

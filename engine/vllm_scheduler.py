@@ -50,6 +50,7 @@ class Route(Enum):
 class Phase(Enum):
     """How far a request's pages are."""
 
+    NEW = "new"  # a local prompt whose turn has not come: a queue of them must not hold the pages that landings need
     ASKED = "asked"
     GRANTED = "granted"
     LOADING = "loading"
@@ -80,6 +81,7 @@ class Handover:
     computing_s: float = 0.0
     outcome: Delivered | None = None
     reason: str = ""
+    recomputed: str = ""  # a landing's: why its KVCache could not be used
     finished: bool = False
 
     @property
@@ -87,8 +89,10 @@ class Handover:
         """Tokens whose KVCache another node can compute: all but the last."""
         return len(self.prompt) - 1
 
-    def answer(self) -> dict[str, Any]:
-        """A prefill leg's `kv_transfer_params`."""
+    def answer(self) -> dict[str, Any] | None:
+        """The `kv_transfer_params` of its answer."""
+        if self.route is not Route.LEG:
+            return {"recomputed": True, "reason": self.recomputed} if self.recomputed else None
         if self.outcome is None:
             return {"delivered": False, "reason": self.reason or "ended_early"}
         return {
@@ -139,7 +143,7 @@ class SchedulerSide:
     # A request's life, in the order in which vLLM calls
 
     def on_new_request(self, request: Any) -> None:
-        """Takes a request up and asks the agent for its pages."""
+        """Takes a request up. What another node waits for is asked for at once; what is only cache, when its turn comes."""
         self._requests[request.request_id] = request
         handover = self._handover(request)
         if handover is None:
@@ -149,15 +153,22 @@ class SchedulerSide:
             _stop_before_last(request)
         if reason := handover.reason or _unsuited(request):
             self._give_up(handover, reason)
+        elif handover.route is Route.LOCAL:
+            handover.phase = Phase.NEW
         else:
             self._ask(handover)
 
     def num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
         """Tokens beyond `num_computed_tokens` that can be loaded; None: ask again."""
+        num_prompt_tokens = request.num_prompt_tokens
         self._hear()
+        if request.num_prompt_tokens != num_prompt_tokens:  # cut by what was heard: vLLM's own hit may be longer now
+            return None
         handover = self._handovers.get(request.request_id)
         if handover is None:
             return 0
+        if handover.phase is Phase.NEW:
+            self._ask(handover)
         if handover.phase is Phase.ASKED:
             if self._now() < handover.deadline_s:
                 return None
@@ -240,9 +251,8 @@ class SchedulerSide:
             return None  # its pages are being read: `loads_ended` gives them back
         del self._handovers[request.request_id]
         self._finish(handover, reason="" if handover.outcome else "aborted")
-        if handover.route is not Route.LEG:
-            return None
-        self._counts.legs["delivered" if handover.outcome else handover.reason or "ended_early"] += 1
+        if handover.route is Route.LEG:
+            self._counts.legs["delivered" if handover.outcome else handover.reason or "ended_early"] += 1
         return handover.answer()
 
     def take_counts(self) -> HandoverCounts:
@@ -337,6 +347,7 @@ class SchedulerSide:
             self._counts.fallbacks[reason] += 1
             log.warning("fallback id=%s reason=%s", handover.request.request_id, reason)
             if handover.route is Route.LANDING and was in (Phase.ASKED, Phase.GRANTED):
+                handover.recomputed = reason
                 self._go_local(handover)
             return
         handover.reason = reason
@@ -378,6 +389,9 @@ class SchedulerSide:
         assert handover.pages is not None
         if handover.outcome is not None:
             handover.phase = Phase.DELIVERED
+        elif handover.reason and handover.route is not Route.LANDING:  # the pages were lost behind it
+            self._begin_computing(handover)
+            self._fail(handover, handover.reason)
         elif handover.route is Route.LANDING:
             self._counts.landed_tokens += handover.prefill_tokens - handover.offered_from
             self._finish(handover, loaded=True)
@@ -393,8 +407,11 @@ class SchedulerSide:
         if handover.route is Route.LEG and handover.outcome is None and not handover.reason:
             self._begin_computing(handover)  # the pages are ours: only what they hold could not be used
             return
-        self._finish(handover, reason=handover.reason or "load_failed")
-        if handover.route is Route.LEG:
+        handover.recomputed = handover.reason or "load_failed"
+        self._finish(handover, reason=handover.recomputed)
+        if handover.route is Route.LEG and not handover.request.num_preemptions:
+            self._refuse(handover)
+        elif handover.route is Route.LEG:
             handover.request.max_tokens = 1
 
     def _begin_computing(self, handover: Handover) -> None:
@@ -433,7 +450,7 @@ class SchedulerSide:
         if stop <= start:  # preempted, and computed once more
             return None
         tables = tables_of(handover.request.request_id)
-        lengths = self._states_at((before, before + num_tokens), handover, tables)
+        lengths = self._states_at(before, before + num_tokens, handover, tables)
         handover.unfilled_windows |= unfilled(self._layout, handover.pages, tables, start, stop)
         handover.saved_tokens = stop
         if stop == handover.pages.num_tokens:
@@ -443,16 +460,22 @@ class SchedulerSide:
         return Save(handover.pages.job, start, stop, lengths, _frozen(tables))
 
     def _states_at(
-        self, lengths: tuple[int, int], handover: Handover, tables: Sequence[Sequence[int]]
+        self, before: int, after: int, handover: Handover, tables: Sequence[Sequence[int]]
     ) -> tuple[int, ...]:
-        """At which of these lengths there are states to save; vLLM keeps them at the ends of a step."""
+        """At which ends of this step there are states to save.
+
+        The state at its beginning is still there only if the step puts the later one into another block.
+        """
         saved = set()
-        for length in lengths:
+        for length in (before, after):
             missing = {
                 place.group
                 for place in self._layout.places
                 if place.layer.kind is Kind.STATE
-                and state_block(tables[place.layer.table], length, place.layer.block_tokens) == NULL_BLOCK
+                and (
+                    state_block(tables[place.layer.table], length, place.layer.block_tokens) == NULL_BLOCK
+                    or (length == before and before % place.layer.block_tokens)
+                )
             }
             wanted = {key for key in handover.unsaved_states if key[1] == length and key[0] not in missing}
             handover.unsaved_states -= wanted

@@ -93,10 +93,11 @@ LANDING = {"do_remote_prefill": True, "transfer_id": "t", "salt": "00", "timeout
 
 
 class World:
-    def __init__(self, **options):
+    def __init__(self, layout=LAYOUT, **options):
         self.now = 0.0
+        self.layout = layout
         self.agent = Agent()
-        self.side = SchedulerSide(LAYOUT, self.agent, lambda: self.now, **options)
+        self.side = SchedulerSide(layout, self.agent, lambda: self.now, **options)
 
     def arrive(self, request):
         self.side.on_new_request(request)
@@ -108,7 +109,8 @@ class World:
     def schedule(self, request, num_tokens):
         """A step that computes; vLLM advances afterwards."""
         step = self.side.build_step(
-            {request.request_id: num_tokens}, lambda _: tables_for(LAYOUT, request.num_computed_tokens + num_tokens)
+            {request.request_id: num_tokens},
+            lambda _: tables_for(self.layout, request.num_computed_tokens + num_tokens),
         )
         request.num_computed_tokens += num_tokens
         return step
@@ -176,8 +178,9 @@ def test_a_leg_that_is_cached_completely_is_hardly_computed(world):
 def test_a_refused_leg_computes_one_token_and_says_why(world, reason):
     request = world.arrive(Request(params=LEG))
     world.agent.events.append(Failed(1, reason))
-    assert world.side.num_new_matched_tokens(request, 0) == 0
+    assert world.side.num_new_matched_tokens(request, BLOCK) is None, "vLLM's own hit is that of the whole prompt"
     assert (request.num_prompt_tokens, request.max_tokens) == (1, 1)
+    assert world.side.num_new_matched_tokens(request, 0) == 0
     assert world.side.request_finished(request) == {"delivered": False, "reason": reason}
     assert world.side.take_counts().legs == {reason: 1}
 
@@ -237,6 +240,43 @@ def test_a_load_that_fails_is_recomputed_without_pages(world):
     assert world.side.take_counts().fallbacks == {"load_failed": 1}
 
 
+def test_a_landing_that_was_recomputed_says_so(world):
+    request = world.arrive(Request(params=LANDING))
+    world.grant()
+    world.side.after_alloc(request, ((), ()), world.side.num_new_matched_tokens(request, 0))
+    world.side.loads_ended({"r"}, {"r"})
+    assert world.side.request_finished(request) == {"recomputed": True, "reason": "load_failed"}
+    late = world.arrive(Request("late", params=LANDING))
+    world.agent.events.append(Failed(2, "landing_timeout"))
+    assert world.side.num_new_matched_tokens(late, 0) is None
+    assert world.side.request_finished(late) == {"recomputed": True, "reason": "landing_timeout"}
+
+
+def test_a_leg_whose_pages_are_lost_while_it_loads_is_not_held(world):
+    request = world.arrive(Request(params=LEG))
+    world.grant(cached=2 * BLOCK)
+    world.side.after_alloc(request, ((), ()), world.side.num_new_matched_tokens(request, 0))
+    world.idle()
+    world.agent.events.append(Failed(1, "agent_gone"))
+    world.idle()
+    world.side.loads_ended({"r"}, set())  # the ranks were through already
+    request.num_computed_tokens = 2 * BLOCK
+    assert not world.schedule(request, N - 1 - 2 * BLOCK).saves
+    assert (request.next_decode_eligible_step, request.max_tokens) == (0, 1)
+    assert world.side.request_finished(request) == {"delivered": False, "reason": "agent_gone"}
+
+
+def test_a_leg_whose_push_failed_while_it_loaded_in_vain_is_hardly_computed(world):
+    request = world.arrive(Request(params=LEG))
+    world.grant(cached=2 * BLOCK)
+    world.side.after_alloc(request, ((), ()), world.side.num_new_matched_tokens(request, 0))
+    world.idle()
+    world.agent.events.append(Failed(1, "peer_lost"))
+    world.idle()
+    world.side.loads_ended({"r"}, {"r"})
+    assert (request.num_prompt_tokens, request.max_tokens) == (1, 1)
+
+
 def test_an_abort_while_loading_gives_back_when_the_load_has_ended(world):
     request = world.arrive(Request(params=LANDING))
     world.grant()
@@ -259,6 +299,8 @@ def test_an_agent_that_says_nothing_is_not_waited_for(world):
 
 def test_local_prompts_save_whole_blocks_and_say_which_states_they_could_not(world):
     request = world.arrive(Request())
+    assert not world.agent.asked, "a queue of local prompts holds no pages"
+    assert world.side.num_new_matched_tokens(request, 0) is None
     assert world.agent.asked == [("begin", 3 * BLOCK, None)]
     world.grant(3 * BLOCK)
     assert world.side.num_new_matched_tokens(request, 0) == 0
@@ -273,6 +315,7 @@ def test_local_prompts_save_whole_blocks_and_say_which_states_they_could_not(wor
 
 def test_a_cached_prefix_is_loaded_and_the_rest_saved(world):
     request = world.arrive(Request())
+    assert world.side.num_new_matched_tokens(request, 0) is None
     world.grant(3 * BLOCK, cached=2 * BLOCK)
     assert world.side.num_new_matched_tokens(request, 0) == 2 * BLOCK
     world.side.after_alloc(request, tables_for(LAYOUT, 2 * BLOCK), 2 * BLOCK)
@@ -294,6 +337,24 @@ def test_a_preempted_request_saves_nothing_twice(world):
     assert world.side.num_new_matched_tokens(request, 0) == 0
     assert not world.schedule(request, BLOCK).saves
     assert world.schedule(request, 2 * BLOCK).saves[0].start == 2 * BLOCK
+
+
+def test_a_state_is_saved_only_while_its_block_is_not_computed_past():
+    """Without prefix caching a state has one block: after a step it is that of the step's end."""
+    one_block = layout_of(full("a", table=0), state("s", table=1, block_tokens=1 << 20))
+    world = World(layout=one_block)
+    request = world.arrive(Request(params=LEG))
+    pages = pages_for(one_block, N - 1)
+    pages.states[1][2 * BLOCK] = pages.states[1][N - 1]
+    world.agent.events.append(Granted(1, pages, ARENA))
+    world.side.num_new_matched_tokens(request, 0)
+    world.side.after_alloc(request, tables_for(one_block, N - 1), 0)
+    world.schedule(request, BLOCK)
+    world.schedule(request, 2 * BLOCK)  # past the length that is wanted
+    request.num_computed_tokens, request.num_preemptions = 0, 1
+    assert not world.schedule(request, 2 * BLOCK).saves, "computed once more, cut where it is wanted"
+    assert world.schedule(request, N - 1 - 2 * BLOCK).saves[0].states == (N - 1,)
+    assert world.agent.last == [(1, [(1, 2 * BLOCK)])]
 
 
 def test_a_leg_preempted_while_held_waits_and_comes_back_from_its_pages(world):

@@ -27,6 +27,7 @@ METHODS = {
     "on_new_request": ("self", "request"),
     "register_kv_caches": ("self", "kv_caches"),
     "requires_piecewise_for_cudagraph": ("extra_config",),
+    "reset_cache": ("self",),
     "save_kv_layer": ("self", "layer_name", "kv_layer", "attn_metadata", "kwargs"),
     "shutdown": ("self",),
     "start_load_kv": ("self", "forward_context", "kwargs"),
@@ -93,6 +94,30 @@ def test_the_scheduler_skips_a_request_whose_step_has_not_come():
     from vllm.v1.core.sched.scheduler import Scheduler
 
     assert "next_decode_eligible_step" in inspect.getsource(Scheduler.schedule), "held requests would go on decoding"
+
+
+def test_what_holds_a_request_is_overwritten_only_for_the_second_model_runner():
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    source = inspect.getsource(AsyncScheduler._update_after_schedule)
+    guard = source.index("if self.use_v2_model_runner:")
+    assert source.index("next_decode_eligible_step") > guard, "check_scheduling refuses too little"
+    assert "next_decode_eligible_step" not in inspect.getsource(Scheduler._update_after_schedule)
+
+
+def test_schedulers_and_caches_say_what_we_read():
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+
+    assert "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
+    assert hasattr(KVCacheConfig, "transfer_group_ids")
+    assert {"layer_names", "kv_cache_spec", "enable_kv_transfer"} <= {
+        *dir(KVCacheGroupSpec),
+        *KVCacheGroupSpec.__dataclass_fields__,
+    }
+    for name in ("shapes", "dtypes", "block_size", "state_content_size_bytes", "tp_replicated"):
+        assert name in {*dir(MambaSpec), *MambaSpec.__dataclass_fields__}, f"MambaSpec.{name} is gone"
 
 
 def test_this_version_is_one_that_was_tested():

@@ -1,0 +1,31 @@
+"""Pages are given back only when no rank touches them, whoever asks and however often."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+from engine.vllm_ranks import RankLink, RankServer
+
+
+def test_everybody_who_asks_for_a_job_waits_until_ranks_let_go(tmp_path: Path) -> None:
+    asyncio.run(release_twice(tmp_path))
+
+
+async def release_twice(tmp_path: Path) -> None:
+    server = RankServer(tmp_path / "ranks.sock", lambda rank, message: None)
+    await server.start()
+    copying = threading.Event()
+    link = await asyncio.to_thread(RankLink, str(server.path), 0, lambda job: copying.wait(30.0))
+    try:
+        async with asyncio.timeout(30.0):
+            while not server.ranks:
+                await asyncio.sleep(0)
+            asked = [asyncio.create_task(server.release("j")) for _ in range(2)]
+            await asyncio.wait(asked, timeout=0.05)
+            assert not any(task.done() for task in asked)
+            copying.set()
+            await asyncio.gather(*asked)
+    finally:
+        copying.set()
+        await asyncio.to_thread(link.close)
+        await server.close()
