@@ -32,11 +32,6 @@ class RankServer:
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._letting_go: dict[str, tuple[set[int], asyncio.Future[None]]] = {}
 
-    @property
-    def ranks(self) -> frozenset[int]:
-        """Those that are connected."""
-        return frozenset(self._writers)
-
     async def start(self) -> None:
         """Starts listening. Raises OSError."""
         self._server = await asyncio.start_unix_server(self._serve, self.path)

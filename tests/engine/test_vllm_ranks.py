@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 from engine.vllm_ranks import RankLink, RankServer
+from engine.vllm_steps import StepWritten
 
 
 def test_everybody_who_asks_for_a_job_waits_until_ranks_let_go(tmp_path: Path) -> None:
@@ -12,14 +13,15 @@ def test_everybody_who_asks_for_a_job_waits_until_ranks_let_go(tmp_path: Path) -
 
 
 async def release_twice(tmp_path: Path) -> None:
-    server = RankServer(tmp_path / "ranks.sock", lambda rank, message: None)
+    known = asyncio.Event()
+    server = RankServer(tmp_path / "ranks.sock", lambda rank, message: known.set())
     await server.start()
     copying = threading.Event()
     link = await asyncio.to_thread(RankLink, str(server.path), 0, lambda job: copying.wait(30.0))
     try:
         async with asyncio.timeout(30.0):
-            while not server.ranks:
-                await asyncio.sleep(0)
+            link.send(StepWritten(job="other", num_tokens=1))
+            await known.wait()
             asked = [asyncio.create_task(server.release("j")) for _ in range(2)]
             await asyncio.wait(asked, timeout=0.05)
             assert not any(task.done() for task in asked)
