@@ -1,4 +1,4 @@
-"""How much of a long, lossy link a transfer fills: ours per congestion control, Mooncake on demand.
+"""How much of a long, lossy link a transfer fills: ours per congestion control, Mooncake and NIXL on demand.
 
     python -m benchmarks.wan --rate-mbit 500 --rtt-ms 40 --loss 0.0001 [--peers] [--json]
     python -m benchmarks.wan --scenario weights|rate_drop|overlap
@@ -29,6 +29,7 @@ MB = 1 << 20
 WARM_MB = 64
 WARM_RUNS = 3
 PEER_BLOCK_BYTES = 4 * MB  # their better size of those tried
+PEER_CONTROLS = ("cubic", "bbr")
 PAUSE_S = 0.5
 
 
@@ -42,7 +43,9 @@ def main() -> None:
     parser.add_argument("--cc", nargs="*", default=["auto", "cubic"], help="congestion controls to ask for")
     parser.add_argument("--connections", type=int, default=4, help="to begin with")
     parser.add_argument("--budget-mbit", type=float, help="configured egress budget; without it, what is measured")
-    parser.add_argument("--peers", action="store_true", help="also Mooncake Transfer Engine, installed on demand")
+    parser.add_argument(
+        "--peers", action="store_true", help="also Mooncake Transfer Engine and NIXL, installed on demand"
+    )
     parser.add_argument("--scenario", choices=["fill", *SCENARIOS], default="fill")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -86,20 +89,18 @@ def push(sender: End, receiver: End, name: str, mb: int, **more: Any) -> dict[st
 def fill(args: argparse.Namespace) -> dict[str, Any]:
     with wan_of(args) as wan:
         ours = {cc: fill_ours(wan, args, cc) for cc in args.cc}
-        theirs = {}
-        if args.peers and "mooncake" in peers.install():
-            theirs = {cc: fill_mooncake(wan, args, cc) for cc in ("cubic", "bbr")}
+        names = peers.install() if args.peers else []
+        theirs = {name: {cc: fill_peer(wan, name, cc) for cc in PEER_CONTROLS} for name in names}
     report = {
         "rate_mbit": args.rate_mbit, "rtt_ms": args.rtt_ms, "loss": args.loss, "mb": args.mb,
         "budget_mbit": args.budget_mbit, "ours": ours,
     }  # fmt: skip
     if theirs:
-        report["mooncake"] = theirs
+        report["peers"] = theirs
         by_control = {result["congestion_control"]: result for result in ours.values()}
+        best = {cc: max(found[cc]["goodput_fraction_64mb"] for found in theirs.values()) for cc in PEER_CONTROLS}
         report["ratio_to_best_peer"] = {
-            cc: round(by_control[cc]["goodput_fraction_64mb"] / theirs[cc]["goodput_fraction_64mb"], 2)
-            for cc in theirs
-            if cc in by_control
+            cc: round(by_control[cc]["goodput_fraction_64mb"] / best[cc], 2) for cc in PEER_CONTROLS if cc in by_control
         }
     return report
 
@@ -128,13 +129,12 @@ def fill_ours(wan: Wan, args: argparse.Namespace, cc: str) -> dict[str, Any]:
     }
 
 
-def fill_mooncake(wan: Wan, args: argparse.Namespace, cc: str) -> dict[str, Any]:
+def fill_peer(wan: Wan, name: str, cc: str) -> dict[str, Any]:
+    """64 MiB from memory to memory, connections warm; the first transfer is the cold one."""
     memory = ["--memory", str(WARM_MB * MB)]
-    env = peers.environment(**peers.congestion_shim(cc))
-    receiver = End(
-        wan.command("b", peer_argv("mooncake", "receiver", "--host", ADDRESSES["b"], *memory)), env, quiet=True
-    )
-    sender = End(wan.command("a", peer_argv("mooncake", "sender", "--host", ADDRESSES["a"], *memory)), env, quiet=True)
+    env = peers.environment(UCX_NET_DEVICES="wan0", **peers.congestion_shim(cc))
+    receiver = End(wan.command("b", peer_argv(name, "receiver", "--host", ADDRESSES["b"], *memory)), env, quiet=True)
+    sender = End(wan.command("a", peer_argv(name, "sender", "--host", ADDRESSES["a"], *memory)), env, quiet=True)
     try:
         results = [
             sender.ask(
@@ -245,8 +245,9 @@ def table(report: dict[str, Any]) -> str:
             f"{r['retransmitted_share']:7.2%} {r['retransmitted_beyond_loss']:7.2%} {r['rtt_inflation_p50']:8.2f} "
             f"{r['rtt_inflation_max']:5.2f} {r['connections']:5d}"
         )
-    for cc, r in report.get("mooncake", {}).items():
-        lines.append(f"{'mooncake/' + cc:16} {'':6} {r['goodput_fraction_64mb']:6.3f}   (cold {r['cold']})")
+    for name, controls in report.get("peers", {}).items():
+        for cc, r in controls.items():
+            lines.append(f"{name + '/' + cc:16} {'':6} {r['goodput_fraction_64mb']:6.3f}   (cold {r['cold']})")
     if "ratio_to_best_peer" in report:
         lines.append(f"ratio_to_best_peer (64 MB): {report['ratio_to_best_peer']}")
     return "\n".join(lines)
