@@ -23,6 +23,10 @@ SMOOTHING_S: Final = 0.3  # a change of the link shows within a second
 MIN_WINDOW_S: Final = 0.1  # of the goodput; two round trips (without a queue) where they are longer
 INSTANT_S: Final = 0.025  # the window of what arrives just now: short, so that a link that narrows is met at once
 ESTIMATES_KEPT: Final = 20
+# As bbr has it: long enough for a busy link to be drained once or twice meanwhile, short enough for a route that changed.
+MIN_RTT_MEMORY_S: Final = 10.0
+MIN_RTT_AGAIN: Final = 1.1  # times the smallest: a round trip up to here says that it still holds
+LAN_RTT_S: Final = 1e-3  # below it, round trips measure the scheduler and not the link
 RTT_INFLATION_LIMIT: Final = 2.0  # times min RTT: the queue before the bottleneck holds a round trip
 RETRANSMIT_LIMIT: Final = 0.02
 
@@ -76,7 +80,8 @@ class LinkState:
     budget_bytes_per_s: float = 0.0  # egress budget; 0 = none
     retransmit_ratio: float = 0.0
     rtt_s: float = 0.0
-    min_rtt_s: float = 0.0
+    min_rtt_s: float = 0.0  # of late: a route may become longer
+    min_rtt_age_s: float = 0.0  # since a round trip was (about) that short
     estimate_error: float = 0.0  # mean of |predicted - actual| / actual, over recent transfers
     queued_bytes: int = 0  # ready to leave and not acknowledged yet
     bytes_total: int = 0
@@ -89,7 +94,7 @@ class LinkState:
 
     @property
     def rtt_inflation(self) -> float:
-        """RTT over the smallest one seen; 1 = no queue."""
+        """RTT over the smallest one of late; 1 = no queue."""
         return max(1.0, self.rtt_s / self.min_rtt_s) if self.min_rtt_s else 1.0
 
     @property
@@ -116,6 +121,38 @@ class LinkState:
         return (self.queued_bytes + num_bytes) / rate + self.rtt_s if rate else math.inf
 
 
+class MinRtt:
+    """The smallest round trip of the last MIN_RTT_MEMORY_S.
+
+    It is the length of the route only if the pipe was empty once in that time: the governor sees to that.
+    """
+
+    def __init__(self) -> None:
+        self._rising: deque[tuple[float, float]] = deque()  # (when, seconds): each smaller than all that came later
+
+    @property
+    def seconds(self) -> float:
+        """0 while there was none."""
+        return self._rising[0][1] if self._rising else 0.0
+
+    def age_s(self, now: float) -> float:
+        """Since a round trip was about that short."""
+        return now - self._rising[0][0] if self._rising else 0.0
+
+    def add(self, rtt_s: float, now: float) -> None:
+        """What lies before this sample by more than the memory is forgotten; without samples, nothing is."""
+        while self._rising and self._rising[0][0] < now - MIN_RTT_MEMORY_S:
+            self._rising.popleft()
+        while self._rising and self._rising[-1][1] >= rtt_s:
+            self._rising.pop()
+        self._rising.append((now, rtt_s))
+        if rtt_s <= MIN_RTT_AGAIN * self.seconds:
+            self._rising[0] = (now, self.seconds)
+
+    def clear(self) -> None:
+        self._rising.clear()
+
+
 class LinkMonitor:
     """Turns samples of all connections to a peer into a LinkState."""
 
@@ -125,7 +162,7 @@ class LinkMonitor:
         self._last_at: float | None = None
         self._acked: deque[tuple[float, int]] = deque()  # (when, bytes acknowledged so far)
         self._state = LinkState(peer=peer, at=0.0)
-        self._min_rtt_s = 0.0
+        self._min_rtt = MinRtt()
         self._estimate_error = 0.0
         self._estimates = 0
 
@@ -158,11 +195,12 @@ class LinkMonitor:
         resent = sum(
             info.bytes_retransmitted - self._before(lane, "bytes_retransmitted") for lane, info in infos.items()
         )
-        self._last, self._last_at = dict(infos), now
         keep = math.exp(-elapsed / SMOOTHING_S)
+        self._see_min_rtt(infos, now)
+        rtt_s = self._rtt_s(infos, keep)
+        self._last, self._last_at = dict(infos), now
         goodput, arriving = self._rates(old.bytes_total + max(0, acked), now)
         ratio = _blend(old.retransmit_ratio, resent / sent if sent else 0.0, keep)
-        rtt_s, self._min_rtt_s = _rtts(infos, old, self._min_rtt_s)
         self._state = LinkState(
             peer=self._peer,
             at=now,
@@ -175,7 +213,8 @@ class LinkMonitor:
             budget_bytes_per_s=budget_bytes_per_s,
             retransmit_ratio=ratio,
             rtt_s=rtt_s,
-            min_rtt_s=self._min_rtt_s,
+            min_rtt_s=self._min_rtt.seconds,
+            min_rtt_age_s=self._min_rtt.age_s(now),
             estimate_error=self._estimate_error,
             queued_bytes=queued_bytes,
             bytes_total=old.bytes_total + max(0, acked),
@@ -183,10 +222,37 @@ class LinkMonitor:
         )
         return self._state
 
+    def _see_min_rtt(self, infos: Mapping[int, TcpInfo], now: float) -> None:
+        """From what was acknowledged since the last sample.
+
+        The kernel's own minimum is 300 s old at worst: it only counts when a connection is new, and on a LAN, where
+        smoothed round trips are the scheduler's.
+        """
+        if not self._last.keys() & infos.keys() and infos:
+            self._min_rtt.clear()  # whatever ended all connections may have changed the route
+        for lane, info in infos.items():
+            if not (info.rtt_s and info.min_rtt_s):
+                continue
+            if lane not in self._last or info.min_rtt_s < LAN_RTT_S:
+                self._min_rtt.add(info.min_rtt_s, now)
+            elif info.bytes_delivered != self._last[lane].bytes_delivered:
+                self._min_rtt.add(info.rtt_s, now)
+
+    def _rtt_s(self, infos: Mapping[int, TcpInfo], keep: float) -> float:
+        """The median of connections that carry something. When none does, no queue of ours is left."""
+        working = [
+            info.rtt_s
+            for lane, info in infos.items()
+            if info.rtt_s and (info.in_flight_bytes or info.bytes_delivered != self._before(lane, "bytes_delivered"))
+        ]
+        if working:
+            return sorted(working)[len(working) // 2]
+        return _blend(self._state.rtt_s or self._min_rtt.seconds, self._min_rtt.seconds, keep)
+
     def _rates(self, acked: int, now: float) -> tuple[float, float]:
         """Bytes per second over the last window, and over the last instant, as far as there are samples."""
         self._acked.append((now, acked))
-        window_s = max(MIN_WINDOW_S, 2 * self._min_rtt_s)
+        window_s = max(MIN_WINDOW_S, 2 * self._min_rtt.seconds)
         while len(self._acked) > 2 and self._acked[1][0] <= now - window_s:
             self._acked.popleft()
         instant = next((sample for sample in reversed(self._acked) if sample[0] <= now - INSTANT_S), self._acked[0])
@@ -202,15 +268,6 @@ class LinkMonitor:
 
 def _blend(old: float, new: float, keep: float) -> float:
     return keep * old + (1 - keep) * new
-
-
-def _rtts(infos: Mapping[int, TcpInfo], old: LinkState, min_rtt_s: float) -> tuple[float, float]:
-    known = [info for info in infos.values() if info.rtt_s and info.min_rtt_s]
-    if not known:
-        return old.rtt_s, min_rtt_s
-    smallest = min(info.min_rtt_s for info in known)
-    rtt_s = sorted(info.rtt_s for info in known)[len(known) // 2]
-    return rtt_s, min(smallest, min_rtt_s or smallest)
 
 
 def _available(infos: Mapping[int, TcpInfo], old: float, goodput: float, keep: float) -> float:
