@@ -7,8 +7,8 @@ import math
 import socket
 import struct
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 _STRUCT: Final = struct.Struct("=8B24I4Q6I4Q2I2Q6I")  # linux/tcp.h, struct tcp_info, up to tcpi_rehash
@@ -73,7 +73,7 @@ class LinkState:
     link: str = ""  # behind which the peer lies, with others that share its budget
     connections: int = 0
     congestion_control: str = ""
-    available_bytes_per_s: float = 0.0  # what a busy sender gets; 0 = not known yet
+    available_bytes_per_s: float = 0.0  # what a busy sender gets, the budget's worth at most; 0 = not known yet
     goodput_bytes_per_s: float = 0.0  # acknowledged by the peer's kernel
     arriving_bytes_per_s: float = 0.0  # the same over the last instant: noisy
     in_flight_bytes: int = 0  # sent and not acknowledged, as far as not known to be lost
@@ -116,9 +116,32 @@ class LinkState:
     def estimate_s(self, num_bytes: int) -> float:
         """Predicted time for `num_bytes` more, behind what is queued; inf while nothing is known."""
         rate = self.available_bytes_per_s
-        if self.budget_bytes_per_s:
-            rate = min(rate, self.budget_bytes_per_s)
         return (self.queued_bytes + num_bytes) / rate + self.rtt_s if rate else math.inf
+
+
+def together(states: Sequence[LinkState]) -> LinkState:
+    """The link that several peers lie behind, one at least: they share its bandwidth and its budget."""
+    goodput = sum(state.goodput_bytes_per_s for state in states)
+    # A peer that gets half of the line measures half of it: together they are right. 0 stays 0: not known yet.
+    line = max(state.available_bytes_per_s for state in states)
+    budget = max(state.budget_bytes_per_s for state in states)
+    worst = max(states, key=lambda state: (state.congested, state.rtt_inflation))
+    total = sum(state.bytes_total for state in states)
+    return replace(
+        worst,
+        peer=worst.link,
+        connections=sum(state.connections for state in states),
+        available_bytes_per_s=_within(budget, max(line, goodput) if line else 0.0),
+        goodput_bytes_per_s=goodput,
+        arriving_bytes_per_s=sum(state.arriving_bytes_per_s for state in states),
+        in_flight_bytes=sum(state.in_flight_bytes for state in states),
+        budget_bytes_per_s=budget,
+        retransmit_ratio=max(state.retransmit_ratio for state in states),
+        estimate_error=sum(state.estimate_error * state.bytes_total for state in states) / total if total else 0.0,
+        queued_bytes=sum(state.queued_bytes for state in states),
+        bytes_total=total,
+        retransmitted_bytes_total=sum(state.retransmitted_bytes_total for state in states),
+    )
 
 
 class MinRtt:
@@ -163,6 +186,7 @@ class LinkMonitor:
         self._acked: deque[tuple[float, int]] = deque()  # (when, bytes acknowledged so far)
         self._state = LinkState(peer=peer, at=0.0)
         self._min_rtt = MinRtt()
+        self._line_bytes_per_s = 0.0  # what it could carry without a budget
         self._estimate_error = 0.0
         self._estimates = 0
 
@@ -201,12 +225,13 @@ class LinkMonitor:
         self._last, self._last_at = dict(infos), now
         goodput, arriving = self._rates(old.bytes_total + max(0, acked), now)
         ratio = _blend(old.retransmit_ratio, resent / sent if sent else 0.0, keep)
+        self._line_bytes_per_s = _available(infos, self._line_bytes_per_s, goodput, keep)
         self._state = LinkState(
             peer=self._peer,
             at=now,
             connections=len(infos),
             congestion_control=congestion_control,
-            available_bytes_per_s=_available(infos, old.available_bytes_per_s, goodput, keep),
+            available_bytes_per_s=_within(budget_bytes_per_s, self._line_bytes_per_s),
             goodput_bytes_per_s=goodput,
             arriving_bytes_per_s=arriving,
             in_flight_bytes=sum(info.in_flight_bytes for info in infos.values()),
@@ -268,6 +293,10 @@ class LinkMonitor:
 
 def _blend(old: float, new: float, keep: float) -> float:
     return keep * old + (1 - keep) * new
+
+
+def _within(budget: float, rate: float) -> float:
+    return min(budget, rate) if budget else rate
 
 
 def _available(infos: Mapping[int, TcpInfo], old: float, goodput: float, keep: float) -> float:
