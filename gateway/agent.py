@@ -57,13 +57,17 @@ class NodeInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkLoad:
-    """Egress from a node to the cluster `peer`. `available_bytes_per_s` is 0 while unknown."""
+    """Egress from a node to the cluster `peer`. `available_bytes_per_s` is 0 while unknown, as round trips are."""
 
     peer: str
     available_bytes_per_s: float
     utilisation: float
     retransmit_ratio: float
+    rtt_s: float
+    min_rtt_s: float
+    congested: bool
     queued_bytes: int
+    estimate_error: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +265,11 @@ def load_from(load: pb.Load) -> NodeLoad:
                 available_bytes_per_s=link.available_bytes_per_s,
                 utilisation=link.utilisation,
                 retransmit_ratio=link.retransmit_ratio,
+                rtt_s=link.rtt_s,
+                min_rtt_s=link.min_rtt_s,
+                congested=link.congested,
                 queued_bytes=link.queued_bytes,
+                estimate_error=link.estimate_error,
             )
             for link in load.links
         ),

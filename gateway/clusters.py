@@ -287,11 +287,17 @@ def _check(info: NodeInfo, others: Collection[Node]) -> None:
 def _link(source: str, destination: str, loads: Collection[NodeLoad], unmeasured_bytes_per_s: float) -> LinkView:
     links = [link for load in loads for link in load.links if link.peer == destination]
     available = sum(link.available_bytes_per_s for link in links)
+    # The senders share the line: the one that sees the longest queue is right about it.
+    worst = max(links, key=lambda link: (link.congested, link.rtt_s - link.min_rtt_s), default=None)
     return LinkView(
         source=source,
         destination=destination,
         available_bytes_per_s=available or unmeasured_bytes_per_s or None,
         utilisation=max((link.utilisation for link in links), default=0.0),
         retransmit_ratio=max((link.retransmit_ratio for link in links), default=0.0),
+        congested=worst is not None and worst.congested,
+        rtt_s=worst.rtt_s if worst else 0.0,
+        min_rtt_s=worst.min_rtt_s if worst else 0.0,
+        estimate_error=max((link.estimate_error for link in links), default=0.0),
         queued_bytes=sum(link.queued_bytes for link in links),
     )

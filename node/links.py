@@ -21,7 +21,7 @@ from transport.client import ClientOptions, TransferClient
 from transport.coding import FormatOf
 from transport.errors import Closed, TransportError
 from transport.lanes import Urgency
-from transport.link import LinkState
+from transport.link import LinkState, together
 from transport.messages import TicketInfo
 from transport.metrics import TransportCollector
 from transport.pacing import Budget
@@ -248,7 +248,7 @@ class Links:
         by_cluster: dict[str, list[LinkState]] = {}
         for state in self._client.links():
             by_cluster.setdefault(state.link, []).append(state)
-        return [_merge(cluster, states) for cluster, states in sorted(by_cluster.items())]
+        return [_message(together(states)) for _, states in sorted(by_cluster.items())]
 
 
 def _server_options(config: NodeConfig, use_shm: bool) -> ServerOptions:
@@ -272,25 +272,22 @@ def _client_options(config: NodeConfig) -> ClientOptions:
     return replace(options, connections=config.connections, max_connections=config.connections)
 
 
-def _merge(cluster: str, states: Sequence[LinkState]) -> pb.Link:
-    """Several receivers of one cluster share the line to it."""
-    goodput = sum(state.goodput_bytes_per_s for state in states)
-    # A receiver that gets half of the line measures half of it: together they are right. 0 stays 0: not known yet.
-    available = max(state.available_bytes_per_s for state in states)
-    available = max(available, goodput) if available else 0.0
-    measured = [state for state in states if state.rtt_s] or list(states)
+def _message(link: LinkState) -> pb.Link:
     return pb.Link(
-        peer=cluster,
-        available_bytes_per_s=available,
-        goodput_bytes_per_s=goodput,
-        utilisation=goodput / available if available else 0.0,
-        retransmit_ratio=max(state.retransmit_ratio for state in states),
-        rtt_s=max(state.rtt_s for state in measured),
-        min_rtt_s=min(state.min_rtt_s for state in measured),
-        queued_bytes=sum(state.queued_bytes for state in states),
-        connections=sum(state.connections for state in states),
-        bytes_total=sum(state.bytes_total for state in states),
-        retransmitted_bytes_total=sum(state.retransmitted_bytes_total for state in states),
+        peer=link.link,
+        available_bytes_per_s=link.available_bytes_per_s,
+        goodput_bytes_per_s=link.goodput_bytes_per_s,
+        utilisation=link.utilisation,
+        retransmit_ratio=link.retransmit_ratio,
+        rtt_s=link.rtt_s,
+        min_rtt_s=link.min_rtt_s,
+        queued_bytes=link.queued_bytes,
+        connections=link.connections,
+        bytes_total=link.bytes_total,
+        retransmitted_bytes_total=link.retransmitted_bytes_total,
+        budget_bytes_per_s=link.budget_bytes_per_s,
+        congested=link.congested,
+        estimate_error=link.estimate_error,
     )
 
 

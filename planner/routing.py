@@ -63,6 +63,8 @@ class RoutingPolicy:
     The egress counts as scarce from `scarce_utilisation` on, or when what is queued takes longer than `scarce_drain_s`.
     Pressure starts at `congested_*` and is complete at `blocked_*`; meanwhile the threshold is multiplied by up to
     `congestion_factor`. Retransmissions are a pressure of their own: a commodity path shows loss before its rate falls.
+    So are round trips that have grown, over the smallest ones, on a link whose senders call it congested: only they can
+    tell a queue from noise.
     A PrfaaS queue longer than `remote_queue_s` beyond the local one sends a request back.
     """
 
@@ -77,6 +79,8 @@ class RoutingPolicy:
     blocked_drain_s: float = 5.0
     congested_retransmits: float = 0.01
     blocked_retransmits: float = 0.1
+    congested_rtt_inflation: float = 1.5  # senders call 2 congested
+    blocked_rtt_inflation: float = 4.0  # a queue of three round trips: buffers hold one or two
     congestion_factor: float = 4.0
     remote_queue_s: float = 10.0
     placement: PlacementPolicy = field(default_factory=PlacementPolicy)
@@ -86,7 +90,7 @@ class RoutingPolicy:
             raise ValueError(f"threshold_tokens={self.threshold_tokens}: must not be negative")
         if not 0 <= self.tie_share <= 1:
             raise ValueError(f"tie_share={self.tie_share}: must be in [0, 1]")
-        for name in ("utilisation", "drain_s", "retransmits"):
+        for name in ("utilisation", "drain_s", "retransmits", "rtt_inflation"):
             low, high = getattr(self, f"congested_{name}"), getattr(self, f"blocked_{name}")
             if not low < high:
                 raise ValueError(f"congested_{name}={low}: must be below blocked_{name}={high}")
@@ -141,7 +145,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 def pressure(link: LinkView, policy: RoutingPolicy) -> float:
     """How congested the egress is, 0 (not) to 1 (blocked): the worst of its signals."""
     if (
-        link.utilisation <= policy.congested_utilisation
+        not link.congested
+        and link.utilisation <= policy.congested_utilisation
         and link.retransmit_ratio <= policy.congested_retransmits
         and link.drain_s <= policy.congested_drain_s
     ):
@@ -153,6 +158,9 @@ def pressure(link: LinkView, policy: RoutingPolicy) -> float:
             _between(policy.congested_utilisation, link.utilisation, policy.blocked_utilisation),
             _between(policy.congested_drain_s, link.drain_s, policy.blocked_drain_s),
             _between(policy.congested_retransmits, link.retransmit_ratio, policy.blocked_retransmits),
+            _between(policy.congested_rtt_inflation, link.rtt_inflation, policy.blocked_rtt_inflation)
+            if link.congested
+            else 0.0,
         ),
     )
 
@@ -165,6 +173,7 @@ def is_scarce(link: LinkView, policy: RoutingPolicy) -> bool:
     """Whether prefixes should stay where they are. An unknown bandwidth is scarce: nothing speaks for spending it."""
     return (
         not link.available_bytes_per_s
+        or link.congested
         or link.utilisation >= policy.scarce_utilisation
         or link.drain_s >= policy.scarce_drain_s
     )
@@ -291,13 +300,12 @@ def _best_remote(
 
 def _remote_delay_s(request: RouteRequest, side: _Side, cost: PrefillCost) -> float:
     assert side.link is not None
-    rate, size = side.link.available_bytes_per_s, request.kv_bytes
-    transfer_s = size(request.num_tokens) / rate if rate and size else 0.0
+    size = request.kv_bytes(request.num_tokens) if request.kv_bytes else 0.0
     compute_s = min(
         cost.queue_s(node) + cost.prefill_s(node, request.num_tokens, node.cached_tokens) for node in side.prefill
     )
     # Layers leave while later ones are computed, so the slower of the two is seen (§3.4.1).
-    return max(compute_s, side.link.drain_s + transfer_s)
+    return max(compute_s, side.link.arrives_s(size))
 
 
 class _Verdict(msgspec.Struct, frozen=True, gc=False):

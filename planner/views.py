@@ -56,7 +56,9 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The egress link from a PrfaaS cluster to a PD cluster.
 
     `available_bytes_per_s` is None while unknown. `queued_bytes` is KVCache that exists and has still to leave; what later
-    prefills will add is paced by their compute and no sign of congestion.
+    prefills will add is paced by their compute and no sign of congestion. `congested` is the senders' early signal: round
+    trips of twice the smallest one of late, or losses; round trips are 0 while unknown. `estimate_error` is the mean
+    relative error of the senders' predictions of when a transfer will have arrived.
     """
 
     source: str
@@ -66,6 +68,10 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     utilisation: float = 0.0
     retransmit_ratio: float = 0.0
     queued_bytes: float = 0.0
+    congested: bool = False
+    rtt_s: float = 0.0
+    min_rtt_s: float = 0.0
+    estimate_error: float = 0.0
 
     @property
     def drain_s(self) -> float:
@@ -73,6 +79,16 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         if not self.available_bytes_per_s:
             return 0.0
         return self.queued_bytes / self.available_bytes_per_s
+
+    @property
+    def rtt_inflation(self) -> float:
+        """Round trip over the smallest one of late; 1 = no queue."""
+        return max(1.0, self.rtt_s / self.min_rtt_s) if self.min_rtt_s else 1.0
+
+    def arrives_s(self, num_bytes: float) -> float:
+        """When `num_bytes` more will have arrived, as far as the senders' predictions have been right."""
+        rate = self.available_bytes_per_s
+        return (self.drain_s + (num_bytes / rate if rate else 0.0) + self.rtt_s) * (1.0 + min(1.0, self.estimate_error))
 
 
 class RouteRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -7,6 +7,7 @@ bottleneck and the pipe takes more; once it grows, the pipe is full and what is 
     no queue, pace not reached     -> the connections cannot fill it (loss holds cubic back, buffers hold bbr back): add
     some queue                     -> pace = a little less than what arrives
     much less arrives than before  -> the link has become narrower: (almost) nothing, until what is under way fits into it
+    no round trip at its minimum   -> half of it for a moment: either it is seen again, or the route has become longer
 
 So bbr, which by itself keeps a queue and loses 7-15 % of its bytes in it when several connections compete, runs paced
 at pace / N; and cubic gets as many connections as RTT and loss make it need.
@@ -16,9 +17,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-from transport.link import INSTANT_S, MIN_WINDOW_S, LinkState
+from transport.link import INSTANT_S, LAN_RTT_S, MIN_WINDOW_S, LinkState
 
-LAN_RTT_S: Final = 1e-3  # below it, round trips measure the scheduler and not the link
 # Round trips over the smallest. A short queue is wanted: without one, the bottleneck is idle now and then.
 NO_QUEUE: Final = 1.2
 QUEUE: Final = 1.4
@@ -54,6 +54,11 @@ NARROWER_SAMPLES: Final = 3
 TRICKLE: Final = 0.05  # of the new width, while the queue drains
 FITS: Final = 1.2  # in flight, over width times round trip
 DRAIN_MAX_S: Final = 1.0
+# A queue too short to be worth draining may stand for ever, and pass for the route once its true length is forgotten.
+PROBE_AFTER_S: Final = 5.0  # without a round trip as short as the smallest: half of what the monitor remembers
+PROBE_SHARE: Final = 0.5  # of what arrives
+PROBE_RTTS: Final = 4.0  # at most, and a little more on short links
+PROBE_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,8 @@ class Governor:
         self._sampled_at = 0.0
         self._new_width = self._old_width = 0.0
         self._last_goodput = 0.0
+        self._before_probe: Plan | None = None
+        self._probed_at = 0.0
         self._busy_since: float | None = None
         self._best: deque[tuple[float, float]] = deque()  # (when, goodput), falling
 
@@ -104,6 +111,7 @@ class Governor:
         if not busy or state.min_rtt_s < LAN_RTT_S:
             if self._narrower_since is not None:
                 self._plan = self._resume(now)
+            self._plan, self._before_probe = self._before_probe or self._plan, None
             self._judged_at = self._busy_since = self._queued_since = None
             return self._plan
         if self._busy_since is None:
@@ -112,7 +120,9 @@ class Governor:
         if now - self._busy_since < MIN_WINDOW_S + 2 * state.rtt_s:
             return self._plan
         self._remember(state.goodput_bytes_per_s, now)
-        if self._narrower_since is not None or self._narrows(state, now):
+        if self._before_probe is not None or self._must_probe(state, now):
+            self._plan = self._probe(state, now)
+        elif self._narrower_since is not None or self._narrows(state, now):
             self._plan = self._drain(state, now)
         elif now - self._decided_at >= state.rtt_s:
             self._decided_at = now
@@ -179,6 +189,27 @@ class Governor:
         self._decided_at, self._step, self._last_goodput = now, STEP_FIRST, width
         self._busy_since = now  # the pipe must fill again before it tells anything
         return Plan(self._plan.connections, max(DRAINED * width, LEAST_BYTES_PER_S, self._least))
+
+    def _must_probe(self, state: LinkState, now: float) -> bool:
+        """Whether it is not known any more how long the route is. Under a longer queue we drain the pipe anyway."""
+        return (
+            state.min_rtt_age_s > PROBE_AFTER_S
+            and now - self._probed_at > PROBE_AFTER_S
+            and state.rtt_inflation <= LONG_QUEUE
+            and self._narrower_since is None
+        )
+
+    def _probe(self, state: LinkState, now: float) -> Plan:
+        """Half of what arrives, until a round trip is as short as it was or should have been."""
+        if self._before_probe is None:
+            self._before_probe, self._probed_at = self._plan, now
+            return Plan(self._plan.connections, max(PROBE_SHARE * state.goodput_bytes_per_s, self._least))
+        probed_s = now - self._probed_at
+        if state.min_rtt_age_s > probed_s and probed_s < PROBE_S + PROBE_RTTS * state.rtt_s:
+            return self._plan
+        plan, self._before_probe = self._before_probe, None
+        self._busy_since, self._judged_at = now, None  # the pipe must fill again before it tells anything
+        return plan
 
     @property
     def _least(self) -> float:

@@ -7,8 +7,8 @@ import math
 import socket
 import struct
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 _STRUCT: Final = struct.Struct("=8B24I4Q6I4Q2I2Q6I")  # linux/tcp.h, struct tcp_info, up to tcpi_rehash
@@ -23,6 +23,10 @@ SMOOTHING_S: Final = 0.3  # a change of the link shows within a second
 MIN_WINDOW_S: Final = 0.1  # of the goodput; two round trips (without a queue) where they are longer
 INSTANT_S: Final = 0.025  # the window of what arrives just now: short, so that a link that narrows is met at once
 ESTIMATES_KEPT: Final = 20
+# As bbr has it: long enough for a busy link to be drained once or twice meanwhile, short enough for a route that changed.
+MIN_RTT_MEMORY_S: Final = 10.0
+MIN_RTT_AGAIN: Final = 1.1  # times the smallest: a round trip up to here says that it still holds
+LAN_RTT_S: Final = 1e-3  # below it, round trips measure the scheduler and not the link
 RTT_INFLATION_LIMIT: Final = 2.0  # times min RTT: the queue before the bottleneck holds a round trip
 RETRANSMIT_LIMIT: Final = 0.02
 
@@ -69,14 +73,15 @@ class LinkState:
     link: str = ""  # behind which the peer lies, with others that share its budget
     connections: int = 0
     congestion_control: str = ""
-    available_bytes_per_s: float = 0.0  # what a busy sender gets; 0 = not known yet
+    available_bytes_per_s: float = 0.0  # what a busy sender gets, the budget's worth at most; 0 = not known yet
     goodput_bytes_per_s: float = 0.0  # acknowledged by the peer's kernel
     arriving_bytes_per_s: float = 0.0  # the same over the last instant: noisy
     in_flight_bytes: int = 0  # sent and not acknowledged, as far as not known to be lost
     budget_bytes_per_s: float = 0.0  # egress budget; 0 = none
     retransmit_ratio: float = 0.0
     rtt_s: float = 0.0
-    min_rtt_s: float = 0.0
+    min_rtt_s: float = 0.0  # of late: a route may become longer
+    min_rtt_age_s: float = 0.0  # since a round trip was (about) that short
     estimate_error: float = 0.0  # mean of |predicted - actual| / actual, over recent transfers
     queued_bytes: int = 0  # ready to leave and not acknowledged yet
     bytes_total: int = 0
@@ -89,7 +94,7 @@ class LinkState:
 
     @property
     def rtt_inflation(self) -> float:
-        """RTT over the smallest one seen; 1 = no queue."""
+        """RTT over the smallest one of late; 1 = no queue."""
         return max(1.0, self.rtt_s / self.min_rtt_s) if self.min_rtt_s else 1.0
 
     @property
@@ -111,9 +116,64 @@ class LinkState:
     def estimate_s(self, num_bytes: int) -> float:
         """Predicted time for `num_bytes` more, behind what is queued; inf while nothing is known."""
         rate = self.available_bytes_per_s
-        if self.budget_bytes_per_s:
-            rate = min(rate, self.budget_bytes_per_s)
         return (self.queued_bytes + num_bytes) / rate + self.rtt_s if rate else math.inf
+
+
+def together(states: Sequence[LinkState]) -> LinkState:
+    """The link that several peers lie behind, one at least: they share its bandwidth and its budget."""
+    goodput = sum(state.goodput_bytes_per_s for state in states)
+    # A peer that gets half of the line measures half of it: together they are right. 0 stays 0: not known yet.
+    line = max(state.available_bytes_per_s for state in states)
+    budget = max(state.budget_bytes_per_s for state in states)
+    worst = max(states, key=lambda state: (state.congested, state.rtt_inflation))
+    total = sum(state.bytes_total for state in states)
+    return replace(
+        worst,
+        peer=worst.link,
+        connections=sum(state.connections for state in states),
+        available_bytes_per_s=_within(budget, max(line, goodput) if line else 0.0),
+        goodput_bytes_per_s=goodput,
+        arriving_bytes_per_s=sum(state.arriving_bytes_per_s for state in states),
+        in_flight_bytes=sum(state.in_flight_bytes for state in states),
+        budget_bytes_per_s=budget,
+        retransmit_ratio=max(state.retransmit_ratio for state in states),
+        estimate_error=sum(state.estimate_error * state.bytes_total for state in states) / total if total else 0.0,
+        queued_bytes=sum(state.queued_bytes for state in states),
+        bytes_total=total,
+        retransmitted_bytes_total=sum(state.retransmitted_bytes_total for state in states),
+    )
+
+
+class MinRtt:
+    """The smallest round trip of the last MIN_RTT_MEMORY_S.
+
+    It is the length of the route only if the pipe was empty once in that time: the governor sees to that.
+    """
+
+    def __init__(self) -> None:
+        self._rising: deque[tuple[float, float]] = deque()  # (when, seconds): each smaller than all that came later
+
+    @property
+    def seconds(self) -> float:
+        """0 while there was none."""
+        return self._rising[0][1] if self._rising else 0.0
+
+    def age_s(self, now: float) -> float:
+        """Since a round trip was about that short."""
+        return now - self._rising[0][0] if self._rising else 0.0
+
+    def add(self, rtt_s: float, now: float) -> None:
+        """What lies before this sample by more than the memory is forgotten; without samples, nothing is."""
+        while self._rising and self._rising[0][0] < now - MIN_RTT_MEMORY_S:
+            self._rising.popleft()
+        while self._rising and self._rising[-1][1] >= rtt_s:
+            self._rising.pop()
+        self._rising.append((now, rtt_s))
+        if rtt_s <= MIN_RTT_AGAIN * self.seconds:
+            self._rising[0] = (now, self.seconds)
+
+    def clear(self) -> None:
+        self._rising.clear()
 
 
 class LinkMonitor:
@@ -125,7 +185,8 @@ class LinkMonitor:
         self._last_at: float | None = None
         self._acked: deque[tuple[float, int]] = deque()  # (when, bytes acknowledged so far)
         self._state = LinkState(peer=peer, at=0.0)
-        self._min_rtt_s = 0.0
+        self._min_rtt = MinRtt()
+        self._line_bytes_per_s = 0.0  # what it could carry without a budget
         self._estimate_error = 0.0
         self._estimates = 0
 
@@ -158,24 +219,27 @@ class LinkMonitor:
         resent = sum(
             info.bytes_retransmitted - self._before(lane, "bytes_retransmitted") for lane, info in infos.items()
         )
-        self._last, self._last_at = dict(infos), now
         keep = math.exp(-elapsed / SMOOTHING_S)
+        self._see_min_rtt(infos, now)
+        rtt_s = self._rtt_s(infos, keep)
+        self._last, self._last_at = dict(infos), now
         goodput, arriving = self._rates(old.bytes_total + max(0, acked), now)
         ratio = _blend(old.retransmit_ratio, resent / sent if sent else 0.0, keep)
-        rtt_s, self._min_rtt_s = _rtts(infos, old, self._min_rtt_s)
+        self._line_bytes_per_s = _available(infos, self._line_bytes_per_s, goodput, keep)
         self._state = LinkState(
             peer=self._peer,
             at=now,
             connections=len(infos),
             congestion_control=congestion_control,
-            available_bytes_per_s=_available(infos, old.available_bytes_per_s, goodput, keep),
+            available_bytes_per_s=_within(budget_bytes_per_s, self._line_bytes_per_s),
             goodput_bytes_per_s=goodput,
             arriving_bytes_per_s=arriving,
             in_flight_bytes=sum(info.in_flight_bytes for info in infos.values()),
             budget_bytes_per_s=budget_bytes_per_s,
             retransmit_ratio=ratio,
             rtt_s=rtt_s,
-            min_rtt_s=self._min_rtt_s,
+            min_rtt_s=self._min_rtt.seconds,
+            min_rtt_age_s=self._min_rtt.age_s(now),
             estimate_error=self._estimate_error,
             queued_bytes=queued_bytes,
             bytes_total=old.bytes_total + max(0, acked),
@@ -183,10 +247,37 @@ class LinkMonitor:
         )
         return self._state
 
+    def _see_min_rtt(self, infos: Mapping[int, TcpInfo], now: float) -> None:
+        """From what was acknowledged since the last sample.
+
+        The kernel's own minimum is 300 s old at worst: it only counts when a connection is new, and on a LAN, where
+        smoothed round trips are the scheduler's.
+        """
+        if not self._last.keys() & infos.keys() and infos:
+            self._min_rtt.clear()  # whatever ended all connections may have changed the route
+        for lane, info in infos.items():
+            if not (info.rtt_s and info.min_rtt_s):
+                continue
+            if lane not in self._last or info.min_rtt_s < LAN_RTT_S:
+                self._min_rtt.add(info.min_rtt_s, now)
+            elif info.bytes_delivered != self._last[lane].bytes_delivered:
+                self._min_rtt.add(info.rtt_s, now)
+
+    def _rtt_s(self, infos: Mapping[int, TcpInfo], keep: float) -> float:
+        """The median of connections that carry something. When none does, no queue of ours is left."""
+        working = [
+            info.rtt_s
+            for lane, info in infos.items()
+            if info.rtt_s and (info.in_flight_bytes or info.bytes_delivered != self._before(lane, "bytes_delivered"))
+        ]
+        if working:
+            return sorted(working)[len(working) // 2]
+        return _blend(self._state.rtt_s or self._min_rtt.seconds, self._min_rtt.seconds, keep)
+
     def _rates(self, acked: int, now: float) -> tuple[float, float]:
         """Bytes per second over the last window, and over the last instant, as far as there are samples."""
         self._acked.append((now, acked))
-        window_s = max(MIN_WINDOW_S, 2 * self._min_rtt_s)
+        window_s = max(MIN_WINDOW_S, 2 * self._min_rtt.seconds)
         while len(self._acked) > 2 and self._acked[1][0] <= now - window_s:
             self._acked.popleft()
         instant = next((sample for sample in reversed(self._acked) if sample[0] <= now - INSTANT_S), self._acked[0])
@@ -204,13 +295,8 @@ def _blend(old: float, new: float, keep: float) -> float:
     return keep * old + (1 - keep) * new
 
 
-def _rtts(infos: Mapping[int, TcpInfo], old: LinkState, min_rtt_s: float) -> tuple[float, float]:
-    known = [info for info in infos.values() if info.rtt_s and info.min_rtt_s]
-    if not known:
-        return old.rtt_s, min_rtt_s
-    smallest = min(info.min_rtt_s for info in known)
-    rtt_s = sorted(info.rtt_s for info in known)[len(known) // 2]
-    return rtt_s, min(smallest, min_rtt_s or smallest)
+def _within(budget: float, rate: float) -> float:
+    return min(budget, rate) if budget else rate
 
 
 def _available(infos: Mapping[int, TcpInfo], old: float, goodput: float, keep: float) -> float:

@@ -414,8 +414,8 @@ class Peer:
                 budget_bytes_per_s=self._budget or 0.0,
                 congestion_control=next((lane.congestion for lane in self._lanes if lane.up), ""),
             )
-            rates = [rate for rate in (state.available_bytes_per_s, self._budget) if rate]
-            situation = Situation(link_bytes_per_s=min(rates, default=0.0), backlog_bytes=queued, idle_cores=idle_cores)
+            rate = state.available_bytes_per_s or self._budget or 0.0
+            situation = Situation(link_bytes_per_s=rate, backlog_bytes=queued, idle_cores=idle_cores)
             self.chooser.on_situation(situation, now)
         self._govern(state, now)
         self.settle()

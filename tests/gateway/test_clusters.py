@@ -113,6 +113,25 @@ async def test_links_are_summed_over_the_senders_and_congestion_keeps_requests_l
 
 
 @on_loop
+async def test_a_queue_that_one_sender_sees_keeps_requests_local() -> None:
+    async with world(remote=2) as w:
+        clusters = w.gateway.door.clusters
+        for node, rtt_s in zip(w.nodes.remote, (0.04, 0.2), strict=True):
+            link = pb.Link(
+                peer="west", available_bytes_per_s=1e9, rtt_s=rtt_s, min_rtt_s=0.04, congested=rtt_s > 0.08,
+                estimate_error=rtt_s,
+            )  # fmt: skip
+            node.load = pb.Load(links=[link])
+            node.tell(pb.NodeEvent(load=node.load))
+        await until(lambda: clusters.links()[0].available_bytes_per_s == 2e9)
+        (link_view,) = clusters.links()
+        assert (link_view.congested, link_view.rtt_inflation) == (True, 5.0)
+        assert link_view.estimate_error == 0.2
+        response = await w.complete("the quick brown fox jumps over the lazy dog " * 40)
+        assert response.headers["x-prfaas-route"].endswith("reason=congested")
+
+
+@on_loop
 async def test_work_under_way_counts_before_the_node_reports_it() -> None:
     async with world(decode=2) as w:
         for node in w.nodes.decode:

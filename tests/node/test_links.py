@@ -77,7 +77,9 @@ def test_every_cluster_has_its_budget_until_it_is_changed(tmp_path: Path) -> Non
             sender.set_budgets({"*": 10e6})
             assert (await send(sender, receiver, "west", "again")).ok
             await until_told(sender, "budget_bytes_per_second", 10e6)
-            assert [link.peer for link in sender.states()] == ["west"]
+            (link,) = sender.states()
+            assert (link.peer, link.budget_bytes_per_s) == ("west", 10e6)
+            assert link.available_bytes_per_s <= 10e6
         finally:
             for each in (sender, receiver):
                 await asyncio.to_thread(each.close)

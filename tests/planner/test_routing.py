@@ -66,6 +66,10 @@ def test_an_unknown_bandwidth_is_scarce():
         ({"utilisation": 1.2}, 1.0),
         ({"queued_bytes": int(37.5 * GB)}, 0.5),
         ({"retransmit_ratio": 0.055}, 0.5),
+        ({"congested": True, "rtt_s": 0.11, "min_rtt_s": 0.04}, 0.5),
+        ({"congested": True, "rtt_s": 0.4, "min_rtt_s": 0.04}, 1.0),
+        ({"congested": True, "retransmit_ratio": 0.055}, 0.5),
+        ({"rtt_s": 0.003, "min_rtt_s": 0.0001}, 0.0),  # its senders know that this is noise
     ],
 )
 def test_pressure_is_the_worst_signal(signal, expected):
@@ -76,6 +80,24 @@ def test_congestion_raises_the_threshold():
     busy = [link(utilisation=0.925)]  # pressure 0.5: t is doubled
     assert decided(39_000, links=busy) == (Target.LOCAL, Reason.CONGESTED)
     assert decided(41_000, links=busy) == (Target.REMOTE, Reason.LONG)
+
+
+def test_round_trips_that_grow_raise_the_threshold_before_anything_is_full():
+    queue = [link(congested=True, rtt_s=0.11, min_rtt_s=0.04)]
+    assert decided(39_000, links=queue) == (Target.LOCAL, Reason.CONGESTED)
+    assert decided(41_000, links=queue) == (Target.REMOTE, Reason.LONG)
+    assert is_scarce(queue[0], policy())
+
+
+def test_predictions_that_were_wrong_before_count_for_less():
+    certain = link(queued_bytes=12.5 * GB, rtt_s=0.1)
+    assert certain.arrives_s(12.5 * GB) == pytest.approx(2.1)
+    assert link(queued_bytes=12.5 * GB, rtt_s=0.1, estimate_error=0.5).arrives_s(12.5 * GB) == pytest.approx(3.15)
+    assert link(estimate_error=9.0).arrives_s(12.5 * GB) == pytest.approx(2.0)
+    nodes = [prfaas("r0"), prfaas("r1", cluster="north"), pd_prefill(), pd_decode()]
+    slow = {"available_bytes_per_s": GB / 100}
+    links = [link(**slow, estimate_error=0.8), link(**slow, source="north")]
+    assert route(request(30_000), nodes, links, policy()).prefill_node == "r1"
 
 
 def test_a_blocked_link_carries_nothing():

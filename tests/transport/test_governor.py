@@ -3,7 +3,7 @@
 import pytest
 
 from transport.governor import Governor
-from transport.link import LinkState
+from transport.link import MIN_RTT_MEMORY_S, LinkMonitor, LinkState, TcpInfo
 
 RTT_S = 0.04
 STEP_S = 0.02
@@ -168,3 +168,102 @@ def test_a_pause_does_not_pass_for_a_narrow_link(pause_s: float) -> None:
     for step in range(4):  # the first samples after the pause still show the old round trip and no goodput
         governor.on_sample(quiet, pipe.now + step * STEP_S, busy=True)
     assert governor.plan.pace_bytes_per_s == pace
+
+
+class Route:
+    """A bottleneck behind a route of some length, seen only through what the kernel would say of one connection."""
+
+    def __init__(self, rate: float, rtt_s: float) -> None:
+        self.rate, self.rtt_s = rate, rtt_s
+        self.standing_s = 0.0  # of queue that is not ours
+        self.queue, self.now, self.acked = 0.0, 0.0, 0
+        self.smoothed_rtt_s = self.kernel_min_rtt_s = rtt_s  # the handshake's
+        self.monitor, self.governor = LinkMonitor("p"), Governor(4, 64)
+        self.lane = 0
+        self.states: list[LinkState] = []
+
+    def run(self, seconds: float) -> float:
+        """Bytes per second that arrived meanwhile."""
+        before, self.states = self.acked, []
+        for _ in range(round(seconds / STEP_S)):
+            pace = self.governor.plan.pace_bytes_per_s
+            total = self.queue + min(pace or 2 * self.rate, 2 * self.rate) * STEP_S
+            delivered = min(total, self.rate * STEP_S)
+            self.queue = min(total - delivered, self.rate * RTT_S * 5)
+            self.now += STEP_S
+            self.acked += int(delivered)
+            state = self.monitor.sample({self.lane: self.info(delivered / STEP_S)}, self.now, queued_bytes=1 << 30)
+            self.governor.on_sample(state, self.now, busy=True)
+            self.states.append(state)
+        return (self.acked - before) / seconds
+
+    def info(self, rate: float) -> TcpInfo:
+        rtt_s = self.rtt_s + self.standing_s + self.queue / self.rate
+        self.smoothed_rtt_s += (rtt_s - self.smoothed_rtt_s) / 2
+        self.kernel_min_rtt_s = min(self.kernel_min_rtt_s, rtt_s)
+        return TcpInfo(
+            rtt_s=self.smoothed_rtt_s, min_rtt_s=self.kernel_min_rtt_s, delivery_rate=rate, app_limited=False,
+            bytes_delivered=self.acked, bytes_sent=self.acked, bytes_retransmitted=0,
+            in_flight_bytes=int(self.queue + rate * self.rtt_s),
+        )  # fmt: skip
+
+    def reconnect(self) -> None:
+        self.lane += 1
+        self.queue, self.acked, self.smoothed_rtt_s, self.kernel_min_rtt_s = 0.0, 0, self.rtt_s, self.rtt_s
+
+
+@pytest.mark.parametrize(("before_s", "after_s"), [(0.04, 0.1), (0.02, 0.15), (0.04, 0.05), (0.1, 0.04)])
+def test_a_route_that_becomes_longer_or_shorter_is_used_as_before(before_s: float, after_s: float) -> None:
+    route = Route(60e6, before_s)
+    route.run(15.0)
+    route.rtt_s = after_s
+    route.run(MIN_RTT_MEMORY_S + 10.0)
+    assert route.run(20.0) > 0.95 * 60e6
+    assert route.states[-1].min_rtt_s == pytest.approx(after_s, rel=0.1)
+    assert not any(state.congested for state in route.states)
+
+
+def test_connections_that_are_all_new_have_a_route_of_their_own() -> None:
+    route = Route(60e6, 0.04)
+    route.run(15.0)
+    route.rtt_s = 0.1
+    route.reconnect()
+    route.run(1.0)
+    assert route.states[0].min_rtt_s >= 0.1
+    assert route.run(10.0) > 0.9 * 60e6
+
+
+@pytest.mark.parametrize("rtt_s", [0.02, 0.04, 0.1])
+def test_a_queue_of_our_own_never_passes_for_the_route(rtt_s: float) -> None:
+    route = Route(60e6, rtt_s)
+    route.run(5.0)
+    assert route.run(120.0) > 0.95 * 60e6
+    assert max(state.min_rtt_s for state in route.states) < 1.15 * rtt_s
+    assert max(state.rtt_inflation for state in route.states) < 2.0
+
+
+def test_a_queue_of_others_counts_as_one_until_the_route_was_looked_at() -> None:
+    route = Route(60e6, 0.04)
+    route.run(15.0)
+    route.standing_s = 0.05
+    route.run(0.5 * MIN_RTT_MEMORY_S)
+    assert route.states[-1].congested
+    assert route.states[-1].min_rtt_s == pytest.approx(0.04, rel=0.1)
+    route.standing_s = 0.0
+    route.run(3.0)
+    assert not route.states[-1].congested
+    assert route.run(10.0) > 0.9 * 60e6
+
+
+def test_a_short_queue_that_stands_is_drained_now_and_then() -> None:
+    governor, paces = Governor(4, 64), []
+    for step in range(3_000):  # nothing that we do makes it shorter
+        now = step * 0.01
+        state = LinkState(
+            peer="p", at=now, connections=4, goodput_bytes_per_s=50e6, arriving_bytes_per_s=50e6, rtt_s=0.05,
+            min_rtt_s=0.04, min_rtt_age_s=now, queued_bytes=1 << 30, in_flight_bytes=2_500_000,
+        )  # fmt: skip
+        paces.append(governor.on_sample(state, now, busy=True).pace_bytes_per_s)
+    slow = sum(pace is not None and pace <= 25e6 for pace in paces)
+    assert 3 * 10 < slow < 0.08 * len(paces)
+    assert paces.count(None) > 0.9 * len(paces)  # and goes on as before

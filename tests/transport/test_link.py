@@ -3,8 +3,20 @@ import socket
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from transport.link import LinkMonitor, LinkState, TcpInfo, parse_tcp_info, tcp_info
+from transport.link import (
+    MIN_RTT_AGAIN,
+    MIN_RTT_MEMORY_S,
+    LinkMonitor,
+    LinkState,
+    MinRtt,
+    TcpInfo,
+    parse_tcp_info,
+    tcp_info,
+    together,
+)
 
 
 def info(**fields: object) -> TcpInfo:
@@ -66,7 +78,6 @@ def test_estimates_and_their_error() -> None:
     state = LinkState(peer="p", at=0.0, available_bytes_per_s=1e6, queued_bytes=500_000, rtt_s=0.1)
     assert state.estimate_s(1_000_000) == pytest.approx(1.6)
     assert state.drain_s == pytest.approx(0.6)
-    assert replace(state, budget_bytes_per_s=0.5e6).estimate_s(0) == pytest.approx(1.1)
     assert math.isinf(LinkState(peer="p", at=0.0).estimate_s(1))
     monitor = LinkMonitor("p")
     monitor.on_arrived(math.inf, 1.0)
@@ -91,3 +102,84 @@ def test_the_kernel_is_understood() -> None:
 
 def test_an_older_kernel_tells_less() -> None:
     assert parse_tcp_info(b"\0" * 104).bytes_sent == 0
+
+
+def test_a_drained_pipe_shows_how_long_the_route_has_become() -> None:
+    monitor, congested = LinkMonitor("p"), []
+    for i in range(3_000):
+        rtt_s = 0.04 if i < 1_000 else 0.1  # the kernel keeps the old minimum for 300 s
+        state = monitor.sample({0: info(rtt_s=rtt_s, min_rtt_s=0.04, bytes_delivered=i)}, i * 0.01)
+        congested.append(state.congested)
+    assert congested.index(True) == 1_000
+    assert congested.count(True) == pytest.approx(MIN_RTT_MEMORY_S / 0.01, abs=1)
+    assert state.min_rtt_s == 0.1
+
+
+def test_what_an_idle_link_said_last_is_not_what_it_is_like_now() -> None:
+    monitor = LinkMonitor("p")
+    for i in range(100):
+        state = monitor.sample({0: info(rtt_s=0.2, bytes_delivered=i)}, i * 0.01)
+    assert state.congested
+    monitor.sample({0: info(rtt_s=0.2, bytes_delivered=99)}, 3.0)
+    state = monitor.sample({0: info(rtt_s=0.2, bytes_delivered=99)}, 100.0)
+    assert (state.congested, state.min_rtt_s) == (False, 0.04)
+    assert state.rtt_s == pytest.approx(0.04)
+
+
+def test_on_a_lan_the_smallest_round_trip_is_the_kernels() -> None:
+    monitor = LinkMonitor("p")
+    for i in range(3_000):
+        state = monitor.sample({0: info(rtt_s=0.004, min_rtt_s=5e-5, bytes_delivered=i)}, i * 0.01)
+    assert state.min_rtt_s == 5e-5
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 4.0), st.floats(0.01, 1.0)), min_size=1, max_size=60))
+def test_the_smallest_round_trip_is_one_of_late(samples: list[tuple[float, float]]) -> None:
+    smallest, now, seen = MinRtt(), 0.0, []
+    for pause_s, rtt_s in samples:
+        now += pause_s
+        smallest.add(rtt_s, now)
+        seen.append((now, rtt_s))
+        late = [rtt for when, rtt in seen if when >= now - MIN_RTT_MEMORY_S]
+        # A little below them all, at most: what is confirmed keeps its value.
+        assert min(late) / MIN_RTT_AGAIN * (1 - 1e-9) <= smallest.seconds <= min(late)
+        assert smallest.age_s(now) <= MIN_RTT_MEMORY_S
+
+
+def test_a_budget_is_all_that_is_available() -> None:
+    monitor = LinkMonitor("p")
+    for i in range(200):
+        lanes = {0: info(delivery_rate=5e8, bytes_delivered=i * 50_000)}
+        state = monitor.sample(lanes, i * 0.01, queued_bytes=10_000_000, budget_bytes_per_s=5e6)
+    assert (state.available_bytes_per_s, state.utilisation) == (5e6, pytest.approx(1.0))
+    assert state.drain_s == pytest.approx(2.05)
+    assert monitor.sample(lanes, 2.0).available_bytes_per_s == pytest.approx(5e8)  # once it is lifted
+
+
+rates = st.floats(1e3, 1e10)
+peers = st.builds(
+    LinkState,
+    peer=st.just("p"),
+    at=st.just(0.0),
+    link=st.just("west"),
+    available_bytes_per_s=st.just(0.0) | rates,
+    goodput_bytes_per_s=rates,
+    rtt_s=st.floats(0.001, 1.0),
+    min_rtt_s=st.floats(0.001, 0.1),
+    retransmit_ratio=st.floats(0.0, 1.0),
+    queued_bytes=st.integers(0, 1 << 40),
+)
+
+
+@given(st.lists(peers, min_size=1, max_size=5), st.just(0.0) | rates)
+def test_peers_of_one_link_share_its_budget_and_queue(states: list[LinkState], budget: float) -> None:
+    states = [replace(state, budget_bytes_per_s=budget) for state in states]
+    link = together(states)
+    assert link.peer == "west"
+    assert link.queued_bytes == sum(state.queued_bytes for state in states)
+    assert not budget or link.available_bytes_per_s <= budget
+    known = any(state.available_bytes_per_s for state in states)
+    assert bool(link.available_bytes_per_s) == known
+    if known:
+        assert link.drain_s >= link.queued_bytes / (budget or link.available_bytes_per_s)
+    assert link.congested == any(state.congested for state in states)
