@@ -198,6 +198,25 @@ def test_keys_rotate_in_mid_transfer(authority: Authority) -> None:
         assert len(server._sessions._sessions) >= 3
 
 
+def test_keys_rotate_after_a_cancelled_transfer(authority: Authority) -> None:
+    with (
+        server_of(authority.issue("decode")) as server,
+        Proxy(server.address, bytes_per_s=20e6) as proxy,
+        client_of(authority.issue("prefill"), rotate_keys_s=1.0) as client,
+    ):
+        cancelled = deliver(server, client, [MB] * 16, address=proxy.address)
+        proxy.wait_for(3 * MB)
+        server.cancel("t")
+        assert cancelled.wait()[0] is not None
+        later = 0
+        deadline = time.monotonic() + PATIENCE_S
+        while len(server._sessions._sessions) < 2:
+            assert time.monotonic() < deadline
+            later += 1
+            delivery = deliver(server, client, [MB // 4], transfer_id=str(later), address=proxy.address)
+            assert all(result is not None and result.ok for result in delivery.wait())
+
+
 def test_a_restarted_receiver_is_met_with_new_keys(authority: Authority) -> None:
     identity = authority.issue("decode")
     with client_of(authority.issue("prefill")) as client:

@@ -10,7 +10,9 @@ from tests.transport.helpers import PATIENCE_S, SECRET, Memory, deliver
 from tests.transport.proxy import Proxy
 from transport.checksum import Integrity
 from transport.client import ClientOptions, TransferClient
-from transport.errors import Closed, LocalProtocolError
+from transport.connection import Connection, Role
+from transport.errors import Closed, ConnectionRefused, LocalProtocolError
+from transport.frames import Nack
 from transport.lanes import Urgency
 from transport.server import ServerOptions, TransferServer
 from transport.tcp import TcpOptions, format_address, parse_address
@@ -147,6 +149,46 @@ def test_cancel_gives_the_memory_back_at_once_though_the_link_is_stuck() -> None
         again = deliver(server, client, MIXED, transfer_id="u", address=proxy.address)
         assert all(result is not None and result.ok for result in again.wait())
         assert again.equal
+
+
+@pytest.mark.parametrize("integrity", [Integrity.NONE, Integrity.CHECKSUM])
+def test_cancelled_transfers_leave_room_for_later_ones(integrity: Integrity) -> None:
+    with (
+        TransferServer(options=ServerOptions(integrity=integrity)) as server,
+        Proxy(server.address, bytes_per_s=20e6) as proxy,
+        client_of(1, integrity=integrity, window_bytes=2 * MB, chunk_bytes=MB) as client,
+    ):
+        for n in range(6):
+            before = proxy.total
+            delivery = deliver(server, client, [MB] * 8, transfer_id=str(n), address=proxy.address)
+            proxy.wait_for(before + MB // 2)
+            server.cancel(str(n))
+            assert delivery.wait()[0] is not None
+            assert delivery.push.stats.rejected_chunks == 0
+        last = deliver(server, client, [MB] * 8, transfer_id="last", address=proxy.address)
+        assert all(result is not None and result.ok for result in last.wait())
+        assert last.equal
+        assert len(proxy.pairs) == 1
+
+
+def test_chunks_that_nobody_waits_for_are_answered_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.inlet.MAX_PASSED_CHUNKS", 50)
+    stranger = Connection(Role.SENDER, integrity=Integrity.CHECKSUM, nonce=b"n" * 16, now=0.0, max_chunk_bytes=MB)
+    with (
+        TransferServer() as server,
+        socket.create_connection(parse_address(server.address), timeout=PATIENCE_S) as sock,
+    ):
+        sock.sendall(stranger.data_to_send())
+        while stranger.next_event() is None:
+            stranger.received(sock.recv_into(stranger.receive_buffer()), 0.0)
+        sock.sendall(b"".join(stranger.chunk_header(9, offset, 1, 0) + b"?" for offset in range(60)))
+        answers = []
+        with pytest.raises(ConnectionRefused, match="50 chunks"):
+            while True:
+                while (frame := stranger.next_event()) is not None:
+                    answers.append(frame)
+                stranger.received(sock.recv_into(stranger.receive_buffer()), 0.0)
+        assert answers == [Nack(slot=9, offset=offset, length=1, code="cancelled") for offset in range(50)]
 
 
 def test_abort_ends_both_sides_and_the_connections_live_on() -> None:
