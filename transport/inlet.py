@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_PENDING_ACKS: Final = 1000
+MAX_PASSED_CHUNKS: Final = 1 << 16  # in a row that had no place here: each is answered, and a stranger lands none
 SEND_TIMEOUT_S: Final = 2.0  # acknowledgements are tiny: a peer that takes none for this long reads nothing
 
 
@@ -82,6 +83,7 @@ class Inlet(threading.Thread):
         self._arena_fds: dict[str, int] = {}
         self._acks: dict[int, list[tuple[int, int]]] = {}
         self._num_acks = 0
+        self._passed_chunks = 0  # read past since the last one that landed
         self._sink = memoryview(b"")
         self._plain = memoryview(b"")
         self._rails = RailEnds(options.rdma, server.count)
@@ -257,23 +259,27 @@ class Inlet(threading.Thread):
             return
         claim = self._server.claim(self.who, chunk, self._sink_of)
         claim = self._fill(claim)
-        if claim is not None:
-            verified = self._verify(chunk, claim)
-            self._finish(claim, verified)
+        if claim is None:
+            self._passed(chunk)
+        else:
+            self._finish(chunk, claim, self._verify(chunk, claim))
 
     def _receive_sealed(self, chunk: Chunk) -> None:
         seal = self._seals.get(chunk.slot)
         claim = self._server.claim(self.who, chunk, self._sink_of) if seal is not None else None
         if claim is None or seal is None:
             self._fill(None)
+            self._passed(chunk)
             return
         try:
             claim = self._fill_sealed(self._connection.open_chunk(seal), claim)
         except RemoteProtocolError:
             self._server.count(f"rejected:{Code.SEAL}")
             raise
-        if claim is not None:
-            self._finish(claim, True)
+        if claim is None:
+            self._passed(chunk)
+        else:
+            self._finish(chunk, claim, True)
 
     def _receive_coded(self, chunk: CodedChunk) -> None:
         """Whole into a buffer of ours, checked and decoded there, and only then into its place."""
@@ -283,7 +289,8 @@ class Inlet(threading.Thread):
             self._sealed = memoryview(bytearray(size))
         self._read_past([self._sealed[:size]])
         if chunk.slot not in self._seeds:
-            return  # it was refused, or has ended
+            self._passed(chunk)  # it was refused, or has ended
+            return
         coded = self._checked(chunk, self._sealed[:size])
         if coded is None:
             self._reject(chunk, Code.CHECKSUM)
@@ -294,9 +301,11 @@ class Inlet(threading.Thread):
             self._reject(chunk, Code.CODEC)
             return
         claim = self._server.claim(self.who, chunk, self._sink_of)
-        if claim is not None:
-            scatter(plain, claim.views)
-            self._finish(claim, True, lossy_bytes)
+        if claim is None:
+            self._passed(chunk)
+            return
+        scatter(plain, claim.views)
+        self._finish(chunk, claim, True, lossy_bytes)
 
     def _checked(self, chunk: CodedChunk, payload: memoryview) -> memoryview | None:
         """The coded bytes, if they are what was sent."""
@@ -335,7 +344,9 @@ class Inlet(threading.Thread):
     def _reject(self, chunk: CodedChunk, code: Code) -> None:
         with self._server.lock:
             reply = self._server.landings.reject(self.who, chunk.slot, chunk.offset, chunk.length, code)
-        if reply is not None:
+        if reply is None:
+            self._passed(chunk)
+        else:
             self.say(reply)
 
     def _fill_sealed(self, opening: Opening, claim: Claim) -> Claim | None:
@@ -428,23 +439,23 @@ class Inlet(threading.Thread):
             return
         claim = self._server.claim(self.who, frame, self._sink_of)
         if claim is None:
+            self._passed(frame)
             return
         complete = copy_extents(fd, frame.extents, claim.views)
         self._server.received_bytes += length
-        self._finish(claim, complete and self._verify(frame, claim))
+        self._finish(frame, claim, complete and self._verify(frame, claim))
 
     def _count_written(self, frame: Written) -> None:
-        """A chunk was written into its place by the sender. It is answered in any case: that frees room on its rail."""
+        """A chunk was written into its place by the sender."""
         arrived = self._rails.has_arrived(frame) or self._server.options.integrity is not Integrity.NONE
         with self._server.lock:
             granted = self._server.landings.is_granted(self.who, frame.slot)
         claim = self._server.claim(self.who, frame, self._sink_of) if granted else None
-        reply: Ack | Nack | None = None
-        if claim is not None:
-            self._server.received_bytes += frame.length
-            reply = self._finish(claim, arrived and self._verify(frame, claim))
-        if reply is None:
-            self.say(Nack(slot=frame.slot, offset=frame.offset, length=frame.length, code=Code.CANCELLED))
+        if claim is None:
+            self._passed(frame)
+            return
+        self._server.received_bytes += frame.length
+        self._finish(frame, claim, arrived and self._verify(frame, claim))
 
     def _arena_fd(self, slot: int) -> int | None:
         path = self._arenas.get(slot, "")
@@ -461,18 +472,29 @@ class Inlet(threading.Thread):
             return True
         return digest(claim.views, self._seeds[claim.slot], claim.start) == frame.checksum
 
-    def _finish(self, claim: Claim, verified: bool, lossy_bytes: int = 0) -> Ack | Nack | None:
+    def _passed(self, frame: Chunk | CodedChunk | Reference | Written) -> None:
+        """A chunk without a place here. It is answered all the same: that frees its room in the sender's window."""
+        self._passed_chunks += 1
+        if self._passed_chunks > MAX_PASSED_CHUNKS:
+            raise RemoteProtocolError(f"more than {MAX_PASSED_CHUNKS} chunks that nobody waits for")
+        self.say(Nack(slot=frame.slot, offset=frame.offset, length=frame.length, code=Code.CANCELLED))
+
+    def _finish(
+        self, frame: Chunk | CodedChunk | Reference | Written, claim: Claim, verified: bool, lossy_bytes: int = 0
+    ) -> None:
         with self._server.lock:
             reply = self._server.landings.finish(claim, verified, time.monotonic(), lossy_bytes)
             settled = claim.landing.outcome is not None
         if isinstance(reply, Ack):
             self._acks.setdefault(claim.slot, []).append((claim.start, claim.stop))
             self._num_acks += 1
+            self._passed_chunks = 0
         elif reply is not None:
             self.say(reply)
+        else:
+            self._passed(frame)
         if settled:
             self._server.settle()
-        return reply
 
     def _withdraw(self, claim: Claim) -> None:
         with self._server.lock:

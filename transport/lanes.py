@@ -296,6 +296,8 @@ class LaneScheduler:
             self._finish_if_complete(transfer)
 
     def _on_nack(self, lane: int, nack: Nack, transfer: Transfer) -> None:
+        if nack.code == Code.CANCELLED:
+            return  # the Cancel on its way ends the transfer; if the lane is lost before that, the chunk leaves again
         transfer.outbox.on_rejected(lane, nack.offset, nack.offset + nack.length)
         if nack.code == Code.CODEC:
             transfer.formats = None  # from now on plain

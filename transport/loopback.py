@@ -12,7 +12,7 @@ from itertools import count
 from transport.checksum import Integrity, digest, transfer_seed
 from transport.connection import Connection, Role, State
 from transport.errors import TransportError
-from transport.frames import Abort, Cancel, Chunk, Frame, Open, Welcome
+from transport.frames import Abort, Ack, Cancel, Chunk, Code, Frame, Nack, Open, Welcome
 from transport.landings import Claim, Landing, Landings, OnLanded, Rivals
 from transport.lanes import LaneScheduler, Transfer, Urgency
 from transport.transfer import Manifest, Outbox, RangeViews, proof_of
@@ -283,13 +283,14 @@ class _Lane:
     def _finish_chunk(self) -> None:
         claim, chunk = self._claim, self._chunk
         self._claim = self._chunk = None
-        if claim is None or chunk is None:
+        if chunk is None:
             return
-        seed = self._seeds[Role.RECEIVER][chunk.slot]
-        verified = digest(claim.views, seed, chunk.offset) == chunk.checksum
-        reply = self.link.landings.finish(claim, verified, self.link.now)
-        if reply is not None:
-            self.say(reply)
+        reply: Ack | Nack | None = None
+        if claim is not None:
+            seed = self._seeds[Role.RECEIVER][chunk.slot]
+            verified = digest(claim.views, seed, chunk.offset) == chunk.checksum
+            reply = self.link.landings.finish(claim, verified, self.link.now)
+        self.say(reply or Nack(slot=chunk.slot, offset=chunk.offset, length=chunk.length, code=Code.CANCELLED))
 
     def _arm(self, role: Role) -> None:
         self.link.at(self.ends[role].next_timer(), lambda: self._on_timer(role))

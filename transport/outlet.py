@@ -66,13 +66,11 @@ class Outgoing:
             size -= len(view)
             self.views.popleft()
 
-    def void_ended(self) -> None:
-        """Memory of a transfer that ended is not ours to read: the promised bytes become zeros, which no checksum
-        passes.
-        """
+    def copy_of(self, ended: set[Transfer]) -> None:
+        """What was promised of these transfers leaves from memory of ours: theirs is wanted back."""
         for i, (view, owner) in enumerate(self.views):
-            if owner is not None and owner.outcome is not None:
-                self.views[i] = (bytes(len(view)), None)
+            if owner in ended:
+                self.views[i] = (bytes(view), None)
 
 
 class Outlet:
@@ -96,6 +94,7 @@ class Outlet:
         self._session: Session | None = None
         self._sealed = memoryview(b"")  # what is sealed and not written yet
         self._sealed_bytes = 0
+        self._reading: set[Transfer] = set()  # whose memory the present batch reads
         self._gathered = memoryview(b"")  # small views, to be sealed together
         self._coder = LaneCoder(peer)
         self._failures = 0
@@ -273,6 +272,7 @@ class Outlet:
     # sending
 
     def _send(self, sock: socket.socket, connection: Connection, batch: Batch) -> None:
+        self._reading = {piece.transfer for piece in batch.pieces}
         try:
             outgoing = Outgoing()
             self._sealed_bytes = 0
@@ -282,11 +282,15 @@ class Outlet:
             for transfer in batch.opens:
                 outgoing.add(self._opening(connection, transfer))
             for piece in batch.pieces:
-                self._add_piece(sock, connection, outgoing, piece)
+                if piece.transfer in self._reading:
+                    self._add_piece(sock, connection, outgoing, piece)
+                else:
+                    self._peer.drop(self, piece)  # it ended, and its memory is gone
             self._write(sock, connection, outgoing)
             self._peer.charge(batch.num_bytes - self._coder.bytes_saved, time.monotonic())
         finally:
-            self._peer.batch_done(batch)
+            reading, self._reading = self._reading, set()
+            self._peer.let_go(reading)
 
     def _opening(self, connection: Connection, transfer: Transfer) -> bytes:
         return connection.send(self._opening_frame(connection, transfer))
@@ -322,6 +326,7 @@ class Outlet:
                 coded = self._coder.code(transfer, formats, connection.codecs, piece.start, piece.stop, views)
         except Exception as exc:
             log.exception("the source of push %s failed", transfer.transfer_id)
+            self._peer.drop(self, piece)
             self._peer.abort(transfer, f"source: {exc}", keep_landing=False)
             return
         if coded is not None:
@@ -335,7 +340,7 @@ class Outlet:
             return
         if self._session is not None:
             sealed_chunk = connection.seal_chunk(self._seals[transfer.slot], transfer.slot, piece.start, length)
-            self._write_sealed(sock, connection, outgoing, sealed_chunk, views)
+            self._write_sealed(sock, connection, outgoing, sealed_chunk, views, transfer)
             return
         outgoing.add(connection.chunk_header(transfer.slot, piece.start, length, checksum))
         outgoing.views.extend((view, transfer) for view in views)
@@ -361,7 +366,7 @@ class Outlet:
             outgoing.add(connection.coded_header(chunk))
             outgoing.views.append((coded, None))
             return
-        self._write_sealed(sock, connection, outgoing, connection.seal_coded(seal, chunk), [coded])
+        self._write_sealed(sock, connection, outgoing, connection.seal_coded(seal, chunk), [coded], piece.transfer)
 
     def _write_sealed(
         self,
@@ -370,13 +375,18 @@ class Outlet:
         outgoing: Outgoing,
         sealed_chunk: tuple[bytes, Sealing],
         views: list[memoryview],
+        transfer: Transfer,
     ) -> None:
-        """Seals and writes by turns: the receiver opens one part while we seal the next."""
+        """Seals and writes by turns: the receiver opens one part while we seal the next.
+
+        Once the transfer has ended, all that is left is sealed before more is written: its memory is wanted back.
+        """
         header, sealing = sealed_chunk
         outgoing.add(header)
         for part in pieces_of(views, SEALED_PART_BYTES, SMALL_VIEW_BYTES, self._gathered):
             if self._sealed_bytes + len(part) > SEALED_PART_BYTES:
-                self._write(sock, connection, outgoing)
+                if not self._write(sock, connection, outgoing, sealing=transfer):
+                    self._sealed = memoryview(bytearray(SEALED_PART_BYTES))  # the other one is still to be written
                 self._sealed_bytes = 0
             sealed = self._sealed[self._sealed_bytes : self._sealed_bytes + len(part)]
             self._sealed_bytes += len(part)
@@ -397,18 +407,31 @@ class Outlet:
             )
         )
 
-    def _write(self, sock: socket.socket, connection: Connection, outgoing: Outgoing) -> None:
+    def _write(
+        self, sock: socket.socket, connection: Connection, outgoing: Outgoing, sealing: Transfer | None = None
+    ) -> bool:
+        """False when something is left, since the transfer that is being sealed has ended."""
         while outgoing.views:
+            if sealing is not None and sealing.outcome is not None:
+                return False
             sent = send_some(sock, outgoing.head())
             outgoing.advance(sent)
+            self._let_go_of_ended(outgoing, sealing)
             if not sent:
-                self._blocked(sock, connection, outgoing)
+                self._blocked(sock, connection)
+        return True
 
-    def _blocked(self, sock: socket.socket, connection: Connection, outgoing: Outgoing) -> None:
-        """A tick without progress: let go of memory that is no longer ours, listen, see whether the peer lives."""
+    def _let_go_of_ended(self, outgoing: Outgoing, sealing: Transfer | None) -> None:
+        ended = {transfer for transfer in self._reading if transfer.outcome is not None and transfer is not sealing}
+        if ended:
+            outgoing.copy_of(ended)
+            self._reading -= ended
+            self._peer.let_go(ended)
+
+    def _blocked(self, sock: socket.socket, connection: Connection) -> None:
+        """A tick without progress: listen, see whether the peer lives."""
         if self._peer.closing:
             raise PeerLost("closing")
-        outgoing.void_ended()
         self._read(sock, connection)
         if connection.next_timer() <= time.monotonic():
             connection.on_timer(time.monotonic())

@@ -16,7 +16,7 @@ from transport.crypto import Identity, Session, request_session
 from transport.errors import Closed, ConnectionRefused
 from transport.frames import MAX_CHUNK_BYTES, Code, Frame, Nack, known
 from transport.governor import Governor
-from transport.lanes import Batch, LaneScheduler, Transfer, Urgency
+from transport.lanes import Batch, LaneScheduler, Piece, Transfer, Urgency
 from transport.link import LinkMonitor, LinkState
 from transport.outlet import Outlet
 from transport.pacing import Budget, Egress
@@ -266,11 +266,17 @@ class Peer:
         with self.lock:
             return not self.scheduler.lane_in_flight(lane.key)
 
-    def batch_done(self, batch: Batch) -> None:
+    def let_go(self, transfers: Iterable[Transfer]) -> None:
+        """A lane does not read their memory any more."""
         with self.lock:
-            for transfer in {piece.transfer for piece in batch.pieces}:
+            for transfer in transfers:
                 transfer.writing -= 1
         self.settle()
+
+    def drop(self, lane: "Outlet", piece: Piece) -> None:
+        """A chunk of a transfer that has ended, or is about to, does not leave."""
+        with self.lock:
+            self.scheduler.drop(piece, lane.key)
 
     def lane_up(self, lane: "Outlet") -> None:
         with self.lock:

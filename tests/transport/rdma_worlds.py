@@ -54,7 +54,9 @@ class RdmaDelivery:
 class RdmaWorld:
     """A sender with NICs a0, b0 and a receiver with NICs a1, b1; a and b are two fabrics."""
 
-    def __init__(self, rails: Sequence[str], receiver_rails: Sequence[str] | None, options: ServerOptions) -> None:
+    def __init__(
+        self, rails: Sequence[str], receiver_rails: Sequence[str] | None, options: ServerOptions, window_bytes: int
+    ) -> None:
         self.fabric = LoopbackFabric()
         far = rails if receiver_rails is None else receiver_rails
         self.near_nics = [self.fabric.device(f"{rail}0", fabric=rail) for rail in rails]
@@ -62,7 +64,9 @@ class RdmaWorld:
         self.near, self.far = RdmaDevices(self.near_nics), RdmaDevices(self.far_nics)
         self.server = TransferServer(options=options_with(options, self.far))
         self.client = TransferClient(
-            options=ClientOptions(rdma=self.near, integrity=options.integrity, identity=options.identity)
+            options=ClientOptions(
+                rdma=self.near, integrity=options.integrity, identity=options.identity, window_bytes=window_bytes
+            )
         )
 
     @property
@@ -104,10 +108,11 @@ def rdma_world(
     *,
     receiver_rails: Sequence[str] | None = None,
     options: ServerOptions | None = None,
+    window_bytes: int = 64 << 20,
 ) -> Iterator[RdmaWorld]:
     """Whatever happened in it, no queue pair is left afterwards."""
     with ExitStack() as stack:
-        world = RdmaWorld(rails, receiver_rails, options or ServerOptions())
+        world = RdmaWorld(rails, receiver_rails, options or ServerOptions(), window_bytes)
         stack.callback(world.near.close)
         stack.callback(world.far.close)
         stack.enter_context(world.server)

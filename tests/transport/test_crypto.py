@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.transport.helpers import PATIENCE_S, deliver
+from tests.transport.helpers import PATIENCE_S, SECRET, Memory, deliver
 from tests.transport.proxy import Proxy
 from transport.certificates import Authority
 from transport.checksum import Integrity
@@ -196,6 +196,49 @@ def test_keys_rotate_in_mid_transfer(authority: Authority) -> None:
         assert pushed.stats.bytes_resent == 0
         assert delivery.equal
         assert len(server._sessions._sessions) >= 3
+
+
+def test_keys_rotate_after_a_cancelled_transfer(authority: Authority) -> None:
+    with (
+        server_of(authority.issue("decode")) as server,
+        Proxy(server.address, bytes_per_s=20e6) as proxy,
+        client_of(authority.issue("prefill"), rotate_keys_s=1.0) as client,
+    ):
+        cancelled = deliver(server, client, [MB] * 16, address=proxy.address)
+        proxy.wait_for(3 * MB)
+        server.cancel("t")
+        assert cancelled.wait()[0] is not None
+        later = 0
+        deadline = time.monotonic() + PATIENCE_S
+        while len(server._sessions._sessions) < 2:
+            assert time.monotonic() < deadline
+            later += 1
+            delivery = deliver(server, client, [MB // 4], transfer_id=str(later), address=proxy.address)
+            assert all(result is not None and result.ok for result in delivery.wait())
+
+
+def test_abort_gives_the_memory_back_at_once_though_the_link_is_stuck(authority: Authority) -> None:
+    with (
+        server_of(authority.issue("decode")) as server,
+        Proxy(server.address, bytes_per_s=5e6) as proxy,
+        client_of(authority.issue("prefill")) as client,
+    ):
+        sizes = [4 * MB] * 4
+        delivery = deliver(server, client, sizes, address=proxy.address)
+        proxy.wait_for(2 * MB)
+        proxy.stalled |= set(range(len(proxy.pairs)))
+        started = time.monotonic()
+        delivery.push.abort("another sender takes over", keep_landing=True)
+        assert delivery.push.wait(PATIENCE_S) is not None
+        assert time.monotonic() - started < 5  # and the link is stuck for good
+        sent = delivery.source.content()
+        delivery.source.buffer[:] = bytes(len(delivery.source.buffer))
+        proxy.stalled.clear()
+        push = client.open(server.address, "t", SECRET, sizes, Memory(sizes, fill=True, seed=1))
+        push.ready_all()
+        assert delivery.landed.wait(PATIENCE_S)
+        assert delivery.target.content() == sent
+        assert not server.counters["rejected:seal"]
 
 
 def test_a_restarted_receiver_is_met_with_new_keys(authority: Authority) -> None:

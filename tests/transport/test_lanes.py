@@ -120,6 +120,28 @@ def test_a_full_window_takes_no_more_until_it_is_acknowledged() -> None:
     assert scheduler.next_batch(0).pieces
 
 
+def test_a_chunk_that_has_no_place_any_more_frees_its_room_and_is_not_sent_again() -> None:
+    scheduler = scheduler_with()
+    t = transfer(scheduler, 0)
+    piece = scheduler.next_batch(0).pieces[0]
+    size, queued = piece.stop - piece.start, t.outbox.bytes_queued
+    scheduler.on_frame(0, Nack(slot=0, offset=piece.start, length=size, code="cancelled"))
+    assert scheduler.bytes_in_flight == 0
+    assert (t.outbox.rejected_chunks, t.outbox.bytes_queued) == (0, queued)
+    scheduler.lane_down(0)  # before the Cancel came
+    assert t.outbox.bytes_queued == queued + size
+
+
+def test_answers_to_chunks_of_a_transfer_that_ended_free_their_room() -> None:
+    scheduler = scheduler_with()
+    t = transfer(scheduler, 0)
+    piece = scheduler.next_batch(0).pieces[0]
+    scheduler.on_frame(0, Cancel(slot=0, code="cancelled"))
+    scheduler.on_frame(0, Nack(slot=0, offset=piece.start, length=piece.stop - piece.start, code="cancelled"))
+    assert scheduler.bytes_in_flight == 0
+    assert t.outbox.rejected_chunks == 0
+
+
 def test_the_end_of_a_transfer_is_told_where_it_was_opened() -> None:
     scheduler = scheduler_with(2)
     t = transfer(scheduler, 0)

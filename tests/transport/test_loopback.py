@@ -93,6 +93,26 @@ def test_the_other_end_hears_of_the_end(by: str) -> None:
     assert transfer.outcome.code == landing.outcome.code == ("aborted" if by == "sender" else "cancelled")
 
 
+@pytest.mark.parametrize("by", ["sender", "receiver"])
+def test_transfers_that_are_given_up_leave_the_window_free(by: str) -> None:
+    link = Loopback(num_lanes=1, bytes_per_s=1e7, latency_s=0.02)
+    link.scheduler.window_bytes = 256 << 10
+    for n in range(8):
+        link.expect(str(n), SECRET, [1 << 20], Memory([1 << 20]))
+        transfer = link.open(str(n), SECRET, [1 << 20], Memory([1 << 20]))
+        link.ready(transfer, [0])
+        link.run(until=link.now + 0.09)
+        assert link.scheduler.bytes_in_flight
+        if by == "sender":
+            link.abort(transfer)
+        else:
+            link.cancel(str(n))
+        link.run(until=link.now + 1.0)
+        assert transfer.outbox.rejected_chunks == 0
+        assert link.scheduler.bytes_in_flight == 0
+    assert run(link)[2][0].ok
+
+
 def test_a_landing_without_senders_is_given_up() -> None:
     link = Loopback(num_lanes=1, reconnect_s=1000.0)
     results: list[LandingResult] = []

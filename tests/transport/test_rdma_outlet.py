@@ -134,6 +134,19 @@ def test_a_receiver_without_nics_gets_the_bytes_over_tcp() -> None:
         assert world.client.fallback_bytes() == {"peer_has_no_rdma": sum(SIZES)}
 
 
+def test_cancelled_transfers_over_tcp_leave_room_for_later_ones() -> None:
+    with rdma_world(("a",), receiver_rails=(), window_bytes=2 * MIB) as world:
+        for n in range(4):
+            delivery = world.deliver([16 * MIB], transfer_id=str(n))
+            wait_for(lambda delivery=delivery: delivery.landing.bytes_landed > 0)
+            world.server.cancel(str(n))
+            delivery.wait()
+        last = world.deliver(SIZES, transfer_id="last")
+        assert last.wait().ok
+        assert last.equal
+        wait_for(lambda: not next(iter(world.client._peers.values())).scheduler.bytes_in_flight)
+
+
 def test_a_wrong_secret_gets_neither_memory_nor_rails() -> None:
     with rdma_world() as world:
         delivery = world.deliver(SIZES, secret=b"a wrong one")

@@ -10,7 +10,9 @@ from tests.transport.helpers import PATIENCE_S, SECRET, Memory, deliver
 from tests.transport.proxy import Proxy
 from transport.checksum import Integrity
 from transport.client import ClientOptions, TransferClient
-from transport.errors import Closed, LocalProtocolError
+from transport.connection import Connection, Role
+from transport.errors import Closed, ConnectionRefused, LocalProtocolError
+from transport.frames import Frame, Nack
 from transport.lanes import Urgency
 from transport.server import ServerOptions, TransferServer
 from transport.tcp import TcpOptions, format_address, parse_address
@@ -147,6 +149,84 @@ def test_cancel_gives_the_memory_back_at_once_though_the_link_is_stuck() -> None
         again = deliver(server, client, MIXED, transfer_id="u", address=proxy.address)
         assert all(result is not None and result.ok for result in again.wait())
         assert again.equal
+
+
+@pytest.mark.parametrize("integrity", [Integrity.NONE, Integrity.CHECKSUM])
+def test_cancelled_transfers_leave_room_for_later_ones(integrity: Integrity) -> None:
+    with (
+        TransferServer(options=ServerOptions(integrity=integrity)) as server,
+        Proxy(server.address, bytes_per_s=20e6) as proxy,
+        client_of(1, integrity=integrity, window_bytes=2 * MB, chunk_bytes=MB) as client,
+    ):
+        for n in range(6):
+            before = proxy.total
+            delivery = deliver(server, client, [MB] * 8, transfer_id=str(n), address=proxy.address)
+            proxy.wait_for(before + MB // 2)
+            server.cancel(str(n))
+            assert delivery.wait()[0] is not None
+            assert delivery.push.stats.rejected_chunks == 0
+        last = deliver(server, client, [MB] * 8, transfer_id="last", address=proxy.address)
+        assert all(result is not None and result.ok for result in last.wait())
+        assert last.equal
+        assert len(proxy.pairs) == 1
+
+
+def test_chunks_that_nobody_waits_for_are_answered_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.inlet.MAX_PASSED_CHUNKS", 50)
+    stranger = Connection(Role.SENDER, integrity=Integrity.CHECKSUM, nonce=b"n" * 16, now=0.0, max_chunk_bytes=MB)
+    with (
+        TransferServer() as server,
+        socket.create_connection(parse_address(server.address), timeout=PATIENCE_S) as sock,
+    ):
+        def hear() -> Frame:
+            while (frame := stranger.next_event()) is None:
+                stranger.received(sock.recv_into(stranger.receive_buffer()), 0.0)
+            return frame
+
+        sock.sendall(stranger.data_to_send())
+        hear()
+        sock.sendall(b"".join(stranger.chunk_header(9, offset, 1, 0) + b"?" for offset in range(60)))
+        answers = [hear() for _ in range(50)]
+        with pytest.raises(ConnectionRefused, match="50 chunks"):
+            hear()
+        assert answers == [Nack(slot=9, offset=offset, length=1, code="cancelled") for offset in range(50)]
+
+
+def test_abort_gives_the_memory_back_at_once_though_the_link_is_stuck() -> None:
+    with TransferServer() as server, Proxy(server.address, bytes_per_s=5e6) as proxy, client_of(2) as client:
+        delivery = deliver(server, client, [4 * MB] * 4, address=proxy.address)
+        proxy.wait_for(2 * MB)
+        proxy.stalled |= {0, 1}
+        started = time.monotonic()
+        delivery.push.abort("no more")
+        pushed = delivery.push.wait(PATIENCE_S)
+        assert pushed is not None
+        assert pushed.reason == "aborted"
+        assert time.monotonic() - started < 5  # and the link is stuck for good
+        proxy.stalled.clear()
+
+
+def test_what_was_promised_when_a_push_was_aborted_is_what_lands() -> None:
+    """Without checksums nothing but the sender keeps wrong bytes out of a landing that another sender finishes."""
+    sizes, options = [MB] * 8, {"integrity": Integrity.NONE}
+    with (
+        TransferServer(options=ServerOptions(integrity=Integrity.NONE)) as server,
+        Proxy(server.address, bytes_per_s=5e6) as proxy,
+        client_of(2, **options) as first,
+        client_of(2, **options) as second,
+    ):
+        delivery = deliver(server, first, sizes, address=proxy.address)
+        sent = delivery.source.content()
+        proxy.wait_for(MB)
+        delivery.push.abort("another sender takes over", keep_landing=True)
+        assert delivery.push.wait(PATIENCE_S) is not None
+        delivery.source.buffer[:] = bytes(len(delivery.source.buffer))  # its owner uses the memory for something else
+        proxy.wait_for(2 * MB)  # the rest of what was promised
+        push = second.open(server.address, "t", SECRET, sizes, Memory(sizes, fill=True, seed=1))
+        push.ready_all()
+        assert delivery.landed.wait(PATIENCE_S)
+        assert delivery.results[0].ok
+        assert delivery.target.content() == sent
 
 
 def test_abort_ends_both_sides_and_the_connections_live_on() -> None:
@@ -319,6 +399,19 @@ def test_callbacks_may_raise_and_call_back() -> None:
         while not second and time.monotonic() < deadline:
             time.sleep(0.01)
     assert second
+
+
+def test_a_source_that_fails_leaves_the_window_free() -> None:
+    with TransferServer() as server, client_of(1, window_bytes=MB) as client:
+        for n in range(4):
+            server.expect(str(n), SECRET, [MB], Memory([MB]))
+            push = client.open(server.address, str(n), SECRET, [MB], lambda i: [][i])
+            push.ready_all()
+            failed = push.wait(PATIENCE_S)
+            assert failed is not None
+            assert failed.reason == "aborted"
+        last = deliver(server, client, [MB], transfer_id="last")
+        assert all(result is not None and result.ok for result in last.wait())
 
 
 def test_a_source_that_fails_ends_its_push_only() -> None:
