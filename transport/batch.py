@@ -261,7 +261,9 @@ class BatchEngine(Batches[_WriteTask | _ReadTask]):
         return SegmentRef(self.address, name, memory.nbytes, secret)
 
     def unregister_memory(self, name: str) -> None:
-        """Refuses further access and ends what is under way; returns when no read touches the memory any more."""
+        """Refuses further access and ends what is under way; returns when nothing of ours reads or writes the memory any
+        more. Not to be called from a callback.
+        """
         self._server.unregister_segment(name)
         with self._served_lock:
             pushes = [push for segment, push in self._served.values() if segment == name]
@@ -351,14 +353,17 @@ class BatchEngine(Batches[_WriteTask | _ReadTask]):
                 log.warning("read %s to %s failed: %s", read.reply_id, read.address, result.reason)
 
         sizes = [len(view) for view in read.views]
-        try:
-            push = self._client.open(
-                read.address, read.reply_id, read.secret, sizes, [[view] for view in read.views], on_done=on_done
-            )
-        except (TransportError, ValueError, OSError) as exc:
-            log.warning("read %s to %s cannot be served: %s", read.reply_id, read.address, exc)
-            return
-        with self._served_lock:
-            if push.wait(0) is None:
-                self._served[read.reply_id] = (read.segment, push)
+        with (
+            self._served_lock
+        ):  # held throughout: who unregisters a segment sees all of its reads, and none comes later
+            if not self._server.is_registered(read.segment):
+                return
+            try:
+                push = self._client.open(
+                    read.address, read.reply_id, read.secret, sizes, [[view] for view in read.views], on_done=on_done
+                )
+            except (TransportError, ValueError, OSError) as exc:
+                log.warning("read %s to %s cannot be served: %s", read.reply_id, read.address, exc)
+                return
+            self._served[read.reply_id] = (read.name, push)
         push.ready_all()

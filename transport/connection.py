@@ -62,6 +62,7 @@ NONCE_BYTES: Final = 16
 BUFFER_BYTES: Final = 2 * (MAX_BODY_BYTES + HEADER.size)
 # After a large chunk comes a large chunk: read its header only, so that its payload need not be copied.
 BULK_BYTES: Final = 64 << 10
+MAX_FAREWELL_BYTES: Final = 500
 
 
 class Role(Enum):
@@ -261,6 +262,14 @@ class Connection:
         self._send_seq += 1
         return encode_coded(chunk, seq)
 
+    def farewell(self, exc: RemoteProtocolError) -> bytes:
+        """The last words to a peer that broke the protocol: why."""
+        if not isinstance(exc, GreetingRefused):  # that has said it already
+            detail = str(exc).encode()[:MAX_FAREWELL_BYTES].decode(errors="ignore")
+            self._say(Goodbye(code=exc.code, detail=detail))
+        self.state = State.CLOSED
+        return self.data_to_send()
+
     def data_to_send(self) -> bytes:
         """Greetings, pings and pongs."""
         frames, self._outgoing = self._outgoing, []
@@ -302,7 +311,7 @@ class Connection:
             self._bulk = False  # whatever it is, read on without restraint
             return None
         if seq != self._receive_seq & 0xFFFF:
-            raise RemoteProtocolError(f"frame {seq} where {self._receive_seq & 0xFFFF} was due")
+            raise RemoteProtocolError(f"frame {seq} where {self._receive_seq & 0xFFFF} was due", Code.ORDER)
         body = self._buffer[stop - body_bytes : stop]
         if kind in PAYLOAD_KINDS:
             self._chunk_header, self._chunk_seq = bytes(self._buffer[self._begin : stop]), self._receive_seq
@@ -317,7 +326,7 @@ class Connection:
 
     def _unseal(self, kind: int, flags: int, body: memoryview) -> tuple[memoryview, int]:
         if not flags & FLAG_SEALED or self._seal_in is None:
-            raise RemoteProtocolError("a frame that is not sealed")
+            raise RemoteProtocolError("a frame that is not sealed", Code.SEAL)
         if kind in PAYLOAD_KINDS:
             return body, flags
         header = bytes(self._buffer[self._begin : self._begin + HEADER.size])

@@ -21,9 +21,8 @@ import os
 import socket
 import ssl
 import struct
-import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +36,7 @@ from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 from transport.errors import ConnectionRefused, RemoteProtocolError
 from transport.frames import Code
+from transport.tcp import hang_up
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,6 @@ SESSION_ID_BYTES: Final = 16
 SESSION_SECRET_BYTES: Final = 32
 TLS_RECORD: Final = 0x16
 MAX_SESSIONS: Final = 4096
-ALERT_TIMEOUT_S: Final = 1.0
 _TLS_ACCESS_DENIED: Final = bytes.fromhex("15 0303 0002 0231")  # a fatal alert, RFC 8446 §6.2
 _GRANT: Final = struct.Struct(f"<{SESSION_ID_BYTES}s{SESSION_SECRET_BYTES}sd")
 
@@ -151,8 +150,8 @@ class Sessions:
 
 
 def request_session(sock: socket.socket, identity: Identity, timeout_s: float, now: float) -> Session:
-    """Over a fresh connection, which is used up. Raises OSError, ConnectionRefused when a certificate is not
-    accepted.
+    """Over a fresh connection, which is used up. Raises ConnectionRefused when either end does not accept the other's
+    certificate, OSError for whatever else goes wrong: that may pass.
     """
     try:
         context = identity.client_context()
@@ -162,44 +161,54 @@ def request_session(sock: socket.socket, identity: Identity, timeout_s: float, n
             while len(grant) < _GRANT.size and (part := tls.recv(_GRANT.size - len(grant))):
                 grant += part
     except ssl.SSLError as exc:
-        raise ConnectionRefused(Code.IDENTITY, str(exc)) from exc
+        if _is_verdict(exc):
+            raise ConnectionRefused(Code.IDENTITY, str(exc)) from exc
+        raise
     finally:
         sock.close()
     if len(grant) < _GRANT.size:
-        raise ConnectionRefused(Code.IDENTITY, "the receiver granted no session")
+        raise ConnectionError("the receiver granted no session")
     session_id, secret, life_s = _GRANT.unpack(grant)
     return Session(session_id, secret, now + life_s)
 
 
-def grant_session(sock: socket.socket, identity: Identity, session: Session, timeout_s: float, now: float) -> None:
-    """The other end of request_session(). Raises OSError (ssl.SSLError when the certificate is not accepted)."""
-    sock.settimeout(timeout_s)
+def _is_verdict(exc: ssl.SSLError) -> bool:
+    """One of the ends has judged the other, and would do so again; anything else may be a connection that broke."""
+    return isinstance(exc, ssl.SSLCertVerificationError) or "_ALERT_" in (exc.reason or "")
+
+
+def grant_session(
+    sock: socket.socket, identity: Identity, grant: Callable[[], Session], timeout_s: float, now: float
+) -> None:
+    """The other end of request_session(); `grant` is called for a peer whose certificate was accepted.
+
+    Raises OSError (ssl.SSLError when the certificate is not accepted).
+    """
     context = identity.server_context()
-    with context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False) as tls:
+    with _wrap(context, sock, timeout_s) as tls:
         try:
             tls.do_handshake()
         except ssl.SSLError:
-            _hang_up(tls)
+            hang_up(tls)
             raise
+        session = grant()
         tls.sendall(_GRANT.pack(session.id, session.secret, session.ends_at - now))
         tls.recv(1)  # until the sender hangs up: closing first might lose what it has not read
+
+
+def _wrap(context: ssl.SSLContext, sock: socket.socket, timeout_s: float) -> ssl.SSLSocket:
+    try:
+        sock.settimeout(timeout_s)
+        return context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+    except ValueError as exc:  # what ssl makes of a socket that is no longer connected
+        raise ConnectionError(str(exc)) from exc
 
 
 def refuse_tls(sock: socket.socket) -> None:
     """Tells a peer that wants a session that there are none here."""
     with suppress(OSError):
         sock.sendall(_TLS_ACCESS_DENIED)
-    _hang_up(sock)
-
-
-def _hang_up(sock: socket.socket) -> None:
-    """Closes after the alert has been read: unread bytes at close become a reset, which would overtake it."""
-    give_up_at = time.monotonic() + ALERT_TIMEOUT_S
-    with suppress(OSError):
-        sock.shutdown(socket.SHUT_WR)  # on a TLS socket, too, what follows is plain
-        sock.settimeout(ALERT_TIMEOUT_S)
-        while sock.recv(4096) and time.monotonic() < give_up_at:
-            pass
+    hang_up(sock)
 
 
 class Seal:
@@ -218,7 +227,7 @@ class Seal:
         try:
             return self._aead.decrypt(_nonce(number), sealed, header)
         except InvalidTag as exc:
-            raise RemoteProtocolError(f"frame {number} is not authentic") from exc
+            raise RemoteProtocolError(f"frame {number} is not authentic", Code.SEAL) from exc
 
     def sealing(self, number: int, header: bytes) -> "Sealing":
         return Sealing(self._key, number, header)
@@ -265,7 +274,7 @@ class Opening:
         try:
             self._stream.finalize_with_tag(tag)
         except InvalidTag as exc:
-            raise RemoteProtocolError(f"chunk in frame {self._number} is not authentic") from exc
+            raise RemoteProtocolError(f"chunk in frame {self._number} is not authentic", Code.SEAL) from exc
 
 
 def connection_seal(session_secret: bytes, nonces: bytes, direction: str) -> Seal:

@@ -27,15 +27,21 @@ class LocalProtocolError(ProtocolError):
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer did. The connection is beyond repair; its transfers go on over another one."""
+    """The peer did. The connection is beyond repair; its transfers go on over another one.
+
+    `code`, one of `frames.Code`, is what the peer is told and what is counted.
+    """
+
+    def __init__(self, detail: str, code: str = "protocol") -> None:
+        super().__init__(detail)
+        self.code = code
 
 
 class GreetingRefused(RemoteProtocolError):
-    """We turned the peer away and told it why; `code` is one of `frames.Code`."""
+    """We turned the peer away and told it why."""
 
     def __init__(self, code: str, detail: str) -> None:
-        super().__init__(f"{code}: {detail}")
-        self.code = code
+        super().__init__(f"{code}: {detail}", code)
 
 
 class ConnectionRefused(TransportError):

@@ -67,6 +67,7 @@ class Code(StrEnum):
     VERSION = "version"
     INTEGRITY_MODE = "integrity_mode"
     PROTOCOL = "protocol"
+    ORDER = "out_of_order"  # a frame that was repeated, left out or overtaken
     TOO_MANY = "too_many_connections"
     CLOSING = "closing"
     UNKNOWN_TRANSFER = "unknown_transfer"

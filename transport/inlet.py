@@ -5,13 +5,14 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from transport.checksum import Integrity, digest, transfer_seed
 from transport.codec import CodecError, Decoder
 from transport.connection import BULK_BYTES, NONCE_BYTES, Connection, Role, State
 from transport.crypto import SEALED_PART_BYTES, SMALL_VIEW_BYTES, TAG_BYTES, TLS_RECORD, Opening, Seal, chunk_seal
-from transport.errors import GreetingRefused, PeerLost, RemoteProtocolError, TransportError
+from transport.errors import Closed, ConnectionRefused, GreetingRefused, PeerLost, RemoteProtocolError
 from transport.frames import (
     MAX_LIST,
     Abort,
@@ -22,7 +23,6 @@ from transport.frames import (
     Code,
     CodedChunk,
     Frame,
-    Goodbye,
     Hello,
     Nack,
     Open,
@@ -31,10 +31,11 @@ from transport.frames import (
     Reference,
     Written,
 )
-from transport.landings import Claim
+from transport.landings import Claim, Landing
 from transport.rdma_inlet import RailEnds
 from transport.shm import advance, copy, copy_extents, open_arena, pour, scatter
 from transport.tcp import (
+    hang_up,
     peer_of,
     prepare,
     receive_now,
@@ -51,6 +52,8 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING_ACKS: Final = 1000
 MAX_PASSED_CHUNKS: Final = 1 << 16  # in a row that had no place here: each is answered, and a stranger lands none
+MAX_REFUSED: Final = 1024  # slots that were refused, whose chunks may be on their way; the oldest are forgotten first
+SINK_BYTES: Final = 64 << 10  # what has no place is read past in pieces of this size
 SEND_TIMEOUT_S: Final = 2.0  # acknowledgements are tiny: a peer that takes none for this long reads nothing
 
 
@@ -78,7 +81,8 @@ class Inlet(threading.Thread):
         self._seals: dict[int, Seal] = {}
         self._sealed = memoryview(b"")  # where parts of sealed payloads, and coded ones, lie until they are opened
         self._send_lock = threading.Lock()
-        self._seeds: dict[int, int] = {}
+        self._seeds: dict[int, int] = {}  # of the slots that were accepted, as are seals and arenas
+        self._refused: dict[int, None] = {}
         self._arenas: dict[int, str] = {}  # slot -> path
         self._arena_fds: dict[str, int] = {}
         self._acks: dict[int, list[tuple[int, int]]] = {}
@@ -91,28 +95,40 @@ class Inlet(threading.Thread):
     def stop(self) -> None:
         shut(self._sock)
 
-    def say(self, frame: Frame) -> None:
-        """Sends a frame from any thread; a peer that takes nothing loses its connection."""
-        with self._send_lock:
-            try:
-                if self._connection.state is State.OPEN:
-                    self._send_all(self._connection.send(frame))
-            except (OSError, PeerLost):
-                self.stop()
+    def say(self, frame: Frame, timeout_s: float = SEND_TIMEOUT_S) -> None:
+        """Sends a frame from any thread; a peer that takes nothing for so long loses its connection."""
+        if not self._send_lock.acquire(timeout=timeout_s):
+            self.stop()
+            return
+        try:
+            if self._connection.state is State.OPEN:
+                self._send_all(self._connection.send(frame), timeout_s)
+        except (OSError, PeerLost):
+            self.stop()
+        finally:
+            self._send_lock.release()
 
     def run(self) -> None:
+        broken: RemoteProtocolError | None = None
         try:
             prepare(self._sock, self._server.options.tcp)
             if self._speaks_tls():
                 self._server.grant(self._sock)
             else:
                 self._serve()
-        except (OSError, TransportError) as exc:
-            self._say_goodbye(exc)
-        except ValueError as exc:  # what ssl makes of a socket that close() has shut meanwhile
+        except RemoteProtocolError as exc:
+            broken = exc
+        except (OSError, PeerLost, ConnectionRefused, Closed) as exc:
             log.debug("connection %d ended: %s", self.who, exc)
+            self._server.count("lost_connections")
+        except Exception:
+            log.exception("connection %d ended by an error of ours", self.who)
+            self._server.count("internal_errors")
         finally:
             self._rails.close()  # first: until then the sender may write
+            self._server.let_go(self)
+            if broken is not None:
+                self._say_goodbye(broken)
             self._server.left(self)
             self._sock.close()
             for fd in self._arena_fds.values():
@@ -128,20 +144,17 @@ class Inlet(threading.Thread):
             wait_readable([self._sock.fileno()], self._connection.next_timer() - now)
         return first[0] == TLS_RECORD
 
-    def _say_goodbye(self, exc: Exception) -> None:
+    def _say_goodbye(self, exc: RemoteProtocolError) -> None:
+        """To a peer that broke the protocol; a sender at work has more on its way, which must not make it a reset."""
         if isinstance(exc, GreetingRefused):
             self._server.refused(exc.code, peer_of(self._sock), str(exc))
         else:
-            log.debug("connection %d ended: %s", self.who, exc)
+            log.info("ended connection %d of %s: %s", self.who, peer_of(self._sock), exc)
+            self._server.count(f"rejected:{exc.code}")
             self._server.count("lost_connections")
-        with self._send_lock:
-            try:
-                data = self._connection.data_to_send()
-                if self._connection.state is State.OPEN:
-                    data += self._connection.send(Goodbye(code=Code.PROTOCOL, detail=str(exc)[:500]))
-                self._send_all(data)
-            except (OSError, PeerLost):
-                pass  # it is gone already
+        with suppress(OSError, PeerLost), self._send_lock:  # it may be gone already
+            self._send_all(self._connection.farewell(exc))
+        hang_up(self._sock)
 
     def _serve(self) -> None:
         while True:
@@ -175,8 +188,8 @@ class Inlet(threading.Thread):
             if data:
                 self._send_all(data)
 
-    def _send_all(self, data: bytes) -> None:
-        give_up_at = time.monotonic() + SEND_TIMEOUT_S
+    def _send_all(self, data: bytes, timeout_s: float = SEND_TIMEOUT_S) -> None:
+        give_up_at = time.monotonic() + timeout_s
         view = memoryview(data)
         while view:
             view = view[send_some(self._sock, [view]) :]
@@ -212,20 +225,41 @@ class Inlet(threading.Thread):
         with self._server.changed:
             reply = self._server.landings.open(self.who, frame, self._connection.nonces, time.monotonic())
             self._server.changed.notify_all()
-        self._seeds[frame.slot] = transfer_seed(frame.transfer_id, self._connection.nonces)
-        if isinstance(reply, Accept) and self._server.options.integrity is Integrity.AEAD:
-            secret = self._server.landings.secret_of(frame.transfer_id)
-            connection = self._connection
-            self._seals[frame.slot] = chunk_seal(
-                connection.session_secret, connection.nonces, frame.transfer_id, secret
-            )
-        if frame.arena_path:
-            self._arenas[frame.slot] = frame.arena_path
+            landing = self._server.landings.bound(self.who, frame.slot)
+        if landing is not None:
+            self._bind(frame, landing)
+        else:  # refused, or a read, for which nothing comes in
+            self._refused[frame.slot] = None
+            if len(self._refused) > MAX_REFUSED:
+                del self._refused[next(iter(self._refused))]
         self._flush()
         if isinstance(reply, Accept) and self._rails.asked:
             self._grant(reply)
         self.say(reply)
         self._server.settle()
+
+    def _bind(self, frame: Open, landing: Landing) -> None:
+        """What the chunks of an accepted slot are verified with, and where References point."""
+        connection = self._connection
+        self._refused.pop(frame.slot, None)
+        self._seeds[frame.slot] = transfer_seed(frame.transfer_id, connection.nonces)
+        if self._server.options.integrity is Integrity.AEAD:
+            self._seals[frame.slot] = chunk_seal(
+                connection.session_secret, connection.nonces, frame.transfer_id, landing.secret
+            )
+        if frame.arena_path:
+            self._arenas[frame.slot] = frame.arena_path
+
+    def _is_bound(self, slot: int) -> bool:
+        """False for a slot that was refused: its chunks were on their way. Raises RemoteProtocolError for one that was
+        never opened, or was left: nobody has a reason to send anything for it.
+        """
+        if slot not in self._seeds and slot not in self._refused:
+            raise RemoteProtocolError(f"bytes for slot {slot}, which is not open")
+        return slot in self._seeds
+
+    def _claim(self, frame: Chunk | Reference) -> Claim | None:
+        return self._server.claim(self.who, frame, self._sink_of) if self._is_bound(frame.slot) else None
 
     def _grant(self, reply: Accept) -> None:
         """Tells where to write, if the memory is registered: not granted, chunks come over this connection."""
@@ -248,6 +282,7 @@ class Inlet(threading.Thread):
         self._seeds.pop(frame.slot, None)
         self._seals.pop(frame.slot, None)
         self._arenas.pop(frame.slot, None)
+        self._refused.pop(frame.slot, None)
         notices.pop(self.who, None)
         self._server.tell(notices)
         self._server.settle()
@@ -257,25 +292,18 @@ class Inlet(threading.Thread):
         if chunk.sealed:
             self._receive_sealed(chunk)
             return
-        claim = self._server.claim(self.who, chunk, self._sink_of)
-        claim = self._fill(claim)
+        claim = self._fill(self._claim(chunk))
         if claim is None:
             self._passed(chunk)
         else:
             self._finish(chunk, claim, self._verify(chunk, claim))
 
     def _receive_sealed(self, chunk: Chunk) -> None:
-        seal = self._seals.get(chunk.slot)
-        claim = self._server.claim(self.who, chunk, self._sink_of) if seal is not None else None
-        if claim is None or seal is None:
-            self._fill(None)
-            self._passed(chunk)
-            return
-        try:
-            claim = self._fill_sealed(self._connection.open_chunk(seal), claim)
-        except RemoteProtocolError:
-            self._server.count(f"rejected:{Code.SEAL}")
-            raise
+        claim = self._claim(chunk)
+        if claim is None:
+            self._skip()
+        else:
+            claim = self._fill_sealed(self._connection.open_chunk(self._seals[chunk.slot]), claim)
         if claim is None:
             self._passed(chunk)
         else:
@@ -284,13 +312,14 @@ class Inlet(threading.Thread):
     def _receive_coded(self, chunk: CodedChunk) -> None:
         """Whole into a buffer of ours, checked and decoded there, and only then into its place."""
         self._server.received_bytes += chunk.length
+        if not self._is_bound(chunk.slot):
+            self._skip()
+            self._passed(chunk)
+            return
         size = self._connection.payload_left
         if len(self._sealed) < size:
             self._sealed = memoryview(bytearray(size))
         self._read_past([self._sealed[:size]])
-        if chunk.slot not in self._seeds:
-            self._passed(chunk)  # it was refused, or has ended
-            return
         coded = self._checked(chunk, self._sealed[:size])
         if coded is None:
             self._reject(chunk, Code.CHECKSUM)
@@ -308,7 +337,7 @@ class Inlet(threading.Thread):
         self._finish(chunk, claim, True, lossy_bytes)
 
     def _checked(self, chunk: CodedChunk, payload: memoryview) -> memoryview | None:
-        """The coded bytes, if they are what was sent."""
+        """The coded bytes, if they are what was sent. Raises RemoteProtocolError when a seal does not open."""
         if not chunk.sealed:
             if self._server.options.integrity is Integrity.NONE:
                 return payload
@@ -316,13 +345,9 @@ class Inlet(threading.Thread):
         if len(self._opened) < chunk.coded_length:
             self._opened = memoryview(bytearray(chunk.coded_length))
         opened = self._opened[: chunk.coded_length]
-        try:
-            opening = self._connection.open_chunk(self._seals[chunk.slot])
-            opening.update(payload[:-TAG_BYTES], opened)
-            opening.verify(bytes(payload[-TAG_BYTES:]))
-        except RemoteProtocolError:
-            self._server.count(f"rejected:{Code.SEAL}")
-            raise
+        opening = self._connection.open_chunk(self._seals[chunk.slot])
+        opening.update(payload[:-TAG_BYTES], opened)
+        opening.verify(bytes(payload[-TAG_BYTES:]))
         return opened
 
     def _decode(self, chunk: CodedChunk, coded: memoryview, plain: memoryview) -> int | None:
@@ -362,7 +387,7 @@ class Inlet(threading.Thread):
             part = self._sealed[: left if last else SEALED_PART_BYTES]
             if not self._read_part(part, claim):
                 self._withdraw(claim)
-                self._fill(None)
+                self._skip()
                 return None
             self._open_into(opening, part[:-TAG_BYTES] if last else part, places)
             if last:
@@ -370,10 +395,12 @@ class Inlet(threading.Thread):
                 return claim
 
     def _read_past(self, views: list[memoryview]) -> None:
-        while self._connection.payload_buffered:
-            advance(views, self._connection.take_payload(views[0]))
-        while self._connection.payload_left:
-            self._read_payload(views)
+        """Fills the views, whatever becomes of the landing."""
+        while views:
+            if self._connection.payload_buffered:
+                advance(views, self._connection.take_payload(views[0]))
+            else:
+                self._read_payload(views)
 
     def _open_into(self, opening: Opening, sealed: memoryview, places: list[memoryview]) -> None:
         """Into the first places, which are taken off the list."""
@@ -398,16 +425,24 @@ class Inlet(threading.Thread):
 
     def _fill(self, claim: Claim | None) -> Claim | None:
         """Reads the payload into its place, or past it; None when the landing failed meanwhile."""
-        connection = self._connection
-        views = list(claim.views) if claim is not None else self._sink_views()
+        if claim is None:
+            self._skip()
+            return None
+        connection, views = self._connection, list(claim.views)
         while connection.payload_buffered:
             advance(views, connection.take_payload(views[0]))
         while connection.payload_left:
-            if claim is not None and claim.void:
+            if claim.void:
                 self._withdraw(claim)
-                claim, views = None, self._sink_views()
+                self._skip()
+                return None
             self._read_payload(views)
         return claim
+
+    def _skip(self) -> None:
+        """Reads past what is left of the payload."""
+        while left := self._connection.payload_left:
+            self._read_past([self._sink_of(SINK_BYTES)[: min(left, SINK_BYTES)]])
 
     def _read_payload(self, views: list[memoryview]) -> None:
         connection = self._connection
@@ -432,12 +467,14 @@ class Inlet(threading.Thread):
     def _copy_reference(self, frame: Reference) -> None:
         length = frame.length
         if not 0 < length <= self._server.options.max_chunk_bytes:
-            raise PeerLost(f"reference to {length} bytes")
+            raise RemoteProtocolError(f"reference to {length} bytes")
+        if not self._is_bound(frame.slot):
+            return
         fd = self._arena_fd(frame.slot)
         if fd is None:
             self.say(Nack(slot=frame.slot, offset=frame.offset, length=length, code=Code.ARENA))
             return
-        claim = self._server.claim(self.who, frame, self._sink_of)
+        claim = self._claim(frame)
         if claim is None:
             self._passed(frame)
             return
@@ -506,10 +543,6 @@ class Inlet(threading.Thread):
         if len(self._plain) < size:
             self._plain = memoryview(bytearray(size))
         return self._plain
-
-    def _sink_views(self) -> list[memoryview]:
-        left = self._connection.payload_left
-        return [self._sink_of(left)[:left]]
 
     def _sink_of(self, size: int) -> memoryview:
         """Memory for bytes that have no other place; allocated when first needed, at most one chunk long."""

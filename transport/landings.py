@@ -89,6 +89,12 @@ class Landing:
     def expires_at(self) -> float:
         return min(self.deadline, self.orphaned_at + self.orphan_timeout_s)
 
+    def tell_owner(self) -> None:
+        """Calls on_done, and lets go of whoever it belongs to."""
+        on_done, self.on_done = self.on_done, None
+        if on_done is not None:
+            on_done(self.result())
+
     def result(self) -> LandingResult:
         outcome = self.outcome or Outcome()
         return LandingResult(
@@ -104,6 +110,40 @@ class Landing:
             lossy_bytes=self.lossy_bytes,
             first_byte_at=self.first_byte_at,
             done_at=self.done_at,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What is remembered of a landing: enough for a sender that comes late."""
+
+    transfer_id: str
+    secret: bytes = field(repr=False)
+    manifest_digest: bytes
+    num_ranges: int
+    total_bytes: int
+    outcome: Outcome
+
+    @classmethod
+    def of(cls, landing: Landing, outcome: Outcome) -> "Ended":
+        manifest = landing.inbox.manifest
+        sizes = len(manifest.sizes), manifest.total_bytes
+        return cls(landing.transfer_id, landing.secret, manifest.digest, *sizes, outcome)
+
+    def complete_landing(self) -> Landing:
+        """What a late sender's slot is bound to: nothing is missing, and what it has sent already is read past."""
+        inbox = Inbox(Manifest([self.total_bytes]))
+        inbox.landed.add(0, self.total_bytes)
+        return Landing(
+            transfer_id=self.transfer_id,
+            secret=self.secret,
+            inbox=inbox,
+            targets=None,
+            on_done=None,
+            deadline=float("inf"),
+            orphan_timeout_s=float("inf"),
+            exact=False,
+            outcome=self.outcome,
         )
 
 
@@ -131,7 +171,7 @@ class Rivals:
     who: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Segment:
     """Memory that whoever knows the secret may write into, or read, without being expected."""
 
@@ -145,7 +185,8 @@ class Segment:
 class ReadRequest:
     """A one-sided read that was granted: `views` are to be pushed to `address`, where a landing `reply_id` waits."""
 
-    segment: str
+    name: str
+    segment: Segment = field(repr=False)
     reply_id: str
     secret: bytes = field(repr=False)
     address: str
@@ -158,7 +199,7 @@ class Landings:
     def __init__(self) -> None:
         self.segments: dict[str, Segment] = {}
         self._active: dict[str, Landing] = {}
-        self._ended: OrderedDict[str, Landing] = OrderedDict()
+        self._ended: OrderedDict[str, Ended] = OrderedDict()
         self._slots: dict[int, dict[int, Landing]] = {}  # connection -> slot -> landing
         self._unsettled: list[Landing] = []
         self._reads: list[ReadRequest] = []
@@ -202,6 +243,15 @@ class Landings:
         if landing is not None and not landing.senders:
             landing.orphaned_at = min(landing.orphaned_at, now)
 
+    def unregister(self, name: str) -> None:
+        """Nobody may read or write there any more; what was granted and has not begun is forgotten."""
+        self.segments.pop(name, None)
+        self._reads = [read for read in self._reads if read.name != name]
+
+    def is_settling(self, prefix: str) -> bool:
+        """Whether something still writes for a landing that ended."""
+        return any(landing.transfer_id.startswith(prefix) for landing in self._unsettled)
+
     def take_reads(self) -> list[ReadRequest]:
         """Reads that were granted since the last time."""
         reads, self._reads = self._reads, []
@@ -233,9 +283,6 @@ class Landings:
             landing.revoke_at = float("inf")
         return {who for landing in late for who in landing.inbox.granted}
 
-    def secret_of(self, transfer_id: str) -> bytes:
-        return (self._active.get(transfer_id) or self._ended[transfer_id]).secret
-
     def active_ids(self) -> list[str]:
         return list(self._active)
 
@@ -263,21 +310,18 @@ class Landings:
                 landing.orphaned_at = now
 
     def open(self, who: int, frame: Open, nonces: bytes, now: float) -> Accept | Refuse:
-        """Binds a slot of a connection to a landing, if the sender can show the secret; or grants a read."""
+        """Binds a slot of a connection to a landing, if the sender can show the secret; or grants a read.
+
+        Raises RemoteProtocolError for a slot that is bound already: the sender has not left it.
+        """
+        if frame.slot in self._slots[who]:
+            raise RemoteProtocolError(f"slot {frame.slot} is opened again")
         if frame.transfer_id.startswith(READ_PREFIX):
             return self._read(frame, nonces)
-        landing = self._active.get(frame.transfer_id) or self._ended.get(frame.transfer_id)
-        if landing is None and frame.transfer_id.startswith(SEGMENT_PREFIX):
-            expected = self._expect_write(frame, nonces, now)
-            if isinstance(expected, Code):
-                self.counters[f"refused:{expected}"] += 1
-                return Refuse(slot=frame.slot, code=expected)
-            landing = expected
-        refusal = _refusal(landing, frame, nonces)
-        if refusal is not None or landing is None:
-            code = refusal or Code.UNKNOWN_TRANSFER
-            self.counters[f"refused:{code}"] += 1
-            return Refuse(slot=frame.slot, code=code)
+        landing = self._landing_of(frame, nonces, now)
+        if isinstance(landing, Code):
+            self.counters[f"refused:{landing}"] += 1
+            return Refuse(slot=frame.slot, code=landing)
         if landing.outcome is not None and not landing.outcome.ok:
             return Refuse(slot=frame.slot, code=landing.outcome.code, detail=landing.outcome.detail)
         slots = self._slots[who]
@@ -289,6 +333,10 @@ class Landings:
         if landing.inbox.complete:
             self._end(landing, Outcome(), now)
         return Accept(slot=frame.slot, missing=_few(landing.missing()))
+
+    def bound(self, who: int, slot: int) -> Landing | None:
+        """The landing that a slot of a connection is bound to."""
+        return self._slots[who].get(slot)
 
     def abort(self, who: int, frame: Abort, now: float) -> dict[int, Cancel]:
         """The sender is through with a slot: with its part of the transfer, or with all of it."""
@@ -384,13 +432,28 @@ class Landings:
 
     # inside
 
+    def _landing_of(self, frame: Open, nonces: bytes, now: float) -> Landing | Code:
+        """The landing that is asked for, or why it is not to be had; one that ended has its outcome."""
+        landing, ended = self._active.get(frame.transfer_id), self._ended.get(frame.transfer_id)
+        if landing is None and ended is None and frame.transfer_id.startswith(SEGMENT_PREFIX):
+            expected = self._expect_write(frame, nonces, now)
+            if isinstance(expected, Code):
+                return expected
+            landing = expected
+        known = Ended.of(landing, Outcome()) if landing is not None else ended
+        if known is None:
+            return Code.UNKNOWN_TRANSFER
+        return _refusal(known, frame, nonces) or landing or known.complete_landing()
+
     def _expect_write(self, frame: Open, nonces: bytes, now: float) -> Landing | Code:
         """A one-sided write into a segment becomes a landing of its own, once secret and bounds are right."""
         segment = self.segments.get(segment_of(frame.transfer_id))
-        if segment is None or len(self._active) >= MAX_ACTIVE:
+        if segment is None:
             return Code.UNKNOWN_TRANSFER
         if refusal := _segment_refusal(segment, frame, nonces, allowed=segment.writable):
             return refusal
+        if len(self._active) >= MAX_ACTIVE:
+            return Code.TOO_MANY
         targets = [[segment.view[offset : offset + length]] for offset, length in frame.placement]
         return self.expect(
             frame.transfer_id,
@@ -424,7 +487,7 @@ class Landings:
                 self._granted.popitem(last=False)
             views = tuple(segment.view[offset : offset + length] for offset, length in frame.placement)
             secret = reply_secret(segment.secret, reply_id)
-            self._reads.append(ReadRequest(name, reply_id, secret, address, views))
+            self._reads.append(ReadRequest(name, segment, reply_id, secret, address, views))
             self.counters["reads"] += 1
         return Accept(slot=frame.slot, missing=())
 
@@ -433,7 +496,7 @@ class Landings:
             return {}
         landing.outcome = outcome
         landing.done_at = now
-        self._ended[landing.transfer_id] = landing
+        self._ended[landing.transfer_id] = Ended.of(landing, outcome)
         while len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
         self._unsettled.append(landing)
@@ -490,15 +553,12 @@ def _segment_refusal(segment: Segment, frame: Open, nonces: bytes, *, allowed: b
     return None
 
 
-def _refusal(landing: Landing | None, frame: Open, nonces: bytes) -> Code | None:
-    if landing is None:
-        return Code.UNKNOWN_TRANSFER
-    manifest = landing.inbox.manifest
-    expected = proof_of(landing.secret, frame.transfer_id, frame.manifest_digest, nonces)
+def _refusal(known: Ended, frame: Open, nonces: bytes) -> Code | None:
+    expected = proof_of(known.secret, frame.transfer_id, frame.manifest_digest, nonces)
     if not hmac.compare_digest(expected, frame.proof):
         return Code.BAD_SECRET
     stated = (frame.manifest_digest, frame.num_ranges, frame.total_bytes)
-    if stated != (manifest.digest, len(manifest.sizes), manifest.total_bytes):
+    if stated != (known.manifest_digest, known.num_ranges, known.total_bytes):
         return Code.MANIFEST
     return None
 

@@ -138,8 +138,7 @@ class Loopback:
     def _settle(self) -> None:
         self.scheduler.take_settled()
         for landing in self.landings.take_settled():
-            if landing.on_done is not None:
-                landing.on_done(landing.result())
+            landing.tell_owner()
 
 
 class _Lane:

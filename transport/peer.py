@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 BYTES_PER_LANE: Final = 1 << 20  # another connection is worth its handshake from about here on
 FIRST_LANE_BYTES_PER_S: Final = 10e6  # on a long link, until it has been measured
+RENEW_AGAIN_S: Final = 5.0  # after keys could not be renewed
 SAMPLING_S: Final = 0.03
 LONG_LINK_SAMPLING_S: Final = 0.01  # a fraction of a round trip: when the link narrows, its queue fills within one
 # The bucket keeps the budget; the kernel's pacing only spreads it, and must leave a slow lane's share to the others.
@@ -219,12 +220,22 @@ class Peer:
         with self._session_lock:
             now = time.monotonic()
             if self._session is None or now >= self._renew_at:
-                sock = dial(self.address, self.options.tcp)
-                timeout_s = self.options.tcp.connect_timeout_s
-                self._session = request_session(sock, self.options.identity, timeout_s, now)
-                life_s = min(self.options.rotate_keys_s, (self._session.ends_at - now) / 2)
-                self._renew_at = now + life_s
+                self._session = self._new_session(self.options.identity, now)
             return self._session
+
+    def _new_session(self, identity: Identity, now: float) -> Session:
+        """Or the present one, when there is no other to be had and it has not ended."""
+        try:
+            sock = dial(self.address, self.options.tcp)
+            session = request_session(sock, identity, self.options.tcp.connect_timeout_s, now)
+        except OSError as exc:
+            if self._session is None or now >= self._session.ends_at:
+                raise
+            log.warning("%s gives no new keys, the present ones serve on: %s", self.address, exc)
+            self._renew_at = now + RENEW_AGAIN_S
+            return self._session
+        self._renew_at = now + min(self.options.rotate_keys_s, (session.ends_at - now) / 2)
+        return session
 
     def forget_session(self) -> None:
         with self._session_lock:

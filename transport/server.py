@@ -8,15 +8,16 @@ import logging
 import socket
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from transport.checksum import Integrity
 from transport.codec import Codec, Share, decodable
 from transport.coding import CodecAccounts
-from transport.crypto import Identity, Sessions, grant_session, refuse_tls
+from transport.crypto import Identity, Session, Sessions, grant_session, refuse_tls
 from transport.errors import Closed
 from transport.frames import (
     MAX_CHUNK_BYTES,
@@ -24,8 +25,10 @@ from transport.frames import (
     Chunk,
     Code,
     CodedChunk,
+    Goodbye,
     Reference,
     Written,
+    encode,
 )
 from transport.inlet import Inlet
 from transport.landings import (
@@ -54,6 +57,8 @@ from transport.transfer import RangeViews
 log = logging.getLogger(__name__)
 
 FOREVER: Final = float("inf")
+MAX_TURNED_AWAY: Final = 64
+NOTICE_TIMEOUT_S: Final = 0.5  # one thread tells all connections: one that takes nothing must not hold it up
 T = TypeVar("T")
 
 
@@ -103,6 +108,8 @@ class TransferServer:
         self._inlets: dict[int, Inlet] = {}
         self._threads: list[threading.Thread] = []
         self._next_inlet = 0
+        self._notices: list[tuple[int, Cancel]] = []  # not said yet
+        self._turned_away: deque[socket.socket] = deque()
         self._closing = False
         self.received_bytes = 0
         self._decoded = CodecAccounts()
@@ -167,12 +174,22 @@ class TransferServer:
             self.landings.segments[name] = Segment(memory, secret, readable, writable)
 
     def unregister_segment(self, name: str) -> None:
-        """Refuses further writes and ends those under way. Idempotent."""
+        """Refuses further access and ends the writes under way; returns when nothing writes there any more (within a
+        few ticks of 10 ms). Not to be called from a callback. Idempotent.
+        """
+        prefix = write_id(name, "")
         with self.lock:
-            self.landings.segments.pop(name, None)
-            writes = [i for i in self.landings.active_ids() if i.startswith(write_id(name, ""))]
+            self.landings.unregister(name)
+            writes = [i for i in self.landings.active_ids() if i.startswith(prefix)]
         for transfer_id in writes:
             self.cancel(transfer_id, "the segment is no longer registered")
+        with self.changed:
+            self.changed.wait_for(lambda: not self.landings.is_settling(prefix))
+
+    def is_registered(self, segment: Segment) -> bool:
+        """Whether others may still read or write there."""
+        with self.lock:
+            return segment in self.landings.segments.values()
 
     def await_sender(self, transfer_id: str) -> None:
         """From now on `orphan_timeout_s` runs for a landing, unless its sender has come already."""
@@ -181,7 +198,9 @@ class TransferServer:
             self.changed.notify_all()
 
     def cancel(self, transfer_id: str, reason: str = "") -> None:
-        """Ends a landing and tells its sender. Its on_done comes within a few ticks (10 ms). Idempotent."""
+        """Ends a landing and has its sender told; never blocks. Its on_done comes within a few ticks (10 ms).
+        Idempotent.
+        """
         with self.changed:
             notices = self.landings.cancel(transfer_id, reason, time.monotonic())
             self.changed.notify_all()
@@ -221,6 +240,7 @@ class TransferServer:
             self.changed.notify_all()
         for transfer_id in active:
             self.cancel(transfer_id, "the receiver closes")
+        self._say_notices()
         if self._listener is not None:
             shut(self._listener)
         for inlet in inlets:
@@ -229,6 +249,8 @@ class TransferServer:
             thread.join()
         if self._listener is not None:
             self._listener.close()
+        while self._turned_away:
+            self._turned_away.popleft().close()
         self.settle()
 
     def __enter__(self) -> "TransferServer":
@@ -250,25 +272,36 @@ class TransferServer:
             self._admit(sock)
 
     def _admit(self, sock: socket.socket) -> None:
+        inlet = None
         with self.lock:
-            full = len(self._inlets) >= self.options.max_connections
-            if self._closing or full:
-                self.landings.counters[f"refused:{Code.TOO_MANY}"] += full
-                sock.close()
-                return
-            who = self._next_inlet
-            self._next_inlet += 1
-            inlet = Inlet(self, sock, who)
-            self._inlets[who] = inlet
-            self.landings.connected(who)
-        inlet.start()
+            if not self._closing and len(self._inlets) < self.options.max_connections:
+                who = self._next_inlet
+                self._next_inlet += 1
+                inlet = self._inlets[who] = Inlet(self, sock, who)
+                self.landings.connected(who)
+        if inlet is not None:
+            inlet.start()
+        else:
+            self._turn_away(sock)
+
+    def _turn_away(self, sock: socket.socket) -> None:
+        """Says why, and closes only after some more have come: closing at once might lose what was said."""
+        code = Code.CLOSING if self._closing else Code.TOO_MANY
+        self.count(f"refused:{code}")
+        with suppress(OSError):
+            sock.setblocking(False)
+            sock.send(encode(Goodbye(code=code), 0))
+            sock.shutdown(socket.SHUT_WR)
+        self._turned_away.append(sock)
+        if len(self._turned_away) > MAX_TURNED_AWAY:
+            self._turned_away.popleft().close()
 
     def _keep_time(self) -> None:
         while True:
             with self.changed:
                 if self._closing:
                     return
-                wait = self.landings.next_deadline() - time.monotonic()
+                wait = 0.0 if self._notices else self.landings.next_deadline() - time.monotonic()
                 self.changed.wait(None if wait == FOREVER else min(max(wait, 0.0), 3600.0))
                 notices = self.landings.expire(time.monotonic())
                 overdue = [self._inlets[who] for who in self.landings.overdue(time.monotonic()) if who in self._inlets]
@@ -278,6 +311,7 @@ class TransferServer:
                 for frame in frames:
                     self.tell({who: frame})
             self.settle()
+            self._say_notices()
 
     # for connections
 
@@ -297,12 +331,14 @@ class TransferServer:
             self.refused(Code.IDENTITY, who, "this listener speaks no TLS")  # counted before the peer knows of it
             refuse_tls(sock)
             return
-        with self.lock:
-            session = self._sessions.grant(now)
         try:
-            grant_session(sock, identity, session, self.options.tcp.connect_timeout_s, now)
+            grant_session(sock, identity, lambda: self._new_session(now), self.options.tcp.connect_timeout_s, now)
         except OSError as exc:
             self.refused(Code.IDENTITY, who, str(exc))
+
+    def _new_session(self, now: float) -> Session:
+        with self.lock:
+            return self._sessions.grant(now)
 
     def refused(self, code: str, who: str, detail: str) -> None:
         """A peer was turned away before it could say which transfer it has."""
@@ -310,16 +346,24 @@ class TransferServer:
         self.count(f"refused:{code}")
 
     def tell(self, notices: dict[int, Cancel]) -> None:
-        for who, frame in notices.items():
-            with self.lock:
-                inlet = self._inlets.get(who)
-            if inlet is not None:
-                inlet.say(frame)
+        """Has connections told; never blocks, though they may take nothing."""
+        with self.changed:
+            self._notices += notices.items()
+            self.changed.notify_all()
+
+    def _say_notices(self) -> None:
+        with self.lock:
+            notices, self._notices = self._notices, []
+            said = [(self._inlets[who], frame) for who, frame in notices if who in self._inlets]
+        for inlet, frame in said:
+            inlet.say(frame, NOTICE_TIMEOUT_S)
 
     def settle(self) -> None:
-        with self.lock:
+        with self.changed:
             settled = self.landings.take_settled()
             reads = self.landings.take_reads()
+            if settled:
+                self.changed.notify_all()
         for read in reads:
             assert self._on_read is not None  # no segment is readable without
             try:
@@ -327,19 +371,21 @@ class TransferServer:
             except Exception:
                 log.exception("serving read %s failed", read.reply_id)
         for landing in settled:
-            if landing.on_done is None:
-                continue
             try:
-                landing.on_done(landing.result())
+                landing.tell_owner()
             except Exception:
                 log.exception("on_done of landing %s failed", landing.transfer_id)
 
-    def left(self, inlet: Inlet) -> None:
+    def let_go(self, inlet: Inlet) -> None:
+        """It reads no more: what it was writing does not count."""
         with self.changed:
-            self._inlets.pop(inlet.who, None)
             self.landings.disconnected(inlet.who, time.monotonic())
             self.changed.notify_all()
         self.settle()
+
+    def left(self, inlet: Inlet) -> None:
+        with self.lock:
+            self._inlets.pop(inlet.who, None)
 
     def on_decoded(self, shares: Iterable[Share], cpu_s: float) -> None:
         with self.lock:
@@ -369,6 +415,8 @@ class TransferServer:
                 answer = ask()
                 if not isinstance(answer, Rivals):
                     return answer
+                if self._closing:
+                    raise Closed("the server is closed")
                 for rival in answer.who:
                     if rival in self._inlets:
                         self._inlets[rival].stop()

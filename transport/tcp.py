@@ -3,6 +3,7 @@
 import select
 import socket
 import struct
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Final
 
 # A blocked read or write returns this often, so that a cancelled transfer gives its memory back soon.
 TICK_S: Final = 0.01
+HANG_UP_S: Final = 1.0  # for a peer to read why
 MAX_VIEWS: Final = 512  # of one sendmsg or recvmsg; the kernel's IOV_MAX is 1024
 SO_MAX_PACING_RATE: Final = 47
 TCP_NOTSENT_LOWAT: Final = 25
@@ -159,6 +161,18 @@ def wait_readable(fds: Iterable[int], timeout_s: float) -> None:
     for fd in fds:
         poller.register(fd, select.POLLIN)
     poller.poll(max(0.0, timeout_s) * 1000)
+
+
+def hang_up(sock: socket.socket) -> None:
+    """Ends a connection after its last words were read: unread bytes at close become a reset, which would overtake
+    them. The caller closes it.
+    """
+    give_up_at = time.monotonic() + HANG_UP_S
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_WR)  # on a TLS socket, too, what follows is plain
+        sock.settimeout(HANG_UP_S)
+        while sock.recv(64 << 10) and time.monotonic() < give_up_at:
+            pass
 
 
 def shut(sock: socket.socket) -> None:
