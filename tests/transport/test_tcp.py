@@ -12,7 +12,7 @@ from transport.checksum import Integrity
 from transport.client import ClientOptions, TransferClient
 from transport.connection import Connection, Role
 from transport.errors import Closed, ConnectionRefused, LocalProtocolError
-from transport.frames import Frame, Nack
+from transport.frames import Frame, Nack, Open, Refuse
 from transport.lanes import Urgency
 from transport.server import ServerOptions, TransferServer
 from transport.tcp import TcpOptions, format_address, parse_address
@@ -178,6 +178,7 @@ def test_chunks_that_nobody_waits_for_are_answered_up_to_a_limit(monkeypatch: py
         TransferServer() as server,
         socket.create_connection(parse_address(server.address), timeout=PATIENCE_S) as sock,
     ):
+
         def hear() -> Frame:
             while (frame := stranger.next_event()) is None:
                 stranger.received(sock.recv_into(stranger.receive_buffer()), 0.0)
@@ -185,6 +186,11 @@ def test_chunks_that_nobody_waits_for_are_answered_up_to_a_limit(monkeypatch: py
 
         sock.sendall(stranger.data_to_send())
         hear()
+        opening = Open(
+            slot=9, transfer_id="nobody's", proof=b"?" * 32, total_bytes=60, num_ranges=1, manifest_digest=b"?" * 16
+        )
+        sock.sendall(stranger.send(opening))
+        assert isinstance(hear(), Refuse)
         sock.sendall(b"".join(stranger.chunk_header(9, offset, 1, 0) + b"?" for offset in range(60)))
         answers = [hear() for _ in range(50)]
         with pytest.raises(ConnectionRefused, match="50 chunks"):
