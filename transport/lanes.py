@@ -153,6 +153,12 @@ class LaneScheduler:
         return len(self._transfers)
 
     @property
+    def only_bulk(self) -> bool:
+        """Whether bulk is all that could leave now."""
+        waiting = [t.urgency for t in self._transfers.values() if t.outbox.bytes_queued or not t.outbox.accepted]
+        return bool(waiting) and min(waiting) is Urgency.BULK
+
+    @property
     def bytes_queued(self) -> int:
         """Ready to leave, not yet on any lane."""
         return sum(t.outbox.bytes_queued for t in self._transfers.values())

@@ -19,7 +19,7 @@ from transport.governor import Governor
 from transport.lanes import Batch, LaneScheduler, Transfer, Urgency
 from transport.link import LinkMonitor, LinkState
 from transport.outlet import Outlet
-from transport.pacing import Budget, Egress
+from transport.pacing import BULK_LEAVES, Budget, Egress
 from transport.push import OnPushed, Push
 from transport.rdma_device import RdmaDevices
 from transport.rdma_outlet import RDMA_CHUNK_BYTES, RdmaOutlet
@@ -343,8 +343,12 @@ class Peer:
             self._share_budget()
 
     def wait_s(self, now: float) -> float:
-        """How long the budget forbids to send."""
-        return self._egress.wait_s(now)
+        """How long the budget forbids to send. Bulk waits for what the other peers of the link have to send."""
+        if self._egress.bytes_per_s is None:
+            return 0.0
+        with self.lock:
+            leaves = BULK_LEAVES if self.scheduler.only_bulk else 0.0
+        return self._egress.wait_s(now, leaves)
 
     def charge(self, size: int, now: float) -> None:
         self._egress.charge(size, now)

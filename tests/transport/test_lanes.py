@@ -42,6 +42,18 @@ def test_urgent_before_normal_before_bulk() -> None:
     assert sorted(set(order), key=order.index) == [2, 1, 0]
 
 
+def test_bulk_is_alone_when_nothing_else_could_leave() -> None:
+    scheduler = scheduler_with()
+    assert not scheduler.only_bulk
+    transfer(scheduler, 0, 10, urgency=Urgency.BULK)
+    assert scheduler.only_bulk
+    transfer(scheduler, 1, 1)
+    assert not scheduler.only_bulk
+    while 1 in served(scheduler, 1):
+        pass
+    assert scheduler.only_bulk
+
+
 def test_the_earliest_deadline_goes_first() -> None:
     scheduler = scheduler_with()
     for slot, deadline in enumerate((30.0, 10.0, 20.0)):
