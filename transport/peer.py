@@ -156,7 +156,7 @@ class Peer:
 
     def open(
         self, manifest: Manifest, source: RangeViews, on_done: OnPushed | None, *, transfer_id: str, secret: bytes,
-        urgency: Urgency, deadline: float, tenant: str, weight: float, placement: tuple[tuple[int, int], ...],
+        urgency: Urgency, deadline: float, due: float, tenant: str, weight: float, placement: tuple[tuple[int, int], ...],
         formats: FormatOf | None,
     ) -> Push:  # fmt: skip
         with self.lock:
@@ -169,6 +169,7 @@ class Peer:
                 outbox=Outbox(manifest),
                 urgency=urgency,
                 deadline=deadline,
+                due=due,
                 tenant=tenant,
                 weight=weight,
                 arena_path=source.path if self.same_host and isinstance(source, ArenaSource) else "",

@@ -62,6 +62,18 @@ def test_the_earliest_deadline_goes_first() -> None:
     assert sorted(set(order), key=order.index) == [1, 2, 0]
 
 
+def test_what_is_due_first_goes_first_and_is_not_given_up() -> None:
+    scheduler = scheduler_with()
+    late = transfer(scheduler, 0, 1, due=30.0)
+    for slot, more in enumerate(({"due": 10.0}, {"deadline": 20.0}), start=1):
+        transfer(scheduler, slot, 1, **more)
+    scheduler.expire(15.0)
+    order = served(scheduler, 40)
+    assert sorted(set(order), key=order.index) == [1, 2, 0]
+    scheduler.expire(1000.0)
+    assert late.outcome is None
+
+
 def test_tenants_share_by_weight() -> None:
     scheduler = scheduler_with()
     heavy = transfer(scheduler, 0, 100, tenant="a", weight=3.0)
