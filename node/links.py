@@ -8,10 +8,11 @@ import contextlib
 import hashlib
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from node.arena import SHM_DIR
 from node.config import ANY_CLUSTER, INTEGRITIES, NodeConfig
@@ -36,6 +37,10 @@ from transport.tcp import TcpOptions
 log = logging.getLogger(__name__)
 
 SHM, RDMA, TCP = "shm", "rdma", "tcp"
+# A push that the link carries within SMALL_S does not wait behind large ones. Such pushes take URGENT_S together, at
+# most, so that many of them do not keep a large one waiting for ever.
+SMALL_S: Final = 0.025
+URGENT_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +119,7 @@ class Links:
         self.coding = config.codings()
         self.collector = TransportCollector(self._client, self._server)
         self.set_budgets(config.budgets())
+        self._urgent_bytes: Counter[str] = Counter()  # of small pushes under way, by destination cluster
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
@@ -154,8 +160,21 @@ class Links:
         formats: FormatOf | None = None,
         urgency: Urgency = Urgency.NORMAL,
     ) -> Push:
-        """Opens a transfer to the holder of `ticket`. Raises NodeRefusal."""
+        """Opens a transfer to the holder of `ticket`. Raises NodeRefusal.
+
+        The reservation's lease orders it among others, but does not end it: progress renews the lease. What is small goes
+        first, unless it is bulk.
+        """
         kind, address = self._choose(ticket)
+        num_bytes, cluster = sum(sizes), ticket.cluster
+        if urgency is Urgency.NORMAL and kind == TCP:
+            urgency = self.urgency_for(cluster, num_bytes)
+        urgent_bytes = num_bytes if urgency is Urgency.URGENT else 0
+
+        def pushed(result: PushResult) -> None:
+            self._urgent_bytes[cluster] -= urgent_bytes
+            on_done(result)
+
         try:
             push = self._client.open(
                 address,
@@ -165,11 +184,12 @@ class Links:
                 source,
                 same_host=kind == SHM,
                 over_rdma=kind == RDMA,
-                link=ticket.cluster,
+                link=cluster,
                 formats=formats,
                 urgency=urgency,
+                due_s=ticket.ttl_s,
                 on_done=lambda result: self._on_loop(
-                    on_done,
+                    pushed,
                     PushResult(
                         ok=result.ok,
                         reason=result.reason,
@@ -181,7 +201,13 @@ class Links:
             )
         except (TransportError, ValueError, OSError) as exc:
             raise NodeRefusal("push_failed", str(exc)) from exc
+        self._urgent_bytes[cluster] += urgent_bytes
         return Push(push, kind)
+
+    def urgency_for(self, cluster: str, num_bytes: int) -> Urgency:
+        """Of a push that a request waits for."""
+        states = self._by_cluster().get(cluster)
+        return urgency_of(num_bytes, together(states) if states else None, self._urgent_bytes[cluster])
 
     def _choose(self, ticket: TicketInfo) -> tuple[str, str]:
         for kind, address, place in ticket.endpoints:
@@ -245,10 +271,20 @@ class Links:
 
     def states(self) -> list[pb.Link]:
         """Egress over TCP, one entry per destination cluster."""
-        by_cluster: dict[str, list[LinkState]] = {}
+        return [_message(together(states)) for _, states in sorted(self._by_cluster().items())]
+
+    def _by_cluster(self) -> dict[str, list[LinkState]]:
+        found: dict[str, list[LinkState]] = {}
         for state in self._client.links():
-            by_cluster.setdefault(state.link, []).append(state)
-        return [_message(together(states)) for _, states in sorted(by_cluster.items())]
+            found.setdefault(state.link, []).append(state)
+        return found
+
+
+def urgency_of(num_bytes: int, link: LinkState | None, urgent_bytes: int) -> Urgency:
+    """Whether a push goes before others; `urgent_bytes` do so already. On a link that is not known yet nothing does."""
+    rate = link.available_bytes_per_s if link is not None else 0.0
+    small = num_bytes <= SMALL_S * rate and urgent_bytes + num_bytes <= URGENT_S * rate
+    return Urgency.URGENT if small else Urgency.NORMAL
 
 
 def _server_options(config: NodeConfig, use_shm: bool) -> ServerOptions:

@@ -61,6 +61,7 @@ class TransferClient:
         same_host: bool = False,
         over_rdma: bool = False,
         deadline_s: float = float("inf"),
+        due_s: float = float("inf"),
         urgency: Urgency = Urgency.NORMAL,
         tenant: str = "",
         weight: float = 1.0,
@@ -75,7 +76,8 @@ class TransferClient:
         are written into the receiver's memory; where that cannot be, they go over TCP, counted. `link` names the line to
         the peer: peers of one link share its egress budget (by default every address is a link of its own).
         `formats(i)` says what range i is and how it may be made smaller where the receiver decodes that; without, and on
-        the same host or over RDMA, bytes travel as they are.
+        the same host or over RDMA, bytes travel as they are. After `deadline_s` the transfer has failed; `due_s` only
+        says when it should have arrived, to be sent before what has more time.
         """
         if (same_host or over_rdma) and not isinstance(source, ArenaSource):
             raise LocalProtocolError("a transfer on the same host, or over RDMA, needs an ArenaSource")
@@ -85,7 +87,7 @@ class TransferClient:
         if weight <= 0:
             raise ValueError(f"weight {weight} must be positive")
         manifest = Manifest(sizes)
-        deadline = time.monotonic() + deadline_s
+        now = time.monotonic()
         with self._lock:  # a peer cannot be evicted between being found and being given work
             push = self._peer(address, path, link or address).open(
                 manifest,
@@ -94,7 +96,8 @@ class TransferClient:
                 transfer_id=transfer_id,
                 secret=secret,
                 urgency=urgency,
-                deadline=deadline,
+                deadline=now + deadline_s,
+                due=now + due_s,
                 tenant=tenant,
                 weight=weight,
                 placement=tuple(placement),

@@ -5,7 +5,7 @@ than a slow one (work stealing; static stripes would finish with the slowest). W
 
     urgent before normal before bulk      strictly
     inside a class, tenants by weight     the one with the least bytes sent per weight so far
-    inside a tenant                       earliest deadline first, then first come
+    inside a tenant                       what is due (or given up) first, then first come
     inside a transfer                     the order in which ranges became ready, that is layer order
 """
 
@@ -54,7 +54,8 @@ class Transfer:
     secret: bytes
     outbox: Outbox
     urgency: Urgency = Urgency.NORMAL
-    deadline: float = float("inf")
+    deadline: float = float("inf")  # when it is given up
+    due: float = float("inf")  # when the receiver may stop waiting: orders, and ends nothing
     tenant: str = ""
     weight: float = 1.0
     arena_path: str = ""
@@ -151,6 +152,12 @@ class LaneScheduler:
     @property
     def num_transfers(self) -> int:
         return len(self._transfers)
+
+    @property
+    def only_bulk(self) -> bool:
+        """Whether bulk is all that could leave now."""
+        waiting = [t.urgency for t in self._transfers.values() if t.outbox.bytes_queued or not t.outbox.accepted]
+        return bool(waiting) and min(waiting) is Urgency.BULK
 
     @property
     def bytes_queued(self) -> int:
@@ -285,7 +292,7 @@ class LaneScheduler:
 
     def _rank(self, transfer: Transfer) -> tuple[int, float, float, int]:
         sent = self._sent_by_weight[transfer.urgency, transfer.tenant]
-        return (transfer.urgency, sent, transfer.deadline, transfer.slot)
+        return (transfer.urgency, sent, min(transfer.due, transfer.deadline), transfer.slot)
 
     def _on_ack(self, lane: int, ack: Ack, transfer: Transfer | None) -> None:
         for start, stop in ack.ranges:

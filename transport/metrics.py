@@ -15,14 +15,14 @@ from transport.link import LinkState
 from transport.server import TransferServer
 
 _GAUGES: Final = {
-    "available_bytes_per_second": ("What a busy sender gets", "available_bytes_per_s"),
+    "available_bytes_per_second": ("What a busy sender gets, the budget at most", "available_bytes_per_s"),
     "goodput_bytes_per_second": ("Acknowledged by the peer", "goodput_bytes_per_s"),
     "budget_bytes_per_second": ("Egress budget, 0 = none", "budget_bytes_per_s"),
     "utilisation_ratio": ("Share of the available bandwidth in use", "utilisation"),
     "retransmit_ratio": ("Retransmitted share of what was sent", "retransmit_ratio"),
     "rtt_seconds": ("Median round trip of the connections", "rtt_s"),
-    "min_rtt_seconds": ("Smallest round trip seen", "min_rtt_s"),
-    "rtt_inflation_ratio": ("Round trip over the smallest one seen", "rtt_inflation"),
+    "min_rtt_seconds": ("Smallest round trip of late", "min_rtt_s"),
+    "rtt_inflation_ratio": ("Round trip over the smallest one of late", "rtt_inflation"),
     "queued_bytes": ("Ready to leave, not acknowledged", "queued_bytes"),
     "drain_seconds": ("Predicted time until the queue has arrived", "drain_s"),
     "estimate_error_ratio": ("Mean relative error of such predictions", "estimate_error"),

@@ -8,6 +8,7 @@ from typing import Final, TypeAlias
 DAY_S: Final = 86_400.0
 BURST_S: Final = 0.02  # of the budget that may leave at once
 LEAST_BURST_BYTES: Final = 128 << 10
+BULK_LEAVES: Final = 0.5  # of the burst; whoever else has something to send does not let it become that much
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,11 @@ class TokenBucket:
         self._available = burst_bytes
         self._updated_at: float | None = None
 
-    def next_send_time(self, now: float) -> float:
-        """The earliest time at which bytes may leave."""
+    def next_send_time(self, now: float, leaving_bytes: float = 0.0) -> float:
+        """The earliest time at which bytes may leave, if nobody else takes any; so much must be in the bucket then."""
         self._refill(now)
-        return now if self._available >= 0 else now - self._available / self.bytes_per_s
+        missing = leaving_bytes - self._available
+        return now if missing <= 0 else now + missing / self.bytes_per_s
 
     def on_sent(self, size: int, now: float) -> None:
         self._refill(now)
@@ -116,10 +118,14 @@ class Egress:
                 self._bucket.set_rate(rate, now)
                 self._bucket.burst_bytes = burst_bytes
 
-    def wait_s(self, now: float) -> float:
-        """How long the budget forbids to send."""
+    def wait_s(self, now: float, leaves: float = 0.0) -> float:
+        """How long the budget forbids to send; `leaves` is the share of the burst that others can have at any time.
+
+        Who leaves more gives way to all who leave less, whichever peers theirs are, and gets what they do not use.
+        """
         with self._lock:
-            return 0.0 if self._bucket is None else max(0.0, self._bucket.next_send_time(now) - now)
+            bucket = self._bucket
+            return 0.0 if bucket is None else max(0.0, bucket.next_send_time(now, leaves * bucket.burst_bytes) - now)
 
     def charge(self, size: int, now: float) -> None:
         with self._lock:

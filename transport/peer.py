@@ -19,7 +19,7 @@ from transport.governor import Governor
 from transport.lanes import Batch, LaneScheduler, Piece, Transfer, Urgency
 from transport.link import LinkMonitor, LinkState
 from transport.outlet import Outlet
-from transport.pacing import Budget, Egress
+from transport.pacing import BULK_LEAVES, Budget, Egress
 from transport.push import OnPushed, Push
 from transport.rdma_device import RdmaDevices
 from transport.rdma_outlet import RDMA_CHUNK_BYTES, RdmaOutlet
@@ -157,7 +157,7 @@ class Peer:
 
     def open(
         self, manifest: Manifest, source: RangeViews, on_done: OnPushed | None, *, transfer_id: str, secret: bytes,
-        urgency: Urgency, deadline: float, tenant: str, weight: float, placement: tuple[tuple[int, int], ...],
+        urgency: Urgency, deadline: float, due: float, tenant: str, weight: float, placement: tuple[tuple[int, int], ...],
         formats: FormatOf | None,
     ) -> Push:  # fmt: skip
         with self.lock:
@@ -170,6 +170,7 @@ class Peer:
                 outbox=Outbox(manifest),
                 urgency=urgency,
                 deadline=deadline,
+                due=due,
                 tenant=tenant,
                 weight=weight,
                 arena_path=source.path if self.same_host and isinstance(source, ArenaSource) else "",
@@ -360,8 +361,12 @@ class Peer:
             self._share_budget()
 
     def wait_s(self, now: float) -> float:
-        """How long the budget forbids to send."""
-        return self._egress.wait_s(now)
+        """How long the budget forbids to send. Bulk waits for what the other peers of the link have to send."""
+        if self._egress.bytes_per_s is None:
+            return 0.0
+        with self.lock:
+            leaves = BULK_LEAVES if self.scheduler.only_bulk else 0.0
+        return self._egress.wait_s(now, leaves)
 
     def charge(self, size: int, now: float) -> None:
         self._egress.charge(size, now)

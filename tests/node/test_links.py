@@ -4,12 +4,16 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from node.config import NodeConfig
-from node.links import Links, PushResult
+from node.links import SMALL_S, URGENT_S, Links, PushResult, urgency_of
 from tests.node.running import new_runner
 from transport.certificates import Authority
+from transport.lanes import Urgency
+from transport.link import LinkState
 from transport.messages import TicketInfo
 
 SIZE = 200_000
@@ -129,6 +133,40 @@ def test_both_ends_must_seal_or_neither(tmp_path: Path) -> None:
             assert told(plain)["prfaas_link_refusals_total west"] > 0
         finally:
             for each in (*sealed, plain):
+                await asyncio.to_thread(each.close)
+
+    run(scenario())
+
+
+@given(st.lists(st.integers(1, 1 << 30), max_size=30), st.floats(1e3, 1e10))
+def test_small_pushes_go_first_but_not_without_end(sizes: list[int], rate: float) -> None:
+    link, urgent_bytes = LinkState(peer="p", at=0.0, available_bytes_per_s=rate), 0
+    for size in sizes:
+        urgent = urgency_of(size, link, urgent_bytes) is Urgency.URGENT
+        assert not urgent or size <= SMALL_S * rate
+        assert urgent or size > SMALL_S * rate or urgent_bytes + size > URGENT_S * rate
+        urgent_bytes += size if urgent else 0
+        assert urgent_bytes <= URGENT_S * rate
+        assert urgency_of(size, None, 0) is urgency_of(size + 1, LinkState(peer="p", at=0.0), 0) is Urgency.NORMAL
+
+
+def test_a_small_push_is_urgent_on_a_link_that_is_known(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        sender, receiver = links(tmp_path, "east", egress_bytes_per_s=10e6), links(tmp_path, "west")
+        try:
+            assert sender.urgency_for("west", 1) is Urgency.NORMAL
+            assert (await send(sender, receiver, "west", "first")).ok
+            async with asyncio.timeout(60.0):
+                while not sender.states()[0].available_bytes_per_s:  # noqa: ASYNC110 sampled by a thread
+                    await asyncio.sleep(0.02)
+            assert sender.urgency_for("west", 1) is Urgency.URGENT
+            assert sender.urgency_for("west", 1 << 30) is Urgency.NORMAL
+            assert sender.urgency_for("north", 1) is Urgency.NORMAL
+            for i in range(20):  # what was urgent and has arrived does not count any more
+                assert (await send(sender, receiver, "west", f"again-{i}")).ok
+            assert sender.urgency_for("west", 100) is Urgency.URGENT
+        finally:
+            for each in (sender, receiver):
                 await asyncio.to_thread(each.close)
 
     run(scenario())

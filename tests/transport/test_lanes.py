@@ -42,12 +42,36 @@ def test_urgent_before_normal_before_bulk() -> None:
     assert sorted(set(order), key=order.index) == [2, 1, 0]
 
 
+def test_bulk_is_alone_when_nothing_else_could_leave() -> None:
+    scheduler = scheduler_with()
+    assert not scheduler.only_bulk
+    transfer(scheduler, 0, 10, urgency=Urgency.BULK)
+    assert scheduler.only_bulk
+    transfer(scheduler, 1, 1)
+    assert not scheduler.only_bulk
+    while 1 in served(scheduler, 1):
+        pass
+    assert scheduler.only_bulk
+
+
 def test_the_earliest_deadline_goes_first() -> None:
     scheduler = scheduler_with()
     for slot, deadline in enumerate((30.0, 10.0, 20.0)):
         transfer(scheduler, slot, 1, deadline=deadline)
     order = served(scheduler, 40)
     assert sorted(set(order), key=order.index) == [1, 2, 0]
+
+
+def test_what_is_due_first_goes_first_and_is_not_given_up() -> None:
+    scheduler = scheduler_with()
+    late = transfer(scheduler, 0, 1, due=30.0)
+    for slot, more in enumerate(({"due": 10.0}, {"deadline": 20.0}), start=1):
+        transfer(scheduler, slot, 1, **more)
+    scheduler.expire(15.0)
+    order = served(scheduler, 40)
+    assert sorted(set(order), key=order.index) == [1, 2, 0]
+    scheduler.expire(1000.0)
+    assert late.outcome is None
 
 
 def test_tenants_share_by_weight() -> None:

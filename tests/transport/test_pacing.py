@@ -1,6 +1,8 @@
+import random
+
 import pytest
 
-from transport.pacing import DailyBudget, Egress, TokenBucket
+from transport.pacing import BULK_LEAVES, BURST_S, DailyBudget, Egress, TokenBucket
 
 
 def test_bucket_refills_with_time() -> None:
@@ -68,3 +70,39 @@ def test_what_shares_a_link_shares_its_budget() -> None:
 
 def test_a_budget_for_the_whole_day_is_the_one_that_holds_now() -> None:
     assert Egress(DailyBudget(((0.0, 5e6),))).bytes_per_s == 5e6
+
+
+def shared(leaves: dict[str, float], *, rate: float = 10e6, seconds: float = 20.0) -> dict[str, float]:
+    """Bytes per second of senders with always something to send, who wake up to 5 ms late."""
+    egress, late, sent = Egress(rate), random.Random(7), dict.fromkeys(leaves, 0)
+    ready = dict.fromkeys(leaves, 0.0)
+    now = 0.0
+    while now < seconds:
+        name = min(ready, key=lambda each: ready[each])
+        now = ready[name]
+        wait_s = egress.wait_s(now, leaves[name])
+        if not wait_s:
+            egress.charge(int(rate * BURST_S), now)
+            sent[name] += int(rate * BURST_S)
+        ready[name] = now + wait_s + late.uniform(0.0, 0.005)
+    return {name: size / seconds for name, size in sent.items()}
+
+
+def test_bulk_to_one_peer_waits_for_what_another_one_is_sent() -> None:
+    alone = shared({"bulk": BULK_LEAVES})
+    assert alone["bulk"] == pytest.approx(10e6, rel=0.01)
+    busy = shared({"request": 0.0, "bulk": BULK_LEAVES})
+    assert busy["request"] > 0.95 * 10e6
+    assert sum(busy.values()) == pytest.approx(10e6, rel=0.01)
+
+
+def test_what_requests_leave_of_a_budget_is_for_bulk() -> None:
+    egress, now, bulk = Egress(10e6), 0.0, 0
+    while now < 20.0:
+        now += 0.001
+        if int(now * 1000) % 100 == 0:
+            egress.charge(500_000, now)  # half of the budget
+        if not egress.wait_s(now, BULK_LEAVES):
+            egress.charge(100_000, now)
+            bulk += 100_000
+    assert bulk / 20.0 == pytest.approx(5e6, rel=0.05)
