@@ -5,6 +5,7 @@ the receiver says in between. Lanes connect when there is work for them, stay co
 back with backoff when they break; what they had on their way is sent again by whoever is there.
 """
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -14,6 +15,7 @@ from weakref import WeakValueDictionary
 
 from transport.coding import CodecAccounts, CpuMeter, FormatOf
 from transport.errors import Closed, LocalProtocolError
+from transport.frames import check_opening
 from transport.lanes import Urgency
 from transport.link import LinkState
 from transport.pacing import Budget, Egress
@@ -25,6 +27,8 @@ from transport.sieve import Sieve
 from transport.transfer import Manifest, RangeViews
 
 __all__ = ["ClientOptions", "OnPushed", "Push", "PushResult", "TransferClient"]
+
+log = logging.getLogger(__name__)
 
 HOUSEKEEPING_SHARE: Final = 0.05  # of a core, at most
 IDLE_HOUSEKEEPING_S: Final = 1.0
@@ -41,6 +45,8 @@ class TransferClient:
         self._budgets: dict[str, Budget] = {}  # of links that have one of their own
         self._egress: WeakValueDictionary[str, Egress] = WeakValueDictionary()  # by link, as long as it has peers
         self._refusals: Counter[tuple[str, str]] = Counter()
+        self._internal_errors: Counter[str] = Counter()
+        self._errors_lock = threading.Lock()  # taken last of all
         self._past_codecs: dict[str, CodecAccounts] = {}  # of peers that are gone, by link
         self._gone_fallback_bytes: Counter[str] = Counter()  # of peers that were closed
         self._sieve: Sieve[tuple[str, Path]] = Sieve()
@@ -75,12 +81,14 @@ class TransferClient:
         are written into the receiver's memory; where that cannot be, they go over TCP, counted. `link` names the line to
         the peer: peers of one link share its egress budget (by default every address is a link of its own).
         `formats(i)` says what range i is and how it may be made smaller where the receiver decodes that; without, and on
-        the same host or over RDMA, bytes travel as they are.
+        the same host or over RDMA, bytes travel as they are. Raises ValueError for an id or a placement that no
+        frame can carry.
         """
         if (same_host or over_rdma) and not isinstance(source, ArenaSource):
             raise LocalProtocolError("a transfer on the same host, or over RDMA, needs an ArenaSource")
         if over_rdma and (same_host or self.options.rdma is None):
             raise LocalProtocolError("a transfer over RDMA needs NICs (ClientOptions.rdma), and another host")
+        check_opening(transfer_id, source.path if isinstance(source, ArenaSource) else "", placement)
         path = Path.SHM if same_host else Path.RDMA if over_rdma else Path.TCP
         if weight <= 0:
             raise ValueError(f"weight {weight} must be positive")
@@ -142,6 +150,12 @@ class TransferClient:
         with self._lock:
             return Counter(self._refusals)
 
+    @property
+    def internal_errors(self) -> Counter[str]:
+        """Errors that nobody foresaw, survived and logged, by the thread in which they came up: "lane", "keeper"."""
+        with self._errors_lock:
+            return Counter(self._internal_errors)
+
     def set_egress_budget(self, budget: Budget, link: str | None = None) -> None:
         """Changes the budget of one link, used already or not; or of all there are and will be."""
         with self._lock:
@@ -180,6 +194,12 @@ class TransferClient:
         with self._lock:
             self._refusals[link, code] += 1
 
+    def _failed(self, thread: str) -> None:
+        """An error that nobody foresaw, in an except clause: the thread goes on."""
+        log.exception("an error in a %s", thread)
+        with self._errors_lock:
+            self._internal_errors[thread] += 1
+
     def _egress_of(self, link: str) -> Egress:
         egress = self._egress.get(link)
         if egress is None:
@@ -200,6 +220,7 @@ class TransferClient:
                 link=link,
                 egress=egress,
                 on_refused=self._refused,
+                on_failed=self._failed,
                 rdma=self.options.rdma if path is Path.RDMA else None,
             )
         self._sieve.touch(key)
@@ -235,18 +256,30 @@ class TransferClient:
                     return
                 pause_s = min((peer.sampling_s for peer in self._peers.values() if peer.busy), default=None)
                 self._lock.wait(IDLE_HOUSEKEEPING_S if pause_s is None else max(pause_s, spent_s / HOUSEKEEPING_SHARE))
-                began = time.thread_time()
-                leaving, self._leaving = self._retire_idle(time.monotonic()), []
-                peers = list(self._peers.values())
-            for peer in leaving:
-                peer.stop()
-                peer.join()
+            began = time.thread_time()
+            try:
+                self._keep_house(cpu)
+            except Exception:
+                self._failed("keeper")
                 with self._lock:
-                    self._past_codecs.setdefault(peer.link_name, CodecAccounts()).merge(peer.codecs())
-                    self._gone_fallback_bytes += peer.fallback_bytes
-            # Who codes nothing need not know how busy the machine is.
-            coding_s = [peer.chooser.accounts.cpu_s for peer in peers if peer.chooser.active]
-            idle_cores = cpu.idle_cores(time.monotonic(), sum(coding_s)) if coding_s else 0.0
-            for peer in peers:
-                peer.keep(time.monotonic(), idle_cores)
+                    self._lock.wait_for(lambda: self._closing, IDLE_HOUSEKEEPING_S)
             spent_s = time.thread_time() - began
+
+    def _keep_house(self, cpu: CpuMeter) -> None:
+        with self._lock:
+            leaving, self._leaving = self._retire_idle(time.monotonic()), []
+            peers = list(self._peers.values())
+        for peer in leaving:
+            peer.stop()
+            peer.join()
+            with self._lock:
+                self._past_codecs.setdefault(peer.link_name, CodecAccounts()).merge(peer.codecs())
+                self._gone_fallback_bytes += peer.fallback_bytes
+        # Who codes nothing need not know how busy the machine is.
+        coding_s = [peer.chooser.accounts.cpu_s for peer in peers if peer.chooser.active]
+        idle_cores = cpu.idle_cores(time.monotonic(), sum(coding_s)) if coding_s else 0.0
+        for peer in peers:
+            try:
+                peer.keep(time.monotonic(), idle_cores)
+            except Exception:  # out of descriptors, for instance: the deadlines of others must hold all the same
+                self._failed("keeper")

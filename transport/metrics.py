@@ -59,6 +59,7 @@ class TransportCollector(Collector):
         yield _congestion_controls(links)
         if self._client is not None:
             yield _refusals(self._client)
+            yield _internal_errors(self._client)
             yield from _coded(self._client)
             yield from _rails(self._client)
         if self._server is not None:
@@ -90,6 +91,15 @@ def _refusals(client: TransferClient) -> Metric:
     )
     for (link, reason), count in sorted(client.refusals.items()):
         family.add_metric([link, reason], count)
+    return family
+
+
+def _internal_errors(client: TransferClient) -> Metric:
+    family = CounterMetricFamily(
+        "prfaas_link_internal_errors", "Errors of our own that a thread survived", labels=["thread"]
+    )
+    for thread, count in sorted(client.internal_errors.items()):
+        family.add_metric([thread], count)
     return family
 
 

@@ -104,10 +104,13 @@ class Outlet:
     def start_or_wake(self) -> None:
         """With the peer's lock held."""
         if self._thread is None and not self._peer.closing:
-            self._thread = threading.Thread(
-                target=self._run, name=f"kv-lane-{self.index}-{self._peer.address}", daemon=True
-            )
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=f"kv-lane-{self.index}-{self._peer.address}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # out of threads: there may be one the next time
+                self._peer.on_failed("lane")
+                return
+            self._thread = thread
         self.wake()
 
     def wake(self) -> None:
@@ -149,7 +152,11 @@ class Outlet:
             if not wanted:
                 self._sleep(None)
                 continue
-            error = self._connect_and_serve()
+            try:
+                error = self._connect_and_serve()
+            except Exception as exc:  # not foreseen: the connection is gone, the lane must not be
+                self._peer.on_failed("lane")
+                error = f"an error of ours: {exc!r}"
             self._peer.lane_down(self, error)
             self._peer.settle()
             self._back_off()

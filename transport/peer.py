@@ -98,6 +98,7 @@ class Peer:
         link: str,
         egress: Egress,
         on_refused: Callable[[str, str], None],
+        on_failed: Callable[[str], None],
         rdma: RdmaDevices | None = None,
     ) -> None:
         self.address = address
@@ -106,6 +107,7 @@ class Peer:
         self.link_name = link
         self._egress = egress
         self._on_refused = on_refused
+        self.on_failed = on_failed  # an error that nobody foresaw came up in a thread of this name
         self.options = options
         self.lock = threading.Lock()
         chunk_bytes = options.chunk_bytes if rdma is None else min(options.chunk_bytes, RDMA_CHUNK_BYTES)
@@ -423,8 +425,8 @@ class Peer:
             rates = [rate for rate in (state.available_bytes_per_s, self._budget) if rate]
             situation = Situation(link_bytes_per_s=min(rates, default=0.0), backlog_bytes=queued, idle_cores=idle_cores)
             self.chooser.on_situation(situation, now)
-        self._govern(state, now)
         self.settle()
+        self._govern(state, now)
 
     @property
     def sampling_s(self) -> float:

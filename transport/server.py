@@ -247,7 +247,13 @@ class TransferServer:
             except OSError:
                 time.sleep(TICK_S)  # shut down by close(), gone before we got to it, or out of descriptors
                 continue
-            self._admit(sock)
+            try:
+                self._admit(sock)
+            except Exception:  # out of threads, for instance: others may have better luck
+                log.exception("a connection could not be served")
+                self.count("internal_errors")
+                sock.close()
+                time.sleep(TICK_S)
 
     def _admit(self, sock: socket.socket) -> None:
         with self.lock:
@@ -261,7 +267,11 @@ class TransferServer:
             inlet = Inlet(self, sock, who)
             self._inlets[who] = inlet
             self.landings.connected(who)
-        inlet.start()
+        try:
+            inlet.start()
+        except BaseException:
+            self.left(inlet)
+            raise
 
     def _keep_time(self) -> None:
         while True:

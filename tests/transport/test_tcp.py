@@ -12,10 +12,13 @@ from transport.checksum import Integrity
 from transport.client import ClientOptions, TransferClient
 from transport.connection import Connection, Role
 from transport.errors import Closed, ConnectionRefused, LocalProtocolError
-from transport.frames import Frame, Nack
+from transport.frames import Frame, Nack, Open, Refuse
+from transport.inlet import Inlet
 from transport.lanes import Urgency
+from transport.peer import Peer
 from transport.server import ServerOptions, TransferServer
 from transport.tcp import TcpOptions, format_address, parse_address
+from transport.transfer import Manifest
 
 MIXED = [300_000, 0, 20_480, 1, 3_000_000, 70_000] * 3
 MB = 1 << 20
@@ -178,6 +181,7 @@ def test_chunks_that_nobody_waits_for_are_answered_up_to_a_limit(monkeypatch: py
         TransferServer() as server,
         socket.create_connection(parse_address(server.address), timeout=PATIENCE_S) as sock,
     ):
+
         def hear() -> Frame:
             while (frame := stranger.next_event()) is None:
                 stranger.received(sock.recv_into(stranger.receive_buffer()), 0.0)
@@ -185,6 +189,11 @@ def test_chunks_that_nobody_waits_for_are_answered_up_to_a_limit(monkeypatch: py
 
         sock.sendall(stranger.data_to_send())
         hear()
+        where = Open(
+            slot=9, transfer_id="?", proof=b"", total_bytes=60, num_ranges=1, manifest_digest=Manifest([60]).digest
+        )
+        sock.sendall(stranger.send(where))
+        assert isinstance(hear(), Refuse)
         sock.sendall(b"".join(stranger.chunk_header(9, offset, 1, 0) + b"?" for offset in range(60)))
         answers = [hear() for _ in range(50)]
         with pytest.raises(ConnectionRefused, match="50 chunks"):
@@ -423,6 +432,69 @@ def test_a_source_that_fails_ends_its_push_only() -> None:
         assert result is not None
         assert result.reason == "aborted"
         assert all(r is not None and r.ok for r in deliver(server, client, MIXED, transfer_id="u").wait())
+
+
+def test_a_long_reason_is_cut_and_a_long_id_refused() -> None:
+    with TransferServer() as server, client_of(2) as client:
+        delivery = deliver(server, client, MIXED, ready=False)
+        deliver(server, client, MIXED, transfer_id="first").wait()
+        delivery.push.abort("r" * 2000)
+        pushed, landed = delivery.wait()
+        assert pushed is not None
+        assert landed is not None
+        assert (pushed.detail, landed.detail) == ("r" * 2000, "r" * 1024)
+        with pytest.raises(ValueError, match="2000 bytes"):
+            client.open(server.address, "x" * 2000, SECRET, [10], Memory([10]))
+        with pytest.raises(ValueError, match="placement"):
+            client.open(server.address, "x", SECRET, [1] * 4000, Memory([10]), placement=[(0, 1)] * 4000)
+        assert all(
+            result is not None and result.ok for result in deliver(server, client, MIXED, transfer_id="u").wait()
+        )
+        assert not client.internal_errors
+
+
+def test_a_lane_survives_what_nobody_foresaw() -> None:
+    """An option of the wrong type: every attempt to connect raises what no clause expects."""
+    options = TcpOptions(congestion=5)  # type: ignore[arg-type]
+    with TransferServer() as server, client_of(1, peer_timeout_s=0.3, tcp=options) as client:
+        for n in range(2):
+            push = client.open(server.address, str(n), SECRET, [10], Memory([10]))
+            result = push.wait(PATIENCE_S)
+            assert result is not None
+            assert (result.reason, "an error of ours" in result.detail) == ("peer_lost", True)
+        assert client.internal_errors["lane"] >= 2
+
+
+def test_deadlines_hold_though_keeping_a_peer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep, calls = Peer.keep, iter(range(1000))
+
+    def failing_first(peer: Peer, now: float, idle_cores: float) -> None:
+        if next(calls) < 3:
+            raise OSError("too many open files")
+        keep(peer, now, idle_cores)
+
+    monkeypatch.setattr(Peer, "keep", failing_first)
+    with TransferServer() as server, client_of() as client:
+        server.expect("t", SECRET, [10], Memory([10]))
+        late = client.open(server.address, "t", SECRET, [10], Memory([10]), deadline_s=0.05).wait(PATIENCE_S)
+        assert late is not None
+        assert late.reason == "deadline"
+        assert client.internal_errors["keeper"] == 3
+
+
+def test_a_listener_survives_a_connection_that_gets_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, calls = Inlet.start, iter(range(1000))
+
+    def failing_first(inlet: Inlet) -> None:
+        if next(calls) < 2:
+            raise RuntimeError("can't start new thread")
+        start(inlet)
+
+    monkeypatch.setattr(Inlet, "start", failing_first)
+    with TransferServer() as server, client_of(1) as client:
+        assert all(result is not None and result.ok for result in deliver(server, client, MIXED).wait())
+        assert server.counters["internal_errors"] == 2
+        assert server.num_connections == 1
 
 
 def test_closed_means_closed() -> None:
