@@ -76,6 +76,7 @@ class Code(StrEnum):
     CHECKSUM = "checksum"
     CODEC = "codec"
     ARENA = "arena_not_readable"
+    TARGET = "target"  # the receiver has no memory for it
     CANCELLED = "cancelled"
     ABORTED = "aborted"
     DEADLINE = "deadline"

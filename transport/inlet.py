@@ -233,7 +233,10 @@ class Inlet(threading.Thread):
         landing = self._server.grant_memory(self.who, slot) if self._server.options.rdma is not None else None
         # An Accept that had to be shortened names bytes that have landed: those nobody may write.
         if landing is not None and landing.targets is not None and len(reply.missing) < MAX_LIST:
-            place = self._rails.locate(landing.inbox.manifest.views(landing.targets, 0, landing.bytes_total))
+            try:
+                place = self._rails.locate(landing.inbox.manifest.views(landing.targets, 0, landing.bytes_total))
+            except Exception as exc:
+                self._server.fail(self.who, slot, Code.TARGET, exc)
         if place is None:
             self._server.revoke_memory(self.who, slot)
         for nics in self._rails.nics(place[0] if place is not None else None):
@@ -275,6 +278,7 @@ class Inlet(threading.Thread):
             claim = self._fill_sealed(self._connection.open_chunk(seal), claim)
         except RemoteProtocolError:
             self._server.count(f"rejected:{Code.SEAL}")
+            self._server.break_seal(self.who, chunk.slot)
             raise
         if claim is None:
             self._passed(chunk)
@@ -322,6 +326,7 @@ class Inlet(threading.Thread):
             opening.verify(bytes(payload[-TAG_BYTES:]))
         except RemoteProtocolError:
             self._server.count(f"rejected:{Code.SEAL}")
+            self._server.break_seal(self.who, chunk.slot)
             raise
         return opened
 

@@ -17,7 +17,7 @@ from transport.checksum import Integrity
 from transport.codec import Codec, Share, decodable
 from transport.coding import CodecAccounts
 from transport.crypto import Identity, Sessions, grant_session, refuse_tls
-from transport.errors import Closed
+from transport.errors import Closed, TargetFailed
 from transport.frames import (
     MAX_CHUNK_BYTES,
     Cancel,
@@ -357,9 +357,30 @@ class TransferServer:
 
     def claim(self, who: int, frame: Chunk | CodedChunk | Reference | Written, sink_of: SinkOf) -> Claim | None:
         """The right to write one chunk, once nobody else writes there."""
-        return self._without_rivals(
-            lambda: self.landings.begin(who, frame.slot, frame.offset, frame.stop, sink_of, time.monotonic())
-        )
+        try:
+            return self._without_rivals(
+                lambda: self.landings.begin(who, frame.slot, frame.offset, frame.stop, sink_of, time.monotonic())
+            )
+        except TargetFailed as exc:
+            self.fail(who, frame.slot, Code.TARGET, exc)
+            return None
+
+    def fail(self, who: int, slot: int, code: Code, error: Exception) -> None:
+        """Ends a landing of whose memory nothing can be made, and tells its senders."""
+        log.error("the landing of slot %d of connection %d: %s", slot, who, error, exc_info=error)
+        with self.changed:
+            notices = self.landings.fail(who, slot, code, str(error), time.monotonic())
+            self.changed.notify_all()
+        self.tell(notices)
+        self.settle()
+
+    def break_seal(self, who: int, slot: int) -> None:
+        """A chunk was not authentic."""
+        with self.changed:
+            notices = self.landings.break_seal(who, slot, time.monotonic())
+            self.changed.notify_all()
+        self.tell(notices)
+        self.settle()
 
     def grant_memory(self, who: int, slot: int) -> Landing | None:
         """The right of a sender to write all that is missing by itself, once nobody else writes there."""

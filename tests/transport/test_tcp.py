@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -14,6 +15,7 @@ from transport.connection import Connection, Role
 from transport.errors import Closed, ConnectionRefused, LocalProtocolError
 from transport.frames import Frame, Nack, Open, Refuse
 from transport.inlet import Inlet
+from transport.landings import LandingResult
 from transport.lanes import Urgency
 from transport.peer import Peer
 from transport.server import ServerOptions, TransferServer
@@ -285,6 +287,71 @@ def test_nobody_there_is_said_in_time() -> None:
         assert result.reason == "peer_lost"
         assert "refused" in result.detail
         assert 0.4 < time.monotonic() - started < PATIENCE_S
+
+
+def test_a_peer_that_breaks_with_every_first_chunk_is_given_up() -> None:
+    class Guillotine(Proxy):
+        """Lets greetings pass, and cuts the connection in its first chunk."""
+
+        def _relay(self, index: int, source: socket.socket, sink: socket.socket, forward: bool) -> None:
+            class Cutting:
+                def sendall(_, data: memoryview) -> None:
+                    if forward and len(data) > 10_000:
+                        self.cut(index)
+                    else:
+                        sink.sendall(data)
+
+                shutdown = sink.shutdown
+
+            super()._relay(index, source, Cutting(), forward)  # type: ignore[arg-type]
+
+    with (
+        TransferServer() as server,
+        Guillotine(server.address) as proxy,
+        client_of(1, peer_timeout_s=1.5) as client,
+    ):
+        delivery = deliver(server, client, [MB] * 2, address=proxy.address)
+        result = delivery.push.wait(PATIENCE_S)
+        assert result is not None
+        assert result.reason == "peer_lost"
+        assert len(proxy.pairs) < 10  # each attempt waits longer
+
+
+def test_connections_lost_while_nothing_is_ready_do_not_count_against_the_peer() -> None:
+    with TransferServer() as server, Proxy(server.address) as proxy, client_of(1, peer_timeout_s=0.5) as client:
+        delivery = deliver(server, client, MIXED, ready=False, address=proxy.address)
+        for index in range(2):
+            deadline = time.monotonic() + PATIENCE_S
+            while len(proxy.pairs) <= index or client.link(proxy.address).connections < 1:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            time.sleep(0.6)  # longer than the timeout: that is a connection, not an attempt
+            proxy.cut(index)
+        delivery.push.ready_all()
+        assert all(result is not None and result.ok for result in delivery.wait())
+
+
+@pytest.mark.parametrize(
+    ("targets", "error"), [(lambda i: [memoryview(bytearray(5))], "short"), (lambda i: {}[i], "KeyError")]
+)
+def test_a_target_that_is_not_there_ends_its_landing_only(
+    targets: Callable[[int], list[memoryview]], error: str
+) -> None:
+    with TransferServer() as server, client_of(2) as client:
+        done: list[LandingResult] = []
+        server.expect("t", SECRET, [1000], targets, on_done=done.append)
+        push = client.open(server.address, "t", SECRET, [1000], Memory([1000]))
+        push.ready_all()
+        result = push.wait(PATIENCE_S)
+        assert result is not None
+        assert result.reason == "target"
+        assert error in result.detail
+        assert server.counters["failed:target"] == 1
+        assert all(
+            result is not None and result.ok for result in deliver(server, client, MIXED, transfer_id="u").wait()
+        )
+        assert [result.reason for result in done] == ["target"]
+        assert not server.counters["lost_connections"]
 
 
 def test_a_peer_that_falls_silent_is_noticed_by_both_ends() -> None:
