@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 from weakref import WeakValueDictionary
 
 from transport.coding import CodecAccounts, CpuMeter, FormatOf
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 HOUSEKEEPING_SHARE: Final = 0.05  # of a core, at most
 IDLE_HOUSEKEEPING_S: Final = 1.0
+PeerKey: TypeAlias = tuple[str, Path, str]
+"""Address, path and link: an address behind two links is two peers, each with the budget of its link."""
 
 
 class TransferClient:
@@ -40,7 +42,7 @@ class TransferClient:
     def __init__(self, *, options: ClientOptions | None = None) -> None:
         self.options = options or ClientOptions()
         self._lock = threading.Condition()
-        self._peers: dict[tuple[str, Path], Peer] = {}
+        self._peers: dict[PeerKey, Peer] = {}
         self._default_budget = self.options.egress_bytes_per_s
         self._budgets: dict[str, Budget] = {}  # of links that have one of their own
         self._egress: WeakValueDictionary[str, Egress] = WeakValueDictionary()  # by link, as long as it has peers
@@ -49,7 +51,8 @@ class TransferClient:
         self._errors_lock = threading.Lock()  # taken last of all
         self._past_codecs: dict[str, CodecAccounts] = {}  # of peers that are gone, by link
         self._gone_fallback_bytes: Counter[str] = Counter()  # of peers that were closed
-        self._sieve: Sieve[tuple[str, Path]] = Sieve()
+        self._gone_bytes: dict[str, tuple[int, int]] = {}  # delivered to them and retransmitted, by link
+        self._sieve: Sieve[PeerKey] = Sieve()
         self._leaving: list[Peer] = []  # evicted, their threads not joined yet
         self._closing = False
         self._keeper = threading.Thread(target=self._keep_time, name="kv-client", daemon=True)
@@ -115,12 +118,26 @@ class TransferClient:
 
     def link(self, address: str, *, same_host: bool = False) -> LinkState:
         """The link to a peer as last sampled (every 10 to 30 ms while something is under way)."""
-        peer = self._peers.get((address, Path.SHM if same_host else Path.TCP))
-        return peer.link() if peer is not None else LinkState(peer=address, at=time.monotonic())
+        wanted = address, Path.SHM if same_host else Path.TCP
+        found = (peer.link() for key, peer in list(self._peers.items()) if key[:2] == wanted)
+        return next(found, LinkState(peer=address, at=time.monotonic()))
 
     def links(self) -> list[LinkState]:
         """Every TCP link there is."""
-        return [peer.link() for (_, path), peer in list(self._peers.items()) if path is Path.TCP]
+        return [peer.link() for (_, path, _), peer in list(self._peers.items()) if path is Path.TCP]
+
+    def gone(self) -> dict[str, tuple[int, int]]:
+        """Bytes that peers which were closed since had taken over TCP, and bytes retransmitted to them, by link."""
+        with self._lock:
+            return dict(self._gone_bytes)
+
+    def delivered(self) -> dict[str, tuple[int, int]]:
+        """The same of all peers there are and were: never falls."""
+        with self._lock:
+            total = dict(self._gone_bytes)
+            for peer in (*self._peers.values(), *self._leaving):
+                _add_delivered(total, peer)
+        return total
 
     def rails(self) -> list[RailReport]:
         """Pairs of NICs that carry, or should carry, transfers over RDMA."""
@@ -210,7 +227,7 @@ class TransferClient:
         """With the lock held."""
         if self._closing:
             raise Closed("the client is closed")
-        key = (address, path)
+        key = (address, path, link)
         if key not in self._peers:
             egress = self._egress_of(link) if path is Path.TCP else Egress()
             self._peers[key] = Peer(
@@ -267,7 +284,7 @@ class TransferClient:
 
     def _keep_house(self, cpu: CpuMeter) -> None:
         with self._lock:
-            leaving, self._leaving = self._retire_idle(time.monotonic()), []
+            leaving = list(self._retire_idle(time.monotonic()))
             peers = list(self._peers.values())
         for peer in leaving:
             peer.stop()
@@ -275,6 +292,8 @@ class TransferClient:
             with self._lock:
                 self._past_codecs.setdefault(peer.link_name, CodecAccounts()).merge(peer.codecs())
                 self._gone_fallback_bytes += peer.fallback_bytes
+                _add_delivered(self._gone_bytes, peer)
+                self._leaving.remove(peer)
         # Who codes nothing need not know how busy the machine is.
         coding_s = [peer.chooser.accounts.cpu_s for peer in peers if peer.chooser.active]
         idle_cores = cpu.idle_cores(time.monotonic(), sum(coding_s)) if coding_s else 0.0
@@ -283,3 +302,10 @@ class TransferClient:
                 peer.keep(time.monotonic(), idle_cores)
             except Exception:  # out of descriptors, for instance: the deadlines of others must hold all the same
                 self._failed("keeper")
+
+
+def _add_delivered(total: dict[str, tuple[int, int]], peer: Peer) -> None:
+    if not peer.same_host and not peer.over_rdma:
+        state = peer.link()
+        delivered, resent = total.get(peer.link_name, (0, 0))
+        total[peer.link_name] = delivered + state.bytes_total, resent + state.retransmitted_bytes_total

@@ -53,6 +53,7 @@ from transport.transfer import RangeViews
 
 log = logging.getLogger(__name__)
 
+SESSION_LIFE_S: Final = 3600.0
 FOREVER: Final = float("inf")
 T = TypeVar("T")
 
@@ -63,7 +64,6 @@ class ServerOptions:
 
     integrity: Integrity = Integrity.CHECKSUM
     identity: Identity | None = None  # needed for Integrity.AEAD
-    session_life_s: float = 3600.0
     max_chunk_bytes: int = 16 << 20
     max_connections: int = 4096
     codecs: Codec = field(default_factory=lambda: decodable(lossy=False))  # that senders may use; RAW = none
@@ -99,7 +99,7 @@ class TransferServer:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)  # deadlines moved, or a connection left
         self.landings = Landings()
-        self._sessions = Sessions(self.options.session_life_s)
+        self._sessions = Sessions(SESSION_LIFE_S)
         self._inlets: dict[int, Inlet] = {}
         self._threads: list[threading.Thread] = []
         self._next_inlet = 0

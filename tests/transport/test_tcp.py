@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.transport.helpers import PATIENCE_S, SECRET, Memory, deliver
 from tests.transport.proxy import Proxy
@@ -17,6 +18,7 @@ from transport.frames import Frame, Nack, Open, Refuse
 from transport.inlet import Inlet
 from transport.landings import LandingResult
 from transport.lanes import Urgency
+from transport.metrics import TransportCollector
 from transport.peer import Peer
 from transport.server import ServerOptions, TransferServer
 from transport.tcp import TcpOptions, format_address, parse_address
@@ -625,6 +627,42 @@ def test_idle_peers_are_closed_and_come_back() -> None:
             time.sleep(0.02)
         assert server.num_connections == 0
         assert all(r is not None and r.ok for r in deliver(server, client, MIXED, transfer_id="u").wait())
+
+
+def test_what_was_sent_is_still_counted_when_its_peer_is_gone() -> None:
+    with TransferServer() as server, client_of(1, idle_timeout_s=0.1) as client:
+        assert all(result is not None and result.ok for result in deliver(server, client, [MB]).wait())
+        deadline = time.monotonic() + PATIENCE_S
+        while not client.gone():
+            assert client.delivered()
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert not client.links()
+        assert client.delivered() == client.gone()
+        assert client.gone()[server.address][0] >= MB
+        assert f'prfaas_link_sent_bytes_total{{link="{server.address}",peer=""}}' in told(client)
+
+
+def test_an_address_behind_two_links_keeps_the_budget_of_each() -> None:
+    with TransferServer() as server, client_of(1) as client:
+        client.set_egress_budget(5e6, "west")
+        seconds = {}
+        for link in ("east", "west"):
+            server.expect(link, SECRET, [2 * MB], Memory([2 * MB]))
+            push = client.open(server.address, link, SECRET, [2 * MB], Memory([2 * MB]), link=link)
+            push.ready_all()
+            result = push.wait(PATIENCE_S)
+            assert result is not None
+            assert result.ok
+            seconds[link] = result.seconds
+        assert 2 * MB / seconds["west"] < 8e6
+        assert {link.link for link in client.links()} == {"east", "west"}
+
+
+def told(client: TransferClient) -> str:
+    registry = CollectorRegistry()
+    registry.register(TransportCollector(client))
+    return generate_latest(registry).decode()
 
 
 def test_work_that_comes_when_a_peer_is_about_to_be_closed_as_idle_keeps_it() -> None:
