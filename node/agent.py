@@ -334,16 +334,15 @@ class NodeAgent:
 
     def load(self) -> pb.Load:
         """Queues and links right now."""
-        links = self.links.states()
         return pb.Load(
             running=self._engine_load.running,
             waiting=self._engine_load.waiting,
             queued_tokens=self._engine_load.queued_tokens,
             sending=self.producer.sending if self.producer else 0,
             landing=self.consumer.landing if self.consumer else 0,
-            egress_bytes_total=sum(link.bytes_total for link in links),
+            egress_bytes_total=self.links.bytes_sent,
             ingress_bytes_total=self.links.bytes_received,
-            links=links,
+            links=self.links.states(),
         )
 
     def describe(self) -> pb.NodeDescription:

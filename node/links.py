@@ -115,7 +115,6 @@ class Links:
         self._fabrics = fabrics_of(rdma.nics) if rdma is not None else frozenset()
         self._host_id = host_id() if use_shm else ""
         self._advertise = config.transfer_advertise
-        self._cluster = config.cluster
         self.coding = config.codings()
         self.collector = TransportCollector(self._client, self._server)
         self.set_budgets(config.budgets())
@@ -268,6 +267,11 @@ class Links:
         for cluster, budget in {self._cluster: None, **budgets}.items():
             if cluster != ANY_CLUSTER:
                 self._client.set_egress_budget(budget, cluster)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes delivered over TCP so far, also to nodes that are gone."""
+        return sum(size for size, _ in self._client.delivered().values())
 
     def states(self) -> list[pb.Link]:
         """Egress over TCP, one entry per destination cluster."""

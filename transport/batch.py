@@ -29,7 +29,7 @@ from typing import Final, Generic, Protocol, TypeAlias, TypeVar
 
 from transport.client import ClientOptions, Push, PushResult, TransferClient
 from transport.errors import LocalProtocolError, TransportError
-from transport.frames import MAX_LIST
+from transport.frames import MAX_PLACEMENT
 from transport.landings import (
     WRITE_DEADLINE_S,
     LandingResult,
@@ -279,8 +279,8 @@ class BatchEngine(Batches[_WriteTask | _ReadTask]):
             tasks: dict[int, _WriteTask | _ReadTask] = {}
             for remote, kind in {(request.remote, type(request)): None for request in requests}:
                 numbers = [i for i, each in enumerate(requests) if each.remote == remote and type(each) is kind]
-                for at in range(0, len(numbers), MAX_LIST):
-                    part = numbers[at : at + MAX_LIST]
+                for at in range(0, len(numbers), MAX_PLACEMENT):
+                    part = numbers[at : at + MAX_PLACEMENT]
                     views = [requests[i].local.cast("B") for i in part]
                     placement = [(requests[i].offset, len(view)) for i, view in zip(part, views, strict=True)]
                     submitted = self._write if kind is Write else self._read

@@ -5,15 +5,17 @@ the receiver says in between. Lanes connect when there is work for them, stay co
 back with backoff when they break; what they had on their way is sent again by whoever is there.
 """
 
+import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 from weakref import WeakValueDictionary
 
 from transport.coding import CodecAccounts, CpuMeter, FormatOf
 from transport.errors import Closed, LocalProtocolError
+from transport.frames import check_opening
 from transport.lanes import Urgency
 from transport.link import LinkState
 from transport.pacing import Budget, Egress
@@ -26,8 +28,12 @@ from transport.transfer import Manifest, RangeViews
 
 __all__ = ["ClientOptions", "OnPushed", "Push", "PushResult", "TransferClient"]
 
+log = logging.getLogger(__name__)
+
 HOUSEKEEPING_SHARE: Final = 0.05  # of a core, at most
 IDLE_HOUSEKEEPING_S: Final = 1.0
+PeerKey: TypeAlias = tuple[str, Path, str]
+"""Address, path and link: an address behind two links is two peers, each with the budget of its link."""
 
 
 class TransferClient:
@@ -36,14 +42,17 @@ class TransferClient:
     def __init__(self, *, options: ClientOptions | None = None) -> None:
         self.options = options or ClientOptions()
         self._lock = threading.Condition()
-        self._peers: dict[tuple[str, Path], Peer] = {}
+        self._peers: dict[PeerKey, Peer] = {}
         self._default_budget = self.options.egress_bytes_per_s
         self._budgets: dict[str, Budget] = {}  # of links that have one of their own
         self._egress: WeakValueDictionary[str, Egress] = WeakValueDictionary()  # by link, as long as it has peers
         self._refusals: Counter[tuple[str, str]] = Counter()
+        self._internal_errors: Counter[str] = Counter()
+        self._errors_lock = threading.Lock()  # taken last of all
         self._past_codecs: dict[str, CodecAccounts] = {}  # of peers that are gone, by link
         self._gone_fallback_bytes: Counter[str] = Counter()  # of peers that were closed
-        self._sieve: Sieve[tuple[str, Path]] = Sieve()
+        self._gone_bytes: dict[str, tuple[int, int]] = {}  # delivered to them and retransmitted, by link
+        self._sieve: Sieve[PeerKey] = Sieve()
         self._leaving: list[Peer] = []  # evicted, their threads not joined yet
         self._closing = False
         self._keeper = threading.Thread(target=self._keep_time, name="kv-client", daemon=True)
@@ -77,12 +86,14 @@ class TransferClient:
         the peer: peers of one link share its egress budget (by default every address is a link of its own).
         `formats(i)` says what range i is and how it may be made smaller where the receiver decodes that; without, and on
         the same host or over RDMA, bytes travel as they are. After `deadline_s` the transfer has failed; `due_s` only
-        says when it should have arrived, to be sent before what has more time.
+        says when it should have arrived, to be sent before what has more time. Raises ValueError for an id or a placement
+        that no frame can carry.
         """
         if (same_host or over_rdma) and not isinstance(source, ArenaSource):
             raise LocalProtocolError("a transfer on the same host, or over RDMA, needs an ArenaSource")
         if over_rdma and (same_host or self.options.rdma is None):
             raise LocalProtocolError("a transfer over RDMA needs NICs (ClientOptions.rdma), and another host")
+        check_opening(transfer_id, source.path if isinstance(source, ArenaSource) else "", placement)
         path = Path.SHM if same_host else Path.RDMA if over_rdma else Path.TCP
         if weight <= 0:
             raise ValueError(f"weight {weight} must be positive")
@@ -110,12 +121,26 @@ class TransferClient:
 
     def link(self, address: str, *, same_host: bool = False) -> LinkState:
         """The link to a peer as last sampled (every 10 to 30 ms while something is under way)."""
-        peer = self._peers.get((address, Path.SHM if same_host else Path.TCP))
-        return peer.link() if peer is not None else LinkState(peer=address, at=time.monotonic())
+        wanted = address, Path.SHM if same_host else Path.TCP
+        found = (peer.link() for key, peer in list(self._peers.items()) if key[:2] == wanted)
+        return next(found, LinkState(peer=address, at=time.monotonic()))
 
     def links(self) -> list[LinkState]:
         """Every TCP link there is."""
-        return [peer.link() for (_, path), peer in list(self._peers.items()) if path is Path.TCP]
+        return [peer.link() for (_, path, _), peer in list(self._peers.items()) if path is Path.TCP]
+
+    def gone(self) -> dict[str, tuple[int, int]]:
+        """Bytes that peers which were closed since had taken over TCP, and bytes retransmitted to them, by link."""
+        with self._lock:
+            return dict(self._gone_bytes)
+
+    def delivered(self) -> dict[str, tuple[int, int]]:
+        """The same of all peers there are and were: never falls."""
+        with self._lock:
+            total = dict(self._gone_bytes)
+            for peer in (*self._peers.values(), *self._leaving):
+                _add_delivered(total, peer)
+        return total
 
     def rails(self) -> list[RailReport]:
         """Pairs of NICs that carry, or should carry, transfers over RDMA."""
@@ -144,6 +169,12 @@ class TransferClient:
         """How often peers turned our connections away, by link and frames.Code."""
         with self._lock:
             return Counter(self._refusals)
+
+    @property
+    def internal_errors(self) -> Counter[str]:
+        """Errors that nobody foresaw, survived and logged, by the thread in which they came up: "lane", "keeper"."""
+        with self._errors_lock:
+            return Counter(self._internal_errors)
 
     def set_egress_budget(self, budget: Budget, link: str | None = None) -> None:
         """Changes the budget of one link, used already or not; or of all there are and will be."""
@@ -183,6 +214,12 @@ class TransferClient:
         with self._lock:
             self._refusals[link, code] += 1
 
+    def _failed(self, thread: str) -> None:
+        """An error that nobody foresaw, in an except clause: the thread goes on."""
+        log.exception("an error in a %s", thread)
+        with self._errors_lock:
+            self._internal_errors[thread] += 1
+
     def _egress_of(self, link: str) -> Egress:
         egress = self._egress.get(link)
         if egress is None:
@@ -193,7 +230,7 @@ class TransferClient:
         """With the lock held."""
         if self._closing:
             raise Closed("the client is closed")
-        key = (address, path)
+        key = (address, path, link)
         if key not in self._peers:
             egress = self._egress_of(link) if path is Path.TCP else Egress()
             self._peers[key] = Peer(
@@ -203,6 +240,7 @@ class TransferClient:
                 link=link,
                 egress=egress,
                 on_refused=self._refused,
+                on_failed=self._failed,
                 rdma=self.options.rdma if path is Path.RDMA else None,
             )
         self._sieve.touch(key)
@@ -238,18 +276,39 @@ class TransferClient:
                     return
                 pause_s = min((peer.sampling_s for peer in self._peers.values() if peer.busy), default=None)
                 self._lock.wait(IDLE_HOUSEKEEPING_S if pause_s is None else max(pause_s, spent_s / HOUSEKEEPING_SHARE))
-                began = time.thread_time()
-                leaving, self._leaving = self._retire_idle(time.monotonic()), []
-                peers = list(self._peers.values())
-            for peer in leaving:
-                peer.stop()
-                peer.join()
+            began = time.thread_time()
+            try:
+                self._keep_house(cpu)
+            except Exception:
+                self._failed("keeper")
                 with self._lock:
-                    self._past_codecs.setdefault(peer.link_name, CodecAccounts()).merge(peer.codecs())
-                    self._gone_fallback_bytes += peer.fallback_bytes
-            # Who codes nothing need not know how busy the machine is.
-            coding_s = [peer.chooser.accounts.cpu_s for peer in peers if peer.chooser.active]
-            idle_cores = cpu.idle_cores(time.monotonic(), sum(coding_s)) if coding_s else 0.0
-            for peer in peers:
-                peer.keep(time.monotonic(), idle_cores)
+                    self._lock.wait_for(lambda: self._closing, IDLE_HOUSEKEEPING_S)
             spent_s = time.thread_time() - began
+
+    def _keep_house(self, cpu: CpuMeter) -> None:
+        with self._lock:
+            leaving = list(self._retire_idle(time.monotonic()))
+            peers = list(self._peers.values())
+        for peer in leaving:
+            peer.stop()
+            peer.join()
+            with self._lock:
+                self._past_codecs.setdefault(peer.link_name, CodecAccounts()).merge(peer.codecs())
+                self._gone_fallback_bytes += peer.fallback_bytes
+                _add_delivered(self._gone_bytes, peer)
+                self._leaving.remove(peer)
+        # Who codes nothing need not know how busy the machine is.
+        coding_s = [peer.chooser.accounts.cpu_s for peer in peers if peer.chooser.active]
+        idle_cores = cpu.idle_cores(time.monotonic(), sum(coding_s)) if coding_s else 0.0
+        for peer in peers:
+            try:
+                peer.keep(time.monotonic(), idle_cores)
+            except Exception:  # out of descriptors, for instance: the deadlines of others must hold all the same
+                self._failed("keeper")
+
+
+def _add_delivered(total: dict[str, tuple[int, int]], peer: Peer) -> None:
+    if not peer.same_host and not peer.over_rdma:
+        state = peer.link()
+        delivered, resent = total.get(peer.link_name, (0, 0))
+        total[peer.link_name] = delivered + state.bytes_total, resent + state.retransmitted_bytes_total

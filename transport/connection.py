@@ -58,6 +58,7 @@ from transport.frames import (
 )
 
 NONCE_BYTES: Final = 16
+PING_INTERVAL_S: Final = 2.0
 # Large enough for any frame and for a good many small chunks in one read.
 BUFFER_BYTES: Final = 2 * (MAX_BODY_BYTES + HEADER.size)
 # After a large chunk comes a large chunk: read its header only, so that its payload need not be copied.
@@ -107,7 +108,6 @@ class Connection:
         max_chunk_bytes: int,
         session: bytes = b"",
         session_secret: Callable[[bytes], bytes | None] | None = None,
-        ping_interval_s: float = 2.0,
         dead_after_s: float = 10.0,
         version_max: int = VERSION_MAX,
         codecs: int = 0,
@@ -129,7 +129,6 @@ class Connection:
         self._chunk_seq = 0
         self.max_chunk_bytes = max_chunk_bytes
         self.payload_left = 0
-        self._ping_interval_s = ping_interval_s
         self._dead_after_s = dead_after_s
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._begin = self._end = 0
@@ -281,7 +280,7 @@ class Connection:
         """When on_timer() wants to be called."""
         dead_at = self._heard_at + self._dead_after_s
         if self.role is Role.SENDER and self.state is State.OPEN:
-            return min(dead_at, self._pinged_at + self._ping_interval_s)
+            return min(dead_at, self._pinged_at + PING_INTERVAL_S)
         return dead_at
 
     def on_timer(self, now: float) -> None:
@@ -294,7 +293,7 @@ class Connection:
             raise PeerLost(f"nothing heard for {now - self._heard_at:.1f} s")
         if self.role is not Role.SENDER or self.state is not State.OPEN:
             return
-        if now >= self._pinged_at + self._ping_interval_s:
+        if now >= self._pinged_at + PING_INTERVAL_S:
             self._pinged_at = now
             self._say(Ping(token=self._send_seq & 0xFFFFFFFF))
 

@@ -6,6 +6,7 @@ TransportError
 │   └── RemoteProtocolError    the peer sent something it must not send
 │       └── GreetingRefused    the peer's greeting is not one that we answer
 ├── ConnectionRefused          the peer answered the handshake with a reason
+├── TargetFailed               the memory of a landing is not there
 ├── PeerLost                   no connection, or a silent one, past its deadline
 ├── BackendMissing             an optional package that was asked for is not installed
 └── Closed                     the client or server was closed
@@ -51,6 +52,10 @@ class ConnectionRefused(TransportError):
         super().__init__(f"{code}: {detail}" if detail else code)
         self.code = code
         self.detail = detail
+
+
+class TargetFailed(TransportError):
+    """The owner of a landing did not say where its bytes belong; the cause is what it raised."""
 
 
 class PeerLost(TransportError):

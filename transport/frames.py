@@ -33,7 +33,7 @@ Every length that a peer states is checked against a limit before a byte of it i
 """
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, TypeAlias
@@ -55,6 +55,7 @@ MAX_CHUNK_BYTES: Final = 16 << 20
 MAX_TRANSFER_BYTES: Final = 1 << 46
 MAX_RANGES: Final = 1 << 24
 MAX_LIST: Final = 4000  # entries of an Ack, an Accept or a Reference: 16 bytes each keep a body under its limit
+MAX_PLACEMENT: Final = 3900  # of an Open, which has more to say
 MAX_TEXT_BYTES: Final = 1024
 MAX_BLOB_BYTES: Final = 1024
 
@@ -76,6 +77,7 @@ class Code(StrEnum):
     CHECKSUM = "checksum"
     CODEC = "codec"
     ARENA = "arena_not_readable"
+    TARGET = "target"  # the receiver has no memory for it
     CANCELLED = "cancelled"
     ABORTED = "aborted"
     DEADLINE = "deadline"
@@ -348,12 +350,12 @@ Frame: TypeAlias = (
 )  # fmt: skip
 
 # The body of a frame is its fields in this order. Chunk and CodedChunk have structs of their own.
-_U8, _U16, _U32, _U64, _BOOL = "B", "H", "I", "Q", "?"
-_TEXT, _BLOB, _PAIRS, _SPANS = "text", "blob", "pairs", "spans"
+_U16, _U32, _U64, _BOOL = "H", "I", "Q", "?"
+_TEXT, _DETAIL, _BLOB, _PAIRS, _SPANS = "text", "detail", "blob", "pairs", "spans"  # details are for people: may be cut
 _FIELDS: Final[dict[type[Frame], tuple[tuple[str, str], ...]]] = {
     Hello: (("version_min", _U16), ("version_max", _U16), ("integrity", _TEXT), ("nonce", _BLOB), ("session", _BLOB)),
     Welcome: (("version", _U16), ("integrity", _TEXT), ("nonce", _BLOB), ("max_chunk_bytes", _U32)),
-    Goodbye: (("code", _TEXT), ("detail", _TEXT)),
+    Goodbye: (("code", _TEXT), ("detail", _DETAIL)),
     Open: (
         ("slot", _U32),
         ("transfer_id", _TEXT),
@@ -365,12 +367,12 @@ _FIELDS: Final[dict[type[Frame], tuple[tuple[str, str], ...]]] = {
         ("placement", _PAIRS),
     ),
     Accept: (("slot", _U32), ("missing", _SPANS)),
-    Refuse: (("slot", _U32), ("code", _TEXT), ("detail", _TEXT)),
+    Refuse: (("slot", _U32), ("code", _TEXT), ("detail", _DETAIL)),
     Reference: (("slot", _U32), ("offset", _U64), ("checksum", _U64), ("extents", _PAIRS)),
     Ack: (("slot", _U32), ("ranges", _SPANS)),
     Nack: (("slot", _U32), ("offset", _U64), ("length", _U32), ("code", _TEXT)),
-    Cancel: (("slot", _U32), ("code", _TEXT), ("detail", _TEXT)),
-    Abort: (("slot", _U32), ("leave", _BOOL), ("detail", _TEXT)),
+    Cancel: (("slot", _U32), ("code", _TEXT), ("detail", _DETAIL)),
+    Abort: (("slot", _U32), ("leave", _BOOL), ("detail", _DETAIL)),
     Ping: (("token", _U32),),
     Pong: (("token", _U32),),
     Offer: (("codecs", _U32),),
@@ -395,7 +397,7 @@ _FIELDS: Final[dict[type[Frame], tuple[tuple[str, str], ...]]] = {
         ("mtu", _U32),
         ("depth", _U32),
     ),
-    RailClosed: (("rail", _U32), ("attempt", _U32), ("reason", _TEXT)),
+    RailClosed: (("rail", _U32), ("attempt", _U32), ("reason", _DETAIL)),
     Written: (
         ("slot", _U32),
         ("offset", _U64),
@@ -428,6 +430,16 @@ def encode(frame: Frame, seq: int) -> bytes:
     if isinstance(frame, Hello):
         body = _FIRST_BYTES.pack(MAGIC) + body
     return HEADER.pack(_KINDS[type(frame)], 0, seq & 0xFFFF, len(body)) + body
+
+
+def check_opening(transfer_id: str, arena_path: str, placement: Sequence[tuple[int, int]]) -> None:
+    """Raises ValueError when no Open can carry this."""
+    for text in (transfer_id, arena_path):
+        _encode_text(text)
+    if len(placement) > MAX_PLACEMENT:
+        raise ValueError(f"a placement of {len(placement)} ranges, at most {MAX_PLACEMENT}")
+    if any(min(pair) < 0 or max(pair) > MAX_TRANSFER_BYTES for pair in placement):
+        raise ValueError("a placement beyond any transfer")
 
 
 def encode_chunk(slot: int, offset: int, length: int, checksum: int, seq: int, sealed: bool = False) -> bytes:
@@ -502,7 +514,7 @@ class _Reader:
         return len(self._body) - self._at
 
     def read(self, kind: str) -> Any:
-        if kind == _TEXT:
+        if kind in (_TEXT, _DETAIL):
             return str(self.blob(MAX_TEXT_BYTES), "utf-8")
         if kind == _BLOB:
             return self.blob(MAX_BLOB_BYTES)
@@ -549,6 +561,11 @@ def _encode_text(value: str) -> bytes:
     return _encode_blob(value.encode(), MAX_TEXT_BYTES)
 
 
+def _encode_detail(value: str) -> bytes:
+    """What people read comes from anywhere: it is cut, at a character, rather than refused."""
+    return _encode_blob(value.encode(errors="replace")[:MAX_TEXT_BYTES].decode(errors="ignore").encode())
+
+
 def _encode_pairs(pairs: tuple[tuple[int, int], ...]) -> bytes:
     if len(pairs) > MAX_LIST:
         raise ValueError(f"{len(pairs)} entries, at most {MAX_LIST}")
@@ -561,8 +578,9 @@ def _number_encoder(kind: str) -> Callable[[Any], bytes]:
 
 _ENCODERS: Final[dict[str, Callable[[Any], bytes]]] = {
     _TEXT: _encode_text,
+    _DETAIL: _encode_detail,
     _BLOB: _encode_blob,
     _PAIRS: _encode_pairs,
     _SPANS: _encode_pairs,
-    **{kind: _number_encoder(kind) for kind in (_U8, _U16, _U32, _U64, _BOOL)},
+    **{kind: _number_encoder(kind) for kind in (_U16, _U32, _U64, _BOOL)},
 }

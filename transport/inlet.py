@@ -5,7 +5,8 @@ import os
 import socket
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 from transport.checksum import Integrity, digest, transfer_seed
@@ -267,7 +268,10 @@ class Inlet(threading.Thread):
         landing = self._server.grant_memory(self.who, slot) if self._server.options.rdma is not None else None
         # An Accept that had to be shortened names bytes that have landed: those nobody may write.
         if landing is not None and landing.targets is not None and len(reply.missing) < MAX_LIST:
-            place = self._rails.locate(landing.inbox.manifest.views(landing.targets, 0, landing.bytes_total))
+            try:
+                place = self._rails.locate(landing.inbox.manifest.views(landing.targets, 0, landing.bytes_total))
+            except Exception as exc:
+                self._server.fail(self.who, slot, Code.TARGET, exc)
         if place is None:
             self._server.revoke_memory(self.who, slot)
         for nics in self._rails.nics(place[0] if place is not None else None):
@@ -303,11 +307,21 @@ class Inlet(threading.Thread):
         if claim is None:
             self._skip()
         else:
-            claim = self._fill_sealed(self._connection.open_chunk(self._seals[chunk.slot]), claim)
+            with self._sealing(chunk.slot):
+                claim = self._fill_sealed(self._connection.open_chunk(self._seals[chunk.slot]), claim)
         if claim is None:
             self._passed(chunk)
         else:
             self._finish(chunk, claim, True)
+
+    @contextmanager
+    def _sealing(self, slot: int) -> Iterator[None]:
+        """A payload that is not authentic ends the connection, and after some of them the landing."""
+        try:
+            yield
+        except RemoteProtocolError:
+            self._server.break_seal(self.who, slot)
+            raise
 
     def _receive_coded(self, chunk: CodedChunk) -> None:
         """Whole into a buffer of ours, checked and decoded there, and only then into its place."""
@@ -345,9 +359,10 @@ class Inlet(threading.Thread):
         if len(self._opened) < chunk.coded_length:
             self._opened = memoryview(bytearray(chunk.coded_length))
         opened = self._opened[: chunk.coded_length]
-        opening = self._connection.open_chunk(self._seals[chunk.slot])
-        opening.update(payload[:-TAG_BYTES], opened)
-        opening.verify(bytes(payload[-TAG_BYTES:]))
+        with self._sealing(chunk.slot):
+            opening = self._connection.open_chunk(self._seals[chunk.slot])
+            opening.update(payload[:-TAG_BYTES], opened)
+            opening.verify(bytes(payload[-TAG_BYTES:]))
         return opened
 
     def _decode(self, chunk: CodedChunk, coded: memoryview, plain: memoryview) -> int | None:

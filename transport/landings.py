@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from transport.errors import LocalProtocolError, RemoteProtocolError
+from transport.errors import LocalProtocolError, RemoteProtocolError, TargetFailed
 from transport.frames import MAX_LIST, Abort, Accept, Ack, Cancel, Code, Nack, Open, Refuse
-from transport.lanes import Outcome
+from transport.lanes import MAX_REJECTED_CHUNKS, Outcome
 from transport.transfer import Inbox, Manifest, RangeViews, proof_of
 
 # Ended landings are remembered, so that a sender whose last acknowledgement was lost hears "complete", not "unknown".
@@ -67,6 +67,7 @@ class Landing:
     orphan_timeout_s: float
     exact: bool = True  # quantised chunks are refused
     lossy_bytes: int = 0
+    broken_seals: int = 0
     outcome: Outcome | None = None
     senders: set[int] = field(default_factory=set)  # connections that opened it
     orphaned_at: float = float("inf")
@@ -355,7 +356,8 @@ class Landings:
     def begin(self, who: int, slot: int, start: int, stop: int, sink_of: SinkOf, now: float) -> Claim | Rivals | None:
         """A chunk is about to come in: where it goes. None: nowhere, read past it.
 
-        Parts that have landed before go into `sink_of(length of the chunk)`.
+        Parts that have landed before go into `sink_of(length of the chunk)`. Raises TargetFailed when the landing's owner
+        does not say where the others belong.
         """
         landing = self._slots[who].get(slot)
         if landing is None or (landing.targets is None and not landing.inbox.complete):
@@ -366,9 +368,13 @@ class Landings:
             return None
         if rivals := landing.inbox.rivals(start, stop, who):
             return Rivals(tuple(rivals))
+        try:
+            places = _places(landing, start, stop, sink_of)
+        except Exception as exc:
+            raise TargetFailed(f"target: {exc!r}") from exc
         landing.inbox.begin(who, start, stop)
         landing.first_byte_at = landing.first_byte_at or now
-        return Claim(landing, who, slot, start, stop, _places(landing, start, stop, sink_of))
+        return Claim(landing, who, slot, start, stop, places)
 
     def takes(self, who: int, slot: int, *, lossy: bool) -> bool:
         """Whether a coded chunk may come in: into an exact landing only what decodes to what was sent."""
@@ -384,6 +390,21 @@ class Landings:
         landing.inbox.chunks += 1
         landing.inbox.rejected_chunks += 1
         return Nack(slot=slot, offset=start, length=length, code=code)
+
+    def fail(self, who: int, slot: int, code: Code, detail: str, now: float) -> dict[int, Cancel]:
+        """Ends the landing that a slot is bound to, for a reason that another try will not cure."""
+        landing = self._slots[who].get(slot)
+        return {} if landing is None else self._end(landing, Outcome(code, detail), now)
+
+    def break_seal(self, who: int, slot: int, now: float) -> dict[int, Cancel]:
+        """A chunk was not authentic, which ends its connection; too often, and it ends the landing."""
+        landing = self._slots[who].get(slot)
+        if landing is None:
+            return {}
+        landing.broken_seals += 1
+        if landing.broken_seals <= MAX_REJECTED_CHUNKS:
+            return {}
+        return self.fail(who, slot, Code.SEAL, f"{landing.broken_seals} chunks were not authentic", now)
 
     def finish(self, claim: Claim, verified: bool, now: float, lossy_bytes: int = 0) -> Ack | Nack | None:
         """The chunk is in its place (or, not verified, it is as if it had never come)."""

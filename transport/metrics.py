@@ -1,7 +1,7 @@
 """Links and transfers for Prometheus: read when scraped, so that nothing is counted twice or in between.
 
 `link` is the name that transfers to the peer were opened with: in a node, the cluster at the other end. Sums over its
-peers are the link's.
+peers are the link's; in counters, peers that were closed since count as peer "".
 """
 
 from collections.abc import Iterator
@@ -54,11 +54,16 @@ class TransportCollector(Collector):
         links = self._client.links() if self._client is not None else []
         for name, (text, field) in _GAUGES.items():
             yield _with_values(GaugeMetricFamily(f"prfaas_link_{name}", text, labels=_LABELS), links, field)
-        for name, (text, field) in _COUNTERS.items():
-            yield _with_values(CounterMetricFamily(f"prfaas_link_{name}", text, labels=_LABELS), links, field)
+        gone = self._client.gone() if self._client is not None else {}
+        for place, (name, (text, field)) in enumerate(_COUNTERS.items()):
+            family = CounterMetricFamily(f"prfaas_link_{name}", text, labels=_LABELS)
+            for link, totals in sorted(gone.items()):
+                family.add_metric([link, ""], totals[place])
+            yield _with_values(family, links, field)
         yield _congestion_controls(links)
         if self._client is not None:
             yield _refusals(self._client)
+            yield _internal_errors(self._client)
             yield from _coded(self._client)
             yield from _rails(self._client)
         if self._server is not None:
@@ -90,6 +95,15 @@ def _refusals(client: TransferClient) -> Metric:
     )
     for (link, reason), count in sorted(client.refusals.items()):
         family.add_metric([link, reason], count)
+    return family
+
+
+def _internal_errors(client: TransferClient) -> Metric:
+    family = CounterMetricFamily(
+        "prfaas_link_internal_errors", "Errors of our own that a thread survived", labels=["thread"]
+    )
+    for thread, count in sorted(client.internal_errors.items()):
+        family.add_metric([thread], count)
     return family
 
 

@@ -62,8 +62,10 @@ class NixlBatch(Batches[_Task]):
         address = address_of(view)
         with self._lock:
             self._regions.add(name, Region(address, view.nbytes, view))
-            token = self._agent.register_memory([(address, view.nbytes, 0, name)], "DRAM")
-            self._regions.remove(name)
+            try:
+                token = self._agent.register_memory([(address, view.nbytes, 0, name)], "DRAM")
+            finally:
+                self._regions.remove(name)
             self._regions.add(name, Region(address, view.nbytes, view, token))
             published = self._agent.get_agent_metadata()
         return SegmentRef(self._name, name, view.nbytes, b"", address.to_bytes(_ADDRESS_BYTES, "little") + published)

@@ -16,8 +16,8 @@ from transport.checksum import Integrity, digest, transfer_seed
 from transport.coder import LaneCoder
 from transport.connection import NONCE_BYTES, Connection, Role, State
 from transport.crypto import SEALED_PART_BYTES, SMALL_VIEW_BYTES, Seal, Sealing, Session, chunk_seal
-from transport.errors import ConnectionRefused, LocalProtocolError, PeerLost, TransportError
-from transport.frames import MAX_LIST, CodedChunk, Frame, Open, Reference, Welcome
+from transport.errors import ConnectionRefused, PeerLost, TransportError
+from transport.frames import MAX_LIST, Ack, CodedChunk, Frame, Open, Reference, Welcome
 from transport.lanes import Batch, Piece, Transfer
 from transport.link import TcpInfo, tcp_info
 from transport.shm import ArenaSource, merge_extents, pieces_of
@@ -104,10 +104,13 @@ class Outlet:
     def start_or_wake(self) -> None:
         """With the peer's lock held."""
         if self._thread is None and not self._peer.closing:
-            self._thread = threading.Thread(
-                target=self._run, name=f"kv-lane-{self.index}-{self._peer.address}", daemon=True
-            )
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=f"kv-lane-{self.index}-{self._peer.address}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # out of threads: there may be one the next time
+                self._peer.on_failed("lane")
+                return
+            self._thread = thread
         self.wake()
 
     def wake(self) -> None:
@@ -149,7 +152,11 @@ class Outlet:
             if not wanted:
                 self._sleep(None)
                 continue
-            error = self._connect_and_serve()
+            try:
+                error = self._connect_and_serve()
+            except Exception as exc:  # not foreseen: the connection is gone, the lane must not be
+                self._peer.on_failed("lane")
+                error = f"an error of ours: {exc!r}"
             self._peer.lane_down(self, error)
             self._peer.settle()
             self._back_off()
@@ -196,6 +203,7 @@ class Outlet:
             with self._sock_lock:
                 self._sock = None
             sock.close()
+        self._failures = 0
         return "closed"
 
     def _serve(self, sock: socket.socket) -> None:
@@ -243,9 +251,10 @@ class Outlet:
         connection.received(size, time.monotonic())
         while (frame := connection.next_event()) is not None:
             if isinstance(frame, Welcome):
-                self._failures = 0
                 self._peer.lane_up(self)
                 continue
+            if isinstance(frame, Ack):  # not before: what is welcomed, and breaks with the first chunk, has failed
+                self._failures = 0
             self._on_frame(frame)
         self._peer.settle()
         return True
@@ -318,10 +327,12 @@ class Outlet:
     def _add_piece(self, sock: socket.socket, connection: Connection, outgoing: Outgoing, piece: Piece) -> None:
         transfer = piece.transfer
         formats = transfer.formats if connection.codecs else None  # once: a refusal may take it away at any time
-        coded = None
+        coded, references = None, []
         try:
             source = self._peer.source_of(transfer)
-            views = transfer.manifest.views(source, piece.start, piece.stop)
+            if isinstance(source, ArenaSource) and transfer.arena_path:
+                references = self._references(transfer, source, piece.start, piece.stop)
+            views = transfer.manifest.views(source, piece.start, piece.stop) if not references else []
             if formats is not None:
                 coded = self._coder.code(transfer, formats, connection.codecs, piece.start, piece.stop, views)
         except Exception as exc:
@@ -332,12 +343,13 @@ class Outlet:
         if coded is not None:
             self._add_coded(sock, connection, outgoing, piece, coded)
             return
-        checksum, length = 0, piece.stop - piece.start
-        if self._peer.options.integrity is Integrity.CHECKSUM or transfer.arena_path:
-            checksum = digest(views, self._seeds[transfer.slot], piece.start)
-        if isinstance(source, ArenaSource) and transfer.arena_path:
-            self._add_references(outgoing, connection, piece, source, checksum)
+        if references:
+            for reference in references:
+                outgoing.add(connection.send(reference))
             return
+        checksum, length = 0, piece.stop - piece.start
+        if self._peer.options.integrity is Integrity.CHECKSUM:
+            checksum = digest(views, self._seeds[transfer.slot], piece.start)
         if self._session is not None:
             sealed_chunk = connection.seal_chunk(self._seals[transfer.slot], transfer.slot, piece.start, length)
             self._write_sealed(sock, connection, outgoing, sealed_chunk, views, transfer)
@@ -394,18 +406,19 @@ class Outlet:
             outgoing.views.append((sealed, None))
         outgoing.add(sealing.tag())
 
-    def _add_references(
-        self, outgoing: Outgoing, connection: Connection, piece: Piece, source: ArenaSource, checksum: int
-    ) -> None:
-        pieces = piece.transfer.manifest.pieces(piece.start, piece.stop)
+    def _references(self, transfer: Transfer, source: ArenaSource, start: int, stop: int) -> list[Reference]:
+        """One; or more, each a chunk of its own, where the bytes lie in more extents than one can name."""
+        manifest = transfer.manifest
+        checksum = digest(manifest.views(source, start, stop), self._seeds[transfer.slot], start)
+        pieces = manifest.pieces(start, stop)
         extents = merge_extents(extent for i, skip, size in pieces for extent in source.extents(i, skip, size))
-        if len(extents) > MAX_LIST:
-            raise LocalProtocolError(f"a chunk in {len(extents)} pieces, at most {MAX_LIST}")
-        outgoing.add(
-            connection.send(
-                Reference(slot=piece.transfer.slot, offset=piece.start, checksum=checksum, extents=tuple(extents))
-            )
-        )
+        if len(extents) <= MAX_LIST:
+            return [Reference(slot=transfer.slot, offset=start, checksum=checksum, extents=tuple(extents))]
+        middle = (start + stop) // 2
+        self._peer.split(self, transfer, start, middle)
+        return [
+            part for ends in ((start, middle), (middle, stop)) for part in self._references(transfer, source, *ends)
+        ]
 
     def _write(
         self, sock: socket.socket, connection: Connection, outgoing: Outgoing, sealing: Transfer | None = None

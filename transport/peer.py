@@ -14,7 +14,7 @@ from transport.codec import Codec, Share
 from transport.coding import Chooser, CodecAccounts, FormatOf, Situation
 from transport.crypto import Identity, Session, request_session
 from transport.errors import Closed, ConnectionRefused
-from transport.frames import MAX_CHUNK_BYTES, Code, Frame, Nack, known
+from transport.frames import MAX_CHUNK_BYTES, Ack, Code, Frame, Nack, known
 from transport.governor import Governor
 from transport.lanes import Batch, LaneScheduler, Piece, Transfer, Urgency
 from transport.link import LinkMonitor, LinkState
@@ -99,6 +99,7 @@ class Peer:
         link: str,
         egress: Egress,
         on_refused: Callable[[str, str], None],
+        on_failed: Callable[[str], None],
         rdma: RdmaDevices | None = None,
     ) -> None:
         self.address = address
@@ -107,6 +108,7 @@ class Peer:
         self.link_name = link
         self._egress = egress
         self._on_refused = on_refused
+        self.on_failed = on_failed  # an error that nobody foresaw came up in a thread of this name
         self.options = options
         self.lock = threading.Lock()
         chunk_bytes = options.chunk_bytes if rdma is None else min(options.chunk_bytes, RDMA_CHUNK_BYTES)
@@ -119,6 +121,8 @@ class Peer:
         self._pushes: dict[int, Push] = {}
         self._next_slot = 0
         self._lost_since = time.monotonic()
+        self._up_since = float("inf")  # the first of the present connections
+        self._promising = True  # bytes have arrived since the last loss, or there was none
         self._last_error = "never connected"
         count = min(2, options.connections) if same_host else options.connections
         adaptive = options.adaptive and not same_host and rdma is None
@@ -180,8 +184,10 @@ class Peer:
             self._next_slot = (self._next_slot + 1) & 0xFFFFFFFF
             push = Push(self, transfer, source, on_done)
             self._pushes[transfer.slot] = push
-            if not self.busy and not any(lane.up for lane in self._lanes):
-                self._lost_since = time.monotonic()
+            if not self.busy:
+                self._promising = True
+                if not any(lane.up for lane in self._lanes):
+                    self._lost_since = time.monotonic()
             self.scheduler.add(transfer)
             self._wake_lanes()
         return push
@@ -285,6 +291,11 @@ class Peer:
                 transfer.writing -= 1
         self.settle()
 
+    def split(self, lane: "Outlet", transfer: Transfer, start: int, at: int) -> None:
+        """A chunk that is about to leave does so as two: up to `at`, and the rest."""
+        with self.lock:
+            transfer.outbox.split(lane.key, start, at)
+
     def drop(self, lane: "Outlet", piece: Piece) -> None:
         """A chunk of a transfer that has ended, or is about to, does not leave."""
         with self.lock:
@@ -292,6 +303,8 @@ class Peer:
 
     def lane_up(self, lane: "Outlet") -> None:
         with self.lock:
+            if not any(other.up for other in self._lanes):
+                self._up_since = time.monotonic()
             lane.up = True
             self.scheduler.lane_up(lane.key)
         self._share_budget()
@@ -309,12 +322,19 @@ class Peer:
             if lane.up:
                 lane.up = lane.idle = False
                 self.scheduler.lane_down(lane.key)
-                # Counted from the last connection that was lost, not from the last attempt that failed.
                 if not any(other.up for other in self._lanes):
-                    self._lost_since = time.monotonic()
+                    self._all_lost(time.monotonic())
             self._last_error = error
             self._wake_lanes()
         self._share_budget()
+
+    def _all_lost(self, now: float) -> None:
+        """Counted from the last connection that was lost, not from the last attempt that failed; and one that broke
+        before anything had arrived over it was no more than an attempt, unless it lasted.
+        """
+        if self._promising or now - self._up_since > self.options.peer_timeout_s:
+            self._lost_since = now
+        self._promising = False
 
     def lane_refused(self, lane: "Outlet", error: ConnectionRefused) -> None:
         """The peer does not talk to us at all: trying again will not change that."""
@@ -333,6 +353,7 @@ class Peer:
             if isinstance(frame, Nack) and frame.code == Code.CODEC:
                 self.chooser.accounts.events["refused_by_peer"] += 1
             self.scheduler.on_frame(lane.key, frame)
+            self._promising = self._promising or isinstance(frame, Ack)
             self._wake_lanes()
 
     def _wake_lanes(self) -> None:
@@ -439,8 +460,8 @@ class Peer:
             rate = state.available_bytes_per_s or self._budget or 0.0
             situation = Situation(link_bytes_per_s=rate, backlog_bytes=queued, idle_cores=idle_cores)
             self.chooser.on_situation(situation, now)
-        self._govern(state, now)
         self.settle()
+        self._govern(state, now)
 
     @property
     def sampling_s(self) -> float:

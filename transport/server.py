@@ -18,7 +18,7 @@ from transport.checksum import Integrity
 from transport.codec import Codec, Share, decodable
 from transport.coding import CodecAccounts
 from transport.crypto import Identity, Session, Sessions, grant_session, refuse_tls
-from transport.errors import Closed
+from transport.errors import Closed, TargetFailed
 from transport.frames import (
     MAX_CHUNK_BYTES,
     Cancel,
@@ -56,6 +56,7 @@ from transport.transfer import RangeViews
 
 log = logging.getLogger(__name__)
 
+SESSION_LIFE_S: Final = 3600.0
 FOREVER: Final = float("inf")
 MAX_TURNED_AWAY: Final = 64
 NOTICE_TIMEOUT_S: Final = 0.5  # one thread tells all connections: one that takes nothing must not hold it up
@@ -68,7 +69,6 @@ class ServerOptions:
 
     integrity: Integrity = Integrity.CHECKSUM
     identity: Identity | None = None  # needed for Integrity.AEAD
-    session_life_s: float = 3600.0
     max_chunk_bytes: int = 16 << 20
     max_connections: int = 4096
     codecs: Codec = field(default_factory=lambda: decodable(lossy=False))  # that senders may use; RAW = none
@@ -104,7 +104,7 @@ class TransferServer:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)  # deadlines moved, or a connection left
         self.landings = Landings()
-        self._sessions = Sessions(self.options.session_life_s)
+        self._sessions = Sessions(SESSION_LIFE_S)
         self._inlets: dict[int, Inlet] = {}
         self._threads: list[threading.Thread] = []
         self._next_inlet = 0
@@ -269,7 +269,13 @@ class TransferServer:
             except OSError:
                 time.sleep(TICK_S)  # shut down by close(), gone before we got to it, or out of descriptors
                 continue
-            self._admit(sock)
+            try:
+                self._admit(sock)
+            except Exception:  # out of threads, for instance: others may have better luck
+                log.exception("a connection could not be served")
+                self.count("internal_errors")
+                sock.close()
+                time.sleep(TICK_S)
 
     def _admit(self, sock: socket.socket) -> None:
         inlet = None
@@ -279,10 +285,14 @@ class TransferServer:
                 self._next_inlet += 1
                 inlet = self._inlets[who] = Inlet(self, sock, who)
                 self.landings.connected(who)
-        if inlet is not None:
-            inlet.start()
-        else:
+        if inlet is None:
             self._turn_away(sock)
+            return
+        try:
+            inlet.start()
+        except BaseException:
+            self.left(inlet)
+            raise
 
     def _turn_away(self, sock: socket.socket) -> None:
         """Says why, and closes only after some more have come: closing at once might lose what was said."""
@@ -393,9 +403,30 @@ class TransferServer:
 
     def claim(self, who: int, frame: Chunk | CodedChunk | Reference | Written, sink_of: SinkOf) -> Claim | None:
         """The right to write one chunk, once nobody else writes there."""
-        return self._without_rivals(
-            lambda: self.landings.begin(who, frame.slot, frame.offset, frame.stop, sink_of, time.monotonic())
-        )
+        try:
+            return self._without_rivals(
+                lambda: self.landings.begin(who, frame.slot, frame.offset, frame.stop, sink_of, time.monotonic())
+            )
+        except TargetFailed as exc:
+            self.fail(who, frame.slot, Code.TARGET, exc)
+            return None
+
+    def fail(self, who: int, slot: int, code: Code, error: Exception) -> None:
+        """Ends a landing of whose memory nothing can be made, and tells its senders."""
+        log.error("the landing of slot %d of connection %d: %s", slot, who, error, exc_info=error)
+        with self.changed:
+            notices = self.landings.fail(who, slot, code, str(error), time.monotonic())
+            self.changed.notify_all()
+        self.tell(notices)
+        self.settle()
+
+    def break_seal(self, who: int, slot: int) -> None:
+        """A chunk was not authentic."""
+        with self.changed:
+            notices = self.landings.break_seal(who, slot, time.monotonic())
+            self.changed.notify_all()
+        self.tell(notices)
+        self.settle()
 
     def grant_memory(self, who: int, slot: int) -> Landing | None:
         """The right of a sender to write all that is missing by itself, once nobody else writes there."""

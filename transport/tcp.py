@@ -32,7 +32,6 @@ class TcpOptions:
     """
 
     congestion: str | None = "auto"
-    buffer_bytes: int | None = None  # None: small within a host, else tuned by the kernel, as a long link needs
     connect_timeout_s: float = 5.0
     dead_after_s: float = 10.0
 
@@ -73,10 +72,9 @@ def prepare(sock: socket.socket, options: TcpOptions) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(options.dead_after_s * 1000))
-    buffer_bytes = options.buffer_bytes or (SAME_HOST_BUFFER_BYTES if _within_host(sock) else None)
-    if buffer_bytes is not None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+    if _within_host(sock):  # elsewhere the kernel tunes them, as a long link needs
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SAME_HOST_BUFFER_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SAME_HOST_BUFFER_BYTES)
     if options.congestion not in (None, "auto"):
         ask_for_congestion_control(sock, options.congestion)
 

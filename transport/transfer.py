@@ -206,6 +206,14 @@ class Outbox:
         self._arrived(lane, start, stop)
         self._in_flight.setdefault(to, {})[start] = stop
 
+    def split(self, lane: int, start: int, at: int) -> None:
+        """The chunk from `start` that is in flight on `lane` is answered in two parts, unless it ends at `at`."""
+        chunks = self._in_flight.get(lane, {})
+        stop = chunks.get(start, at)
+        if stop > at:
+            chunks[start], chunks[at] = at, stop
+            self.chunks += 1
+
     def on_lane_lost(self, lane: int) -> None:
         """Whatever was on its way over `lane` may not have arrived: it leaves again, first."""
         for start, stop in sorted(self._in_flight.pop(lane, {}).items(), reverse=True):

@@ -54,6 +54,23 @@ ANY_FRAME: st.SearchStrategy[Frame] = st.one_of(
 )  # fmt: skip
 
 
+@given(st.text(st.characters(), max_size=3 * frames.MAX_TEXT_BYTES), st.integers(0, 3000))
+def test_details_are_cut_where_a_frame_ends_not_refused(detail: str, more: int) -> None:
+    detail += "…" * more
+    data = memoryview(encode(frames.Abort(slot=1, leave=False, detail=detail), 0))
+    kind, flags, _, _ = HEADER.unpack_from(data)
+    frame = decode(kind, flags, data[HEADER.size :])
+    assert isinstance(frame, frames.Abort)
+    printable = detail.encode(errors="replace").decode()
+    assert printable.startswith(frame.detail)
+    assert frame.detail == printable or len(frame.detail.encode()) > frames.MAX_TEXT_BYTES - 4
+
+
+def test_names_are_refused_not_cut() -> None:
+    with pytest.raises(ValueError, match="1025 bytes"):
+        encode(frames.RailOffer(rail=0, attempt=0, nic=0, queue_pair=0, packet_number=0, gid="x" * 1025, mtu=0), 0)
+
+
 @given(ANY_FRAME, u32)
 def test_what_is_encoded_is_decoded(frame: Frame, seq: int) -> None:
     data = memoryview(encode(frame, seq))

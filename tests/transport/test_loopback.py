@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.transport.helpers import SECRET, Memory
 from transport.landings import LandingResult
+from transport.lanes import MAX_REJECTED_CHUNKS
 from transport.loopback import Loopback
 
 SIZES = [70_000, 0, 20_480, 1, 300_000, 5_000]
@@ -55,6 +56,18 @@ def test_the_wrong_secret_is_refused_and_counted() -> None:
     assert transfer.outcome.code == "bad_secret"
     assert link.landings.counters["refused:bad_secret"] == 1
     assert landing.bytes_landed == 0
+
+
+def test_chunks_that_are_never_authentic_end_their_landing() -> None:
+    link = Loopback(num_lanes=1)
+    landing = link.expect("t", SECRET, SIZES, Memory(SIZES))
+    transfer = link.open("t", SECRET, SIZES, Memory(SIZES))
+    link.run(until=1.0)
+    for _ in range(MAX_REJECTED_CHUNKS):
+        assert not link.landings.break_seal(0, transfer.slot, link.now)
+    assert [frame.code for frame in link.landings.break_seal(0, transfer.slot, link.now).values()] == ["seal"]
+    assert landing.outcome is not None
+    assert link.landings.counters["failed:seal"] == 1
 
 
 def test_a_second_sender_sends_only_what_is_missing() -> None:

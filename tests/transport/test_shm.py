@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.transport.helpers import PATIENCE_S, SECRET, Memory
+from tests.transport.helpers import PATIENCE_S, SECRET, Memory, random_bytes
 from transport.client import ClientOptions, TransferClient
 from transport.errors import LocalProtocolError
+from transport.frames import MAX_LIST
 from transport.landings import LandingResult
 from transport.server import ServerOptions, TransferServer
 from transport.shm import ArenaSource, copy, copy_extents, merge_extents, open_arena, pieces_of, pour
@@ -72,6 +73,26 @@ def test_the_same_source_serves_tcp(arena: Arena) -> None:
         assert result is not None
         assert result.ok
         assert target.content() == arena.memory.content()
+
+
+def test_ranges_that_do_not_touch_in_the_arena_take_several_references(tmp_path: Path) -> None:
+    count, size = 2 * MAX_LIST + 10, 8
+    path = tmp_path / "arena"
+    path.write_bytes(random_bytes(2 * count * size))
+    source = ArenaSource(str(path), memoryview(path.read_bytes()), lambda i: [(2 * i * size, size)])
+    target = bytearray(count * size)
+    options = ServerOptions(arena_dirs=(str(tmp_path),))
+    with TransferServer(options=options) as server, TransferClient(options=ClientOptions(connections=1)) as client:
+        server.expect("t", SECRET, [size] * count, lambda i: [memoryview(target)[i * size : (i + 1) * size]])
+        push = client.open(server.address, "t", SECRET, [size] * count, source, same_host=True)
+        push.ready_all()
+        result = push.wait(PATIENCE_S)
+        assert result is not None
+        assert result.ok
+        assert result.stats.chunks >= 3
+        assert result.stats.bytes_sent == count * size
+        assert target == b"".join(bytes(source(i)[0]) for i in range(count))
+        assert not server.counters["lost_connections"]
 
 
 def test_an_arena_outside_the_allowed_places_is_not_read(arena: Arena) -> None:

@@ -3,8 +3,10 @@
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.transport.helpers import PATIENCE_S, SECRET, Memory, deliver
 from tests.transport.proxy import Proxy
@@ -13,9 +15,14 @@ from transport.client import ClientOptions, TransferClient
 from transport.connection import Connection, Role
 from transport.errors import Closed, ConnectionRefused, LocalProtocolError
 from transport.frames import Frame, Nack, Open, Refuse
+from transport.inlet import Inlet
+from transport.landings import LandingResult
 from transport.lanes import Urgency
+from transport.metrics import TransportCollector
+from transport.peer import Peer
 from transport.server import ServerOptions, TransferServer
 from transport.tcp import TcpOptions, format_address, parse_address
+from transport.transfer import Manifest
 
 MIXED = [300_000, 0, 20_480, 1, 3_000_000, 70_000] * 3
 MB = 1 << 20
@@ -186,10 +193,10 @@ def test_chunks_that_nobody_waits_for_are_answered_up_to_a_limit(monkeypatch: py
 
         sock.sendall(stranger.data_to_send())
         hear()
-        opening = Open(
-            slot=9, transfer_id="nobody's", proof=b"?" * 32, total_bytes=60, num_ranges=1, manifest_digest=b"?" * 16
+        where = Open(
+            slot=9, transfer_id="?", proof=b"", total_bytes=60, num_ranges=1, manifest_digest=Manifest([60]).digest
         )
-        sock.sendall(stranger.send(opening))
+        sock.sendall(stranger.send(where))
         assert isinstance(hear(), Refuse)
         sock.sendall(b"".join(stranger.chunk_header(9, offset, 1, 0) + b"?" for offset in range(60)))
         answers = [hear() for _ in range(50)]
@@ -282,6 +289,71 @@ def test_nobody_there_is_said_in_time() -> None:
         assert result.reason == "peer_lost"
         assert "refused" in result.detail
         assert 0.4 < time.monotonic() - started < PATIENCE_S
+
+
+def test_a_peer_that_breaks_with_every_first_chunk_is_given_up() -> None:
+    class Guillotine(Proxy):
+        """Lets greetings pass, and cuts the connection in its first chunk."""
+
+        def _relay(self, index: int, source: socket.socket, sink: socket.socket, forward: bool) -> None:
+            class Cutting:
+                def sendall(_, data: memoryview) -> None:
+                    if forward and len(data) > 10_000:
+                        self.cut(index)
+                    else:
+                        sink.sendall(data)
+
+                shutdown = sink.shutdown
+
+            super()._relay(index, source, Cutting(), forward)  # type: ignore[arg-type]
+
+    with (
+        TransferServer() as server,
+        Guillotine(server.address) as proxy,
+        client_of(1, peer_timeout_s=1.5) as client,
+    ):
+        delivery = deliver(server, client, [MB] * 2, address=proxy.address)
+        result = delivery.push.wait(PATIENCE_S)
+        assert result is not None
+        assert result.reason == "peer_lost"
+        assert len(proxy.pairs) < 10  # each attempt waits longer
+
+
+def test_connections_lost_while_nothing_is_ready_do_not_count_against_the_peer() -> None:
+    with TransferServer() as server, Proxy(server.address) as proxy, client_of(1, peer_timeout_s=0.5) as client:
+        delivery = deliver(server, client, MIXED, ready=False, address=proxy.address)
+        for index in range(2):
+            deadline = time.monotonic() + PATIENCE_S
+            while len(proxy.pairs) <= index or client.link(proxy.address).connections < 1:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            time.sleep(0.6)  # longer than the timeout: that is a connection, not an attempt
+            proxy.cut(index)
+        delivery.push.ready_all()
+        assert all(result is not None and result.ok for result in delivery.wait())
+
+
+@pytest.mark.parametrize(
+    ("targets", "error"), [(lambda i: [memoryview(bytearray(5))], "short"), (lambda i: {}[i], "KeyError")]
+)
+def test_a_target_that_is_not_there_ends_its_landing_only(
+    targets: Callable[[int], list[memoryview]], error: str
+) -> None:
+    with TransferServer() as server, client_of(2) as client:
+        done: list[LandingResult] = []
+        server.expect("t", SECRET, [1000], targets, on_done=done.append)
+        push = client.open(server.address, "t", SECRET, [1000], Memory([1000]))
+        push.ready_all()
+        result = push.wait(PATIENCE_S)
+        assert result is not None
+        assert result.reason == "target"
+        assert error in result.detail
+        assert server.counters["failed:target"] == 1
+        assert all(
+            result is not None and result.ok for result in deliver(server, client, MIXED, transfer_id="u").wait()
+        )
+        assert [result.reason for result in done] == ["target"]
+        assert not server.counters["lost_connections"]
 
 
 def test_a_peer_that_falls_silent_is_noticed_by_both_ends() -> None:
@@ -431,6 +503,69 @@ def test_a_source_that_fails_ends_its_push_only() -> None:
         assert all(r is not None and r.ok for r in deliver(server, client, MIXED, transfer_id="u").wait())
 
 
+def test_a_long_reason_is_cut_and_a_long_id_refused() -> None:
+    with TransferServer() as server, client_of(2) as client:
+        delivery = deliver(server, client, MIXED, ready=False)
+        deliver(server, client, MIXED, transfer_id="first").wait()
+        delivery.push.abort("r" * 2000)
+        pushed, landed = delivery.wait()
+        assert pushed is not None
+        assert landed is not None
+        assert (pushed.detail, landed.detail) == ("r" * 2000, "r" * 1024)
+        with pytest.raises(ValueError, match="2000 bytes"):
+            client.open(server.address, "x" * 2000, SECRET, [10], Memory([10]))
+        with pytest.raises(ValueError, match="placement"):
+            client.open(server.address, "x", SECRET, [1] * 4000, Memory([10]), placement=[(0, 1)] * 4000)
+        assert all(
+            result is not None and result.ok for result in deliver(server, client, MIXED, transfer_id="u").wait()
+        )
+        assert not client.internal_errors
+
+
+def test_a_lane_survives_what_nobody_foresaw() -> None:
+    """An option of the wrong type: every attempt to connect raises what no clause expects."""
+    options = TcpOptions(congestion=5)  # type: ignore[arg-type]
+    with TransferServer() as server, client_of(1, peer_timeout_s=0.3, tcp=options) as client:
+        for n in range(2):
+            push = client.open(server.address, str(n), SECRET, [10], Memory([10]))
+            result = push.wait(PATIENCE_S)
+            assert result is not None
+            assert (result.reason, "an error of ours" in result.detail) == ("peer_lost", True)
+        assert client.internal_errors["lane"] >= 2
+
+
+def test_deadlines_hold_though_keeping_a_peer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep, calls = Peer.keep, iter(range(1000))
+
+    def failing_first(peer: Peer, now: float, idle_cores: float) -> None:
+        if next(calls) < 3:
+            raise OSError("too many open files")
+        keep(peer, now, idle_cores)
+
+    monkeypatch.setattr(Peer, "keep", failing_first)
+    with TransferServer() as server, client_of() as client:
+        server.expect("t", SECRET, [10], Memory([10]))
+        late = client.open(server.address, "t", SECRET, [10], Memory([10]), deadline_s=0.05).wait(PATIENCE_S)
+        assert late is not None
+        assert late.reason == "deadline"
+        assert client.internal_errors["keeper"] == 3
+
+
+def test_a_listener_survives_a_connection_that_gets_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, calls = Inlet.start, iter(range(1000))
+
+    def failing_first(inlet: Inlet) -> None:
+        if next(calls) < 2:
+            raise RuntimeError("can't start new thread")
+        start(inlet)
+
+    monkeypatch.setattr(Inlet, "start", failing_first)
+    with TransferServer() as server, client_of(1) as client:
+        assert all(result is not None and result.ok for result in deliver(server, client, MIXED).wait())
+        assert server.counters["internal_errors"] == 2
+        assert server.num_connections == 1
+
+
 def test_closed_means_closed() -> None:
     server, client = TransferServer().start(), client_of()
     delivery = deliver(server, client, [MB] * 4, ready=False)
@@ -492,6 +627,42 @@ def test_idle_peers_are_closed_and_come_back() -> None:
             time.sleep(0.02)
         assert server.num_connections == 0
         assert all(r is not None and r.ok for r in deliver(server, client, MIXED, transfer_id="u").wait())
+
+
+def test_what_was_sent_is_still_counted_when_its_peer_is_gone() -> None:
+    with TransferServer() as server, client_of(1, idle_timeout_s=0.1) as client:
+        assert all(result is not None and result.ok for result in deliver(server, client, [MB]).wait())
+        deadline = time.monotonic() + PATIENCE_S
+        while not client.gone():
+            assert client.delivered()
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert not client.links()
+        assert client.delivered() == client.gone()
+        assert client.gone()[server.address][0] >= MB
+        assert f'prfaas_link_sent_bytes_total{{link="{server.address}",peer=""}}' in told(client)
+
+
+def test_an_address_behind_two_links_keeps_the_budget_of_each() -> None:
+    with TransferServer() as server, client_of(1) as client:
+        client.set_egress_budget(5e6, "west")
+        seconds = {}
+        for link in ("east", "west"):
+            server.expect(link, SECRET, [2 * MB], Memory([2 * MB]))
+            push = client.open(server.address, link, SECRET, [2 * MB], Memory([2 * MB]), link=link)
+            push.ready_all()
+            result = push.wait(PATIENCE_S)
+            assert result is not None
+            assert result.ok
+            seconds[link] = result.seconds
+        assert 2 * MB / seconds["west"] < 8e6
+        assert {link.link for link in client.links()} == {"east", "west"}
+
+
+def told(client: TransferClient) -> str:
+    registry = CollectorRegistry()
+    registry.register(TransportCollector(client))
+    return generate_latest(registry).decode()
 
 
 def test_work_that_comes_when_a_peer_is_about_to_be_closed_as_idle_keeps_it() -> None:
