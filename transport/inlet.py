@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_PENDING_ACKS: Final = 1000
+ACK_DELAY_S: Final = 0.005  # while more comes in, slowly
 SEND_TIMEOUT_S: Final = 2.0  # acknowledgements are tiny: a peer that takes none for this long reads nothing
 
 
@@ -82,6 +83,7 @@ class Inlet(threading.Thread):
         self._arena_fds: dict[str, int] = {}
         self._acks: dict[int, list[tuple[int, int]]] = {}
         self._num_acks = 0
+        self._acks_since = 0.0
         self._sink = memoryview(b"")
         self._plain = memoryview(b"")
         self._rails = RailEnds(options.rdma, server.count)
@@ -417,6 +419,8 @@ class Inlet(threading.Thread):
         advance(views, min(size, left))
         if size > left:
             connection.received(size - left, now)
+        if self._num_acks and now >= self._acks_since + ACK_DELAY_S:
+            self._flush()
 
     def _copy_reference(self, frame: Reference) -> None:
         length = frame.length
@@ -467,6 +471,8 @@ class Inlet(threading.Thread):
             settled = claim.landing.outcome is not None
         if isinstance(reply, Ack):
             self._acks.setdefault(claim.slot, []).append((claim.start, claim.stop))
+            if not self._num_acks:
+                self._acks_since = time.monotonic()
             self._num_acks += 1
         elif reply is not None:
             self.say(reply)

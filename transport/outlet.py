@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 BACKOFF_FIRST_S: Final = 0.05
 BACKOFF_MAX_S: Final = 2.0
+CARRIES_ANEW: Final = 0.2  # a smaller change is not worth a system call
 
 
 @dataclass(slots=True)
@@ -99,6 +100,7 @@ class Outlet:
         self._gathered = memoryview(b"")  # small views, to be sealed together
         self._coder = LaneCoder(peer)
         self._failures = 0
+        self._carries: float | None = None  # bytes per second, when what may wait unsent was last adapted to it
 
     # from other threads
 
@@ -138,8 +140,16 @@ class Outlet:
         with self._sock_lock:
             if self._sock is not None:
                 set_pacing_rate(self._sock, bytes_per_s)
-                if bytes_per_s is not None:
-                    limit_unsent(self._sock, bytes_per_s)
+
+    def carries(self, bytes_per_s: float) -> None:
+        """What it sends at present, on a long link: no more than it will soon have sent may wait in the kernel."""
+        before = self._carries
+        if before is not None and abs(bytes_per_s - before) <= CARRIES_ANEW * before:
+            return
+        with self._sock_lock:
+            if self._sock is not None:
+                self._carries = bytes_per_s
+                limit_unsent(self._sock, bytes_per_s)
 
     # the thread
 
@@ -184,7 +194,7 @@ class Outlet:
             limit_unsent(sock)
             self._peer.on_long_link(self.congestion)
         with self._sock_lock:
-            self._sock = sock
+            self._sock, self._carries = sock, None
         try:
             self._serve(sock)
         except ConnectionRefused as exc:
