@@ -22,7 +22,8 @@ from transport.transfer import Manifest, Outbox
 MIN_CHUNK_BYTES: Final = 128 << 10
 # The last chunks of a transfer on a long link are smaller: what a lane has taken, no other one can send.
 LEAST_CHUNK_S: Final = 0.02
-LEAST_CHUNK_BYTES: Final = 16 << 10
+LEAST_CHUNK_BYTES: Final = 8 << 10
+ENDING_S: Final = 0.3  # before the end of what is queued: longer than what a slow lane has taken takes to leave
 MAX_BATCH_CHUNKS: Final = 64
 CHUNK_S: Final = 0.1  # how long a chunk may take
 # A chunk that fails its checksum this often does so for a reason that another try will not cure.
@@ -161,6 +162,13 @@ class LaneScheduler:
     def bytes_queued(self) -> int:
         """Ready to leave, not yet on any lane."""
         return sum(t.outbox.bytes_queued for t in self._transfers.values())
+
+    @property
+    def ending(self) -> bool:
+        """Little is left for lanes of which it is known what they carry: from now on each takes only what it can send
+        at once. Before, a stock keeps it busy while the machine is.
+        """
+        return self.bytes_queued < ENDING_S * sum(lane.bytes_per_s for lane in self._lanes.values())
 
     @property
     def bytes_in_flight(self) -> int:

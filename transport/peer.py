@@ -264,6 +264,11 @@ class Peer:
             lane.idle = not batch
             return batch
 
+    @property
+    def ending(self) -> bool:
+        with self.lock:
+            return self.scheduler.ending
+
     def retire(self, lane: "Outlet") -> bool:
         """Whether the lane may go: nothing of what it sent is unanswered."""
         with self.lock:

@@ -164,6 +164,17 @@ def test_the_last_chunks_go_by_what_each_lane_carries_at_present() -> None:
     assert last <= 20_000
 
 
+def test_the_end_is_near_when_the_lanes_soon_have_sent_what_is_queued() -> None:
+    scheduler = scheduler_with(2)
+    transfer(scheduler, 0, 2)
+    assert not scheduler.ending  # nothing is known of the lanes, as within a host
+    scheduler.on_rates({0: 3e6, 1: 3e6})
+    assert not scheduler.ending
+    while scheduler.bytes_queued > 1_800_000:
+        scheduler.next_batch(0)
+    assert scheduler.ending
+
+
 def test_some_bytes_may_leave_before_the_receiver_has_answered() -> None:
     scheduler = scheduler_with(2)
     scheduler.eager_bytes = 3 * CHUNK // 2
