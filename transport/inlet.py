@@ -55,6 +55,7 @@ MAX_PENDING_ACKS: Final = 1000
 MAX_PASSED_CHUNKS: Final = 1 << 16  # in a row that had no place here: each is answered, and a stranger lands none
 MAX_REFUSED: Final = 1024  # slots that were refused, whose chunks may be on their way; the oldest are forgotten first
 SINK_BYTES: Final = 64 << 10  # what has no place is read past in pieces of this size
+ACK_DELAY_S: Final = 0.005  # while more comes in, slowly
 SEND_TIMEOUT_S: Final = 2.0  # acknowledgements are tiny: a peer that takes none for this long reads nothing
 
 
@@ -89,6 +90,7 @@ class Inlet(threading.Thread):
         self._acks: dict[int, list[tuple[int, int]]] = {}
         self._num_acks = 0
         self._passed_chunks = 0  # read past since the last one that landed
+        self._acks_since = 0.0
         self._sink = memoryview(b"")
         self._plain = memoryview(b"")
         self._rails = RailEnds(options.rdma, server.count)
@@ -478,6 +480,8 @@ class Inlet(threading.Thread):
         advance(views, min(size, left))
         if size > left:
             connection.received(size - left, now)
+        if self._num_acks and now >= self._acks_since + ACK_DELAY_S:
+            self._flush()
 
     def _copy_reference(self, frame: Reference) -> None:
         length = frame.length
@@ -539,6 +543,8 @@ class Inlet(threading.Thread):
             settled = claim.landing.outcome is not None
         if isinstance(reply, Ack):
             self._acks.setdefault(claim.slot, []).append((claim.start, claim.stop))
+            if not self._num_acks:
+                self._acks_since = time.monotonic()
             self._num_acks += 1
             self._passed_chunks = 0
         elif reply is not None:

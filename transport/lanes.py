@@ -10,7 +10,7 @@ than a slow one (work stealing; static stripes would finish with the slowest). W
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
@@ -20,6 +20,10 @@ from transport.frames import Abort, Accept, Ack, Cancel, Code, Frame, Nack, Refu
 from transport.transfer import Manifest, Outbox
 
 MIN_CHUNK_BYTES: Final = 128 << 10
+# The last chunks of a transfer on a long link are smaller: what a lane has taken, no other one can send.
+LEAST_CHUNK_S: Final = 0.02
+LEAST_CHUNK_BYTES: Final = 8 << 10
+ENDING_S: Final = 0.3  # before the end of what is queued: longer than what a slow lane has taken takes to leave
 MAX_BATCH_CHUNKS: Final = 64
 CHUNK_S: Final = 0.1  # how long a chunk may take
 # A chunk that fails its checksum this often does so for a reason that another try will not cure.
@@ -100,6 +104,7 @@ class Batch:
 class _Lane:
     notices: deque[Frame] = field(default_factory=deque)
     in_flight_bytes: int = 0
+    bytes_per_s: float = 0.0  # what it carries at present; 0 = not known
 
 
 class LaneScheduler:
@@ -108,7 +113,8 @@ class LaneScheduler:
     def __init__(self, *, chunk_bytes: int, window_bytes: int = 64 << 20) -> None:
         self.chunk_bytes = chunk_bytes
         self.window_bytes = window_bytes  # sent but not acknowledged, per lane
-        self.lane_bytes_per_s = float("inf")  # what a lane carries, where known
+        self.lane_bytes_per_s = float("inf")  # what a lane carries, where known, and nothing is known of this one
+        self.eager_bytes = 0  # of a transfer that may leave before the receiver has said what it misses
         self.burst_bytes = float("inf")  # what the egress budget lets leave at once
         self._lanes: dict[int, _Lane] = {}
         self._transfers: dict[int, Transfer] = {}
@@ -165,6 +171,13 @@ class LaneScheduler:
         return sum(t.outbox.bytes_queued for t in self._transfers.values())
 
     @property
+    def ending(self) -> bool:
+        """Little is left for lanes of which it is known what they carry: from now on each takes only what it can send
+        at once. Before, a stock keeps it busy while the machine is.
+        """
+        return self.bytes_queued < ENDING_S * sum(lane.bytes_per_s for lane in self._lanes.values())
+
+    @property
     def bytes_in_flight(self) -> int:
         return sum(lane.in_flight_bytes for lane in self._lanes.values())
 
@@ -180,7 +193,7 @@ class LaneScheduler:
         return max(1, -(-left // bytes_per_lane)) if self._transfers else 0
 
     def _lanes_for_bytes(self) -> int:
-        queued = sum(t.outbox.bytes_queued for t in self._transfers.values() if t.outbox.accepted)
+        queued = sum(t.outbox.bytes_queued for t in self._transfers.values() if self._may_leave(t))
         return -(-queued // min(MIN_CHUNK_BYTES, self.chunk_bytes))
 
     # lanes
@@ -194,6 +207,12 @@ class LaneScheduler:
         for transfer in self._transfers.values():
             transfer.opened_on.discard(lane)
             transfer.outbox.on_lane_lost(lane)
+
+    def on_rates(self, bytes_per_s: Mapping[int, float]) -> None:
+        """What each lane carries at present."""
+        for lane, rate in bytes_per_s.items():
+            if lane in self._lanes:
+                self._lanes[lane].bytes_per_s = rate
 
     def lane_in_flight(self, lane: int) -> int:
         """Bytes that were sent on a lane and not answered yet."""
@@ -229,26 +248,20 @@ class LaneScheduler:
     def hand_over(self, piece: Piece, lane: int, to: int) -> None:
         """The bytes went over `lane`; what the receiver says of them will come over `to`."""
         size = piece.stop - piece.start
-        self._release_window(lane, size)
-        self._lanes[to].in_flight_bytes += size
         if piece.transfer.outcome is None:
+            self._release_window(lane, size)
+            self._lanes[to].in_flight_bytes += size
             piece.transfer.outbox.hand_over(piece.start, piece.stop, lane, to)
-
-    def drop(self, piece: Piece, lane: int) -> None:
-        """A chunk that was taken cannot be sent, and its transfer is given up."""
-        self._release_window(lane, piece.stop - piece.start)
 
     def on_frame(self, lane: int, frame: Frame) -> None:
         """Whatever a receiver may say about a transfer. Raises RemoteProtocolError; the lane is lost then."""
         slot = getattr(frame, "slot", None)
         transfer = self._transfers.get(slot) if slot is not None else None
         match frame:
-            case Ack():
+            case Ack() if transfer is not None:
                 self._on_ack(lane, frame, transfer)
-            case Nack():
-                self._release_window(lane, frame.length)
-                if transfer is not None:
-                    self._on_nack(lane, frame, transfer)
+            case Nack() if transfer is not None:
+                self._on_nack(lane, frame, transfer)
             case Accept() if transfer is not None:
                 transfer.outbox.accept(frame.missing)
                 self._finish_if_complete(transfer)
@@ -263,8 +276,10 @@ class LaneScheduler:
     def take_pieces(self, lane: int, may_leave: Callable[[Transfer], bool] = lambda _: True) -> list[Piece]:
         """The next chunks for a lane, as far as its window has room; they are in flight on it from now on."""
         state = self._lanes[lane]
-        sendable = [t for t in self._transfers.values() if t.outbox.accepted and t.outbox.bytes_queued and may_leave(t)]
-        limit = self._chunk_limit(sendable)
+        sendable = [
+            t for t in self._transfers.values() if self._may_leave(t) and t.outbox.bytes_queued and may_leave(t)
+        ]
+        limit = self._chunk_limit(state, sendable)
         pieces: list[Piece] = []
         room = min(limit, self.window_bytes - state.in_flight_bytes)
         while room > 0 and sendable and len(pieces) < MAX_BATCH_CHUNKS:
@@ -280,31 +295,42 @@ class LaneScheduler:
             room -= size
         return pieces
 
-    def _chunk_limit(self, sendable: list[Transfer]) -> int:
+    def _may_leave(self, transfer: Transfer) -> bool:
+        """A long link costs a round trip until the receiver has answered; only a sender that resumes sends in vain."""
+        outbox = transfer.outbox
+        return outbox.accepted or outbox.bytes_sent < self.eager_bytes
+
+    def _chunk_limit(self, lane: _Lane, sendable: list[Transfer]) -> int:
         """Smaller chunks towards the end, so that no lane is left with a large one when the others are through.
 
         And on slow lanes: a chunk is what an urgent transfer has to wait for, and what a lost connection costs.
         """
         queued = sum(t.outbox.bytes_queued for t in sendable)
-        share = queued // (2 * max(1, len(self._lanes)))
-        limit = min(share, self.lane_bytes_per_s * CHUNK_S, self.burst_bytes)
-        return int(min(self.chunk_bytes, max(limit, MIN_CHUNK_BYTES)))
+        rate = lane.bytes_per_s or self.lane_bytes_per_s
+        limit = min(queued * self._part_of(lane) / 2, rate * CHUNK_S, self.burst_bytes)
+        least = min(MIN_CHUNK_BYTES, max(LEAST_CHUNK_BYTES, rate * LEAST_CHUNK_S))
+        return int(min(self.chunk_bytes, max(limit, least)))
+
+    def _part_of(self, lane: _Lane) -> float:
+        """What a lane carries of what all of them carry; lanes of which that is not known count alike."""
+        known = [other.bytes_per_s for other in self._lanes.values() if other.bytes_per_s]
+        average = sum(known) / len(known) if known else 1.0
+        return (lane.bytes_per_s or average) / (average * len(self._lanes))
 
     def _rank(self, transfer: Transfer) -> tuple[int, float, float, int]:
         sent = self._sent_by_weight[transfer.urgency, transfer.tenant]
         return (transfer.urgency, sent, min(transfer.due, transfer.deadline), transfer.slot)
 
-    def _on_ack(self, lane: int, ack: Ack, transfer: Transfer | None) -> None:
+    def _on_ack(self, lane: int, ack: Ack, transfer: Transfer) -> None:
         for start, stop in ack.ranges:
             self._release_window(lane, stop - start)
-            if transfer is not None:
-                transfer.outbox.on_acked(lane, start, stop)
-        if transfer is not None:
-            self._finish_if_complete(transfer)
+            transfer.outbox.on_acked(lane, start, stop)
+        self._finish_if_complete(transfer)
 
     def _on_nack(self, lane: int, nack: Nack, transfer: Transfer) -> None:
         if nack.code == Code.CANCELLED:
             return  # the Cancel on its way ends the transfer; if the lane is lost before that, the chunk leaves again
+        self._release_window(lane, nack.length)
         transfer.outbox.on_rejected(lane, nack.offset, nack.offset + nack.length)
         if nack.code == Code.CODEC:
             transfer.formats = None  # from now on plain
@@ -328,6 +354,8 @@ class LaneScheduler:
             return
         transfer.outcome = outcome
         self._settled.append(transfer)
+        for lane, size in transfer.outbox.in_flight().items():  # the receiver reads past it, and may never answer it
+            self._release_window(lane, size)
         notice = notice or Abort(slot=transfer.slot, leave=True)
         for lane in transfer.opened_on & self._lanes.keys():
             self._lanes[lane].notices.append(notice)

@@ -14,8 +14,8 @@ from typing import Final
 _STRUCT: Final = struct.Struct("=8B24I4Q6I4Q2I2Q6I")  # linux/tcp.h, struct tcp_info, up to tcpi_rehash
 # Position of each field in the tuple; an older kernel writes fewer bytes, the rest reads 0.
 _FLAGS = 7
-_SND_MSS, _UNACKED, _SACKED, _LOST, _RETRANS, _RTT = 10, 12, 13, 14, 15, 23
-_BYTES_ACKED, _MIN_RTT, _DELIVERY_RATE = 34, 39, 42
+_SND_MSS, _UNACKED, _SACKED, _LOST, _RETRANS, _RTT, _CWND = 10, 12, 13, 14, 15, 23, 26
+_PACING_RATE, _BYTES_ACKED, _MIN_RTT, _DELIVERY_RATE = 32, 34, 39, 42
 _BYTES_SENT, _BYTES_RETRANS = 48, 49
 _APP_LIMITED_BIT: Final = 1
 
@@ -43,6 +43,13 @@ class TcpInfo:
     bytes_sent: int
     bytes_retransmitted: int
     in_flight_bytes: int  # not acknowledged, as far as not known to be lost
+    window_bytes: int = 0  # that may be in flight: the congestion window
+    pacing_rate: float = 0.0
+
+    @property
+    def reach_bytes_per_s(self) -> float:
+        """What the connection may send at this moment, whether it has anything to send or not; 0 = not known yet."""
+        return min(self.window_bytes / self.rtt_s, self.pacing_rate) if self.rtt_s else 0.0
 
 
 def tcp_info(sock: socket.socket) -> TcpInfo:
@@ -61,6 +68,8 @@ def parse_tcp_info(raw: bytes) -> TcpInfo:
         bytes_sent=f[_BYTES_SENT],
         bytes_retransmitted=f[_BYTES_RETRANS],
         in_flight_bytes=max(0, f[_UNACKED] - f[_SACKED] - f[_LOST] + f[_RETRANS]) * f[_SND_MSS],
+        window_bytes=f[_CWND] * f[_SND_MSS],
+        pacing_rate=float(f[_PACING_RATE]),
     )
 
 

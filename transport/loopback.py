@@ -32,11 +32,13 @@ class Loopback:
         bytes_per_s: float = 1e9,
         latency_s: float = 1e-3,
         reconnect_s: float = 0.05,
+        eager_bytes: int = 0,
         to_receiver: Wire = lambda lane, data: (data,),
         to_sender: Wire = lambda lane, data: (data,),
     ) -> None:
         self.now = 0.0
         self.scheduler = LaneScheduler(chunk_bytes=chunk_bytes)
+        self.scheduler.eager_bytes = eager_bytes
         self.landings = Landings()
         self.chunk_bytes = chunk_bytes
         self.bytes_per_s = bytes_per_s

@@ -27,6 +27,7 @@ from transport.tcp import (
     choose_congestion_control,
     congestion_control,
     dial,
+    has_room,
     limit_unsent,
     receive_now,
     send_some,
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 
 BACKOFF_FIRST_S: Final = 0.05
 BACKOFF_MAX_S: Final = 2.0
+CARRIES_ANEW: Final = 0.2  # a smaller change is not worth a system call
 
 
 @dataclass(slots=True)
@@ -98,6 +100,8 @@ class Outlet:
         self._gathered = memoryview(b"")  # small views, to be sealed together
         self._coder = LaneCoder(peer)
         self._failures = 0
+        self._on_long_link = False
+        self._carries: float | None = None  # bytes per second, when what may wait unsent was last adapted to it
 
     # from other threads
 
@@ -140,8 +144,16 @@ class Outlet:
         with self._sock_lock:
             if self._sock is not None:
                 set_pacing_rate(self._sock, bytes_per_s)
-                if bytes_per_s is not None:
-                    limit_unsent(self._sock, bytes_per_s)
+
+    def carries(self, bytes_per_s: float) -> None:
+        """What it sends at present, on a long link: no more than it will soon have sent may wait in the kernel."""
+        before = self._carries
+        if before is not None and abs(bytes_per_s - before) <= CARRIES_ANEW * before:
+            return
+        with self._sock_lock:
+            if self._sock is not None:
+                self._carries = bytes_per_s
+                limit_unsent(self._sock, bytes_per_s)
 
     # the thread
 
@@ -186,11 +198,12 @@ class Outlet:
         if self._peer.options.tcp.congestion == "auto":
             choose_congestion_control(sock, rtt_s)
         self.congestion = congestion_control(sock)
-        if rtt_s >= LONG_RTT_S:
+        self._on_long_link = rtt_s >= LONG_RTT_S
+        if self._on_long_link:
             limit_unsent(sock)
             self._peer.on_long_link(self.congestion)
         with self._sock_lock:
-            self._sock = sock
+            self._sock, self._carries = sock, None
         try:
             self._serve(sock)
         except ConnectionRefused as exc:
@@ -232,11 +245,12 @@ class Outlet:
                 continue
             wait_s = self._peer.wait_s(time.monotonic())
             free = connection.state is State.OPEN and not wait_s and not leaving
-            batch = self._peer.batch_for(self) if free else Batch()
+            full = free and self._on_long_link and self._peer.ending and not has_room(sock)
+            batch = self._peer.batch_for(self) if free and not full else Batch()
             if batch:
                 self._send(sock, connection, batch)
             else:
-                self._wait(sock, connection, wait_s)
+                self._wait(sock, connection, wait_s, for_room=full)
 
     def _secret(self, _: bytes) -> bytes | None:
         return self._session.secret if self._session is not None else None
@@ -262,18 +276,18 @@ class Outlet:
     def _on_frame(self, frame: Frame) -> None:
         self._peer.on_frame(self, frame)
 
-    def _wait(self, sock: socket.socket, connection: Connection, wait_s: float) -> None:
-        """Until the receiver speaks, work appears, the budget allows to send or a timer is due."""
+    def _wait(self, sock: socket.socket, connection: Connection, wait_s: float, *, for_room: bool = False) -> None:
+        """Until the receiver speaks, work or room appears, the budget allows to send or a timer is due."""
         now = time.monotonic()
         until = connection.next_timer() - now
-        self._sleep(min(wait_s, until) if wait_s else until, sock)
+        self._sleep(min(wait_s, until) if wait_s else until, sock, for_room=for_room)
         connection.on_timer(time.monotonic())
 
-    def _sleep(self, timeout_s: float | None, sock: socket.socket | None = None) -> None:
+    def _sleep(self, timeout_s: float | None, sock: socket.socket | None = None, *, for_room: bool = False) -> None:
         poller = select.poll()
         poller.register(self._eventfd, select.POLLIN)
         if sock is not None:
-            poller.register(sock, select.POLLIN)
+            poller.register(sock, select.POLLIN | (select.POLLOUT if for_room else 0))
         poller.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000 + 0.5)
         with suppress(BlockingIOError):  # it was the socket, or time
             os.eventfd_read(self._eventfd)

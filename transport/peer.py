@@ -38,6 +38,9 @@ log = logging.getLogger(__name__)
 BYTES_PER_LANE: Final = 1 << 20  # another connection is worth its handshake from about here on
 FIRST_LANE_BYTES_PER_S: Final = 10e6  # on a long link, until it has been measured
 RENEW_AGAIN_S: Final = 5.0  # after keys could not be renewed
+# Of a transfer over a long link that may leave before its receiver has answered: what fills the pipe meanwhile.
+EAGER_RTTS: Final = 2.0
+EAGER_BYTES: Final = 4 << 20  # until that has been measured
 SAMPLING_S: Final = 0.03
 LONG_LINK_SAMPLING_S: Final = 0.01  # a fraction of a round trip: when the link narrows, its queue fills within one
 # The bucket keeps the budget; the kernel's pacing only spreads it, and must leave a slow lane's share to the others.
@@ -279,6 +282,11 @@ class Peer:
             lane.idle = not batch
             return batch
 
+    @property
+    def ending(self) -> bool:
+        with self.lock:
+            return self.scheduler.ending
+
     def retire(self, lane: "Outlet") -> bool:
         """Whether the lane may go: nothing of what it sent is unanswered."""
         with self.lock:
@@ -316,6 +324,7 @@ class Peer:
                 self._governor.expect_loss_based()
             if self.scheduler.lane_bytes_per_s == float("inf"):
                 self.scheduler.lane_bytes_per_s = FIRST_LANE_BYTES_PER_S
+                self.scheduler.eager_bytes = 0 if self.over_rdma else EAGER_BYTES
 
     def lane_down(self, lane: "Outlet", error: str) -> None:
         with self.lock:
@@ -411,14 +420,23 @@ class Peer:
         with self.lock:
             while len(self._lanes) < plan.connections and not self.closing:
                 self._lanes.append(Outlet(self, len(self._lanes)))
-            if state.connections and state.min_rtt_s >= LONG_RTT_S:
-                self.scheduler.lane_bytes_per_s = (
-                    state.available_bytes_per_s / state.connections or FIRST_LANE_BYTES_PER_S
-                )
             self._wake_lanes()
             changed, self._pace = self._pace != plan.pace_bytes_per_s, plan.pace_bytes_per_s
         if changed:
             self._share_budget()
+
+    def _spread(self, rates: Mapping[int, float], state: LinkState) -> None:
+        """Over a long link each lane takes what it can send soon, since what it has taken no other one can send."""
+        average = state.available_bytes_per_s / len(rates) if rates else 0.0
+        with self.lock:
+            self.scheduler.lane_bytes_per_s = average or FIRST_LANE_BYTES_PER_S
+            self.scheduler.on_rates(rates)
+            if not self.over_rdma:
+                path_bytes = state.available_bytes_per_s * state.rtt_s
+                self.scheduler.eager_bytes = int(EAGER_RTTS * path_bytes) or EAGER_BYTES
+        for lane in list(self._lanes):
+            if rate := rates.get(lane.key):
+                lane.carries(rate)
 
     def on_coded(
         self, transfer: Transfer, asked: Mapping[str, Codec], shares: Sequence[Share], cpu_s: float, sent: int
@@ -460,6 +478,8 @@ class Peer:
             rate = state.available_bytes_per_s or self._budget or 0.0
             situation = Situation(link_bytes_per_s=rate, backlog_bytes=queued, idle_cores=idle_cores)
             self.chooser.on_situation(situation, now)
+        if state.min_rtt_s >= LONG_RTT_S:
+            self._spread({key: info.reach_bytes_per_s for key, info in infos.items()}, state)
         self.settle()
         self._govern(state, now)
 

@@ -440,7 +440,6 @@ class RdmaOutlet(Outlet):
                 log.exception("the source of push %s failed", piece.transfer.transfer_id)
                 with self._peer.lock:
                     piece.transfer.writing -= 1
-                    self._peer.scheduler.drop(piece, running.lane)
                 self._peer.abort(piece.transfer, f"source: {exc}", keep_landing=False)
         return bool(pieces)
 

@@ -20,8 +20,8 @@ LONG_RTT_S: Final = 2e-3
 SAME_HOST_BUFFER_BYTES: Final = 512 << 10
 # Bytes that the kernel has taken but not sent cannot be given to a faster lane, nor overtaken by urgent ones.
 NOTSENT_LOWAT_BYTES: Final = 256 << 10
-NOTSENT_LEAST_BYTES: Final = 32 << 10
-NOTSENT_S: Final = 0.05  # of what a lane carries
+NOTSENT_LEAST_BYTES: Final = 16 << 10
+NOTSENT_S: Final = 0.08  # of what a lane carries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +96,13 @@ def limit_unsent(sock: socket.socket, bytes_per_s: float = float("inf")) -> None
     """For long links; on short ones it only makes the sender wake more often."""
     size = max(NOTSENT_LEAST_BYTES, min(NOTSENT_LOWAT_BYTES, NOTSENT_S * bytes_per_s))
     sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, int(size))
+
+
+def has_room(sock: socket.socket) -> bool:
+    """Whether less than half of the limit waits unsent. A write alone would go on filling the last 64 KiB buffer."""
+    poller = select.poll()
+    poller.register(sock, select.POLLOUT)
+    return bool(poller.poll(0))
 
 
 def choose_congestion_control(sock: socket.socket, rtt_s: float) -> None:

@@ -144,7 +144,11 @@ class Outbox:
 
     @property
     def bytes_in_flight(self) -> int:
-        return sum(stop - start for chunks in self._in_flight.values() for start, stop in chunks.items())
+        return sum(self.in_flight().values())
+
+    def in_flight(self) -> dict[int, int]:
+        """Bytes that were taken and not answered yet, by lane."""
+        return {lane: sum(stop - start for start, stop in chunks.items()) for lane, chunks in self._in_flight.items()}
 
     def ready(self, indexes: Iterable[int]) -> None:
         """These ranges may leave now. Saying it twice changes nothing."""
@@ -161,6 +165,9 @@ class Outbox:
             if stop > self.manifest.total_bytes:
                 raise RemoteProtocolError(f"misses [{start}, {stop}) of {self.manifest.total_bytes} bytes")
             landed.subtract(start, stop)
+        for chunks in self._in_flight.values():  # ours: it is acknowledged in its own time
+            for start, stop in chunks.items():
+                landed.subtract(start, stop)
         gained = sum(self.acked.add(start, stop) for start, stop in landed)
         if not self.accepted:
             self.bytes_resumed = gained

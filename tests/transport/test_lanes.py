@@ -196,6 +196,60 @@ def test_chunks_shrink_towards_the_end_and_on_slow_lanes() -> None:
     assert scheduler.next_batch(0).num_bytes == 200_000
 
 
+def test_the_last_chunks_go_by_what_each_lane_carries_at_present() -> None:
+    scheduler = LaneScheduler(chunk_bytes=4 * CHUNK)
+    for lane in range(4):
+        scheduler.lane_up(lane)
+    scheduler.on_rates({0: 3e6, 1: 1e6, 2: 1e6, 3: 1e6, 9: 5e6})
+    transfer(scheduler, 0, 1)
+    slow, fast = scheduler.next_batch(1).num_bytes, scheduler.next_batch(0).num_bytes
+    assert slow == int(CHUNK * 1 / 6 / 2)
+    assert fast == int((CHUNK - slow) * 3 / 6 / 2)
+    while scheduler.bytes_queued:
+        last = scheduler.next_batch(1).num_bytes
+    assert last <= 20_000
+
+
+def test_the_end_is_near_when_the_lanes_soon_have_sent_what_is_queued() -> None:
+    scheduler = scheduler_with(2)
+    transfer(scheduler, 0, 2)
+    assert not scheduler.ending  # nothing is known of the lanes, as within a host
+    scheduler.on_rates({0: 3e6, 1: 3e6})
+    assert not scheduler.ending
+    while scheduler.bytes_queued > 1_800_000:
+        scheduler.next_batch(0)
+    assert scheduler.ending
+
+
+def test_some_bytes_may_leave_before_the_receiver_has_answered() -> None:
+    scheduler = scheduler_with(2)
+    scheduler.eager_bytes = 3 * CHUNK // 2
+    t = Transfer(slot=0, transfer_id="t", secret=b"s", outbox=Outbox(Manifest([CHUNK] * 10)))
+    scheduler.add(t)
+    scheduler.ready(t, range(10))
+    assert scheduler.lanes_wanted() > 2
+    batches = [scheduler.next_batch(lane) for lane in (0, 1, 0)]
+    assert [bool(batch.opens) for batch in batches] == [True, True, False]
+    assert [batch.num_bytes for batch in batches] == [CHUNK, CHUNK, 0]
+    first = batches[0].pieces[0]
+    scheduler.on_frame(0, Accept(slot=0, missing=((5 * CHUNK, 10 * CHUNK),)))
+    assert t.outbox.bytes_resumed == 3 * CHUNK  # what is on its way will be acknowledged by itself
+    scheduler.on_frame(0, Ack(slot=0, ranges=((first.start, first.stop),)))
+    assert scheduler.next_batch(0).pieces[0].start == 5 * CHUNK
+
+
+def test_what_nobody_will_answer_leaves_the_window() -> None:
+    scheduler = LaneScheduler(chunk_bytes=CHUNK, window_bytes=2 * CHUNK)
+    scheduler.lane_up(0)
+    for slot in range(3):
+        t = transfer(scheduler, slot)
+        piece = scheduler.next_batch(0).pieces[0]
+        scheduler.on_frame(0, Cancel(slot=slot, code="cancelled"))
+        assert scheduler.lane_in_flight(0) == 0
+        scheduler.on_frame(0, Ack(slot=slot, ranges=((piece.start, piece.stop),)))  # it had landed just before
+        assert t.outcome is not None
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["send", "ack", "nack", "down"])), max_size=60))
 def test_no_byte_is_ever_forgotten(steps: list[tuple[int, str]]) -> None:

@@ -98,6 +98,15 @@ def test_the_kernel_is_understood() -> None:
     assert got.bytes_sent == 100_000
     assert 0 < got.rtt_s < 1
     assert 0 < got.min_rtt_s <= got.rtt_s
+    assert got.window_bytes >= 10_000
+    assert got.reach_bytes_per_s > 1e6
+
+
+def test_a_connection_reaches_what_its_window_and_its_pace_allow() -> None:
+    assert info().reach_bytes_per_s == 0
+    assert info(window_bytes=100_000, pacing_rate=9e9).reach_bytes_per_s == pytest.approx(2e6)
+    assert info(window_bytes=100_000, pacing_rate=1e6).reach_bytes_per_s == 1e6
+    assert info(rtt_s=0.0, window_bytes=100_000, pacing_rate=1e6).reach_bytes_per_s == 0
 
 
 def test_an_older_kernel_tells_less() -> None:

@@ -40,6 +40,36 @@ def test_link_rate_and_latency_show_in_virtual_time() -> None:
     assert link.now == pytest.approx(1.0 + 0.05 + 3 * 0.1, rel=0.2)
 
 
+def test_eager_bytes_save_the_round_trip_of_the_answer() -> None:
+    spent = {}
+    for eager_bytes in (0, 200_000):
+        link = Loopback(bytes_per_s=1e6, latency_s=0.05, eager_bytes=eager_bytes)
+        source, target, results = run(link, [1_000_000])
+        spent[eager_bytes] = link.now
+        assert source.content() == target.content()
+        assert results[0].ok
+    assert spent[0] - spent[200_000] == pytest.approx(0.1, rel=0.1)
+
+
+def test_eager_bytes_of_a_sender_with_the_wrong_secret_are_read_past() -> None:
+    link = Loopback(eager_bytes=100_000)
+    source, target = Memory(SIZES, fill=True), Memory(SIZES)
+    landing = link.expect("t", SECRET, SIZES, target)
+    wrong = link.open("t", b"guess", SIZES, source)
+    link.ready(wrong, range(len(SIZES)))
+    link.run(until=1.0)
+    assert wrong.outcome is not None
+    assert wrong.outcome.code == "bad_secret"
+    assert wrong.outbox.bytes_sent > 0
+    assert landing.bytes_landed == 0
+    assert link.scheduler.bytes_in_flight == 0
+    right = link.open("t", SECRET, SIZES, source)
+    link.ready(right, range(len(SIZES)))
+    link.run(until=2.0)
+    assert source.content() == target.content()
+    assert link.errors == []
+
+
 def test_an_empty_transfer_lands_at_once() -> None:
     _, _, results = run(Loopback(), [])
     assert results[0].ok
@@ -193,10 +223,13 @@ class Trouble:
     st.integers(0, 2**32),
     st.integers(1, 4),
     st.sets(st.sampled_from(["split", "lose", "repeat", "swap", "truncate"]), min_size=1),
+    st.sampled_from([0, 100_000]),
 )
-def test_every_byte_is_right_whatever_the_wire_does(seed: int, num_lanes: int, kinds: set[str]) -> None:
+def test_every_byte_is_right_whatever_the_wire_does(
+    seed: int, num_lanes: int, kinds: set[str], eager_bytes: int
+) -> None:
     forth, back = Trouble(seed, 12, sorted(kinds)), Trouble(seed + 1, 6, sorted(kinds))
-    link = Loopback(num_lanes=num_lanes, chunk_bytes=16_384, to_receiver=forth, to_sender=back)
+    link = Loopback(num_lanes=num_lanes, chunk_bytes=16_384, eager_bytes=eager_bytes, to_receiver=forth, to_sender=back)
     source, target, results = run(link)
     assert [result.ok for result in results] == [True]
     assert source.content() == target.content()
@@ -223,10 +256,10 @@ def test_byte_at_a_time() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 2**32))
-def test_connections_that_die_at_random_cost_no_byte(seed: int) -> None:
+@given(st.integers(0, 2**32), st.sampled_from([0, 100_000]))
+def test_connections_that_die_at_random_cost_no_byte(seed: int, eager_bytes: int) -> None:
     rng = np.random.default_rng(seed)
-    link = Loopback(num_lanes=3, chunk_bytes=8_192, bytes_per_s=1e7, latency_s=0.002)
+    link = Loopback(num_lanes=3, chunk_bytes=8_192, bytes_per_s=1e7, latency_s=0.002, eager_bytes=eager_bytes)
     for when in np.cumsum(rng.exponential(0.01, size=12)):
         link.at(float(when), lambda: link.cut(int(rng.choice(list(link.lanes)))) if link.lanes else None)
     source, target, results = run(link)
