@@ -305,10 +305,8 @@ class Outlet:
             for transfer in batch.opens:
                 outgoing.add(self._opening(connection, transfer))
             for piece in batch.pieces:
-                if piece.transfer in self._reading:
+                if piece.transfer in self._reading:  # else it has ended, and its memory is gone
                     self._add_piece(sock, connection, outgoing, piece)
-                else:
-                    self._peer.drop(self, piece)  # it ended, and its memory is gone
             self._write(sock, connection, outgoing)
             self._peer.charge(batch.num_bytes - self._coder.bytes_saved, time.monotonic())
         finally:
@@ -351,7 +349,6 @@ class Outlet:
                 coded = self._coder.code(transfer, formats, connection.codecs, piece.start, piece.stop, views)
         except Exception as exc:
             log.exception("the source of push %s failed", transfer.transfer_id)
-            self._peer.drop(self, piece)
             self._peer.abort(transfer, f"source: {exc}", keep_landing=False)
             return
         if coded is not None:

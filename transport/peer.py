@@ -16,7 +16,7 @@ from transport.crypto import Identity, Session, request_session
 from transport.errors import Closed, ConnectionRefused
 from transport.frames import MAX_CHUNK_BYTES, Ack, Code, Frame, Nack, known
 from transport.governor import Governor
-from transport.lanes import Batch, LaneScheduler, Piece, Transfer, Urgency
+from transport.lanes import Batch, LaneScheduler, Transfer, Urgency
 from transport.link import LinkMonitor, LinkState
 from transport.outlet import Outlet
 from transport.pacing import BULK_LEAVES, Budget, Egress
@@ -303,11 +303,6 @@ class Peer:
         """A chunk that is about to leave does so as two: up to `at`, and the rest."""
         with self.lock:
             transfer.outbox.split(lane.key, start, at)
-
-    def drop(self, lane: "Outlet", piece: Piece) -> None:
-        """A chunk of a transfer that has ended, or is about to, does not leave."""
-        with self.lock:
-            self.scheduler.drop(piece, lane.key)
 
     def lane_up(self, lane: "Outlet") -> None:
         with self.lock:
