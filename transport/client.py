@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 HOUSEKEEPING_SHARE: Final = 0.05  # of a core, at most
 IDLE_HOUSEKEEPING_S: Final = 1.0
 PeerKey: TypeAlias = tuple[str, Path, str]
-"""Address, path and link: an address behind two links is two peers, each with the budget of its link."""
+"""Address, path and, over TCP, link: an address behind two links is two peers, each with the budget of its link."""
 
 
 class TransferClient:
@@ -230,7 +230,7 @@ class TransferClient:
         """With the lock held."""
         if self._closing:
             raise Closed("the client is closed")
-        key = (address, path, link)
+        key = (address, path, link if path is Path.TCP else "")
         if key not in self._peers:
             egress = self._egress_of(link) if path is Path.TCP else Egress()
             self._peers[key] = Peer(

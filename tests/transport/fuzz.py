@@ -147,7 +147,7 @@ def any_frame(rng: random.Random, end: End) -> Frame:
 
 
 def _value(rng: random.Random, field: str) -> Any:
-    if field == "text":
+    if field in ("text", "detail"):
         return rng.choice(WORDS)
     if field == "blob":
         return rng.randbytes(rng.choice((0, 16, 16, 32, 1024)))
