@@ -1,6 +1,7 @@
 """A sender that says whatever a test wants it to say."""
 
 import socket
+from typing import Self
 
 from tests.transport.helpers import PATIENCE_S, SECRET
 from transport.checksum import Integrity
@@ -34,7 +35,7 @@ class RawSender:
         self.sock.sendall(self.connection.data_to_send())
 
     @classmethod
-    def to(cls, address: str, session: Session | None = None) -> "RawSender":
+    def to(cls, address: str, session: Session | None = None) -> Self:
         sender = cls(socket.create_connection(parse_address(address), timeout=PATIENCE_S), session)
         try:
             sender.hear(Welcome)
@@ -43,7 +44,7 @@ class RawSender:
             raise
         return sender
 
-    def __enter__(self) -> "RawSender":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
