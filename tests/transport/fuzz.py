@@ -3,7 +3,8 @@
 An input is what one read may bring: frames of every kind with their fields chosen at random or at the edges, then cut,
 spliced and flipped; headers before noise; noise. It goes to an end that is being greeted or is open, plain or sealed,
 and what it takes for a frame goes on to the registry of landings or to the scheduler of lanes, as a driver would hand
-it over. Allowed are frames and TransportErrors; anything else, an input that takes long, or memory that grows, fails.
+it over. One in a hundred goes to a real listener over a socket (see fuzz_inlet). Allowed are frames and
+TransportErrors; anything else, an input that takes long, or memory that grows, fails.
 """
 
 import argparse
@@ -15,27 +16,24 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
+from tests.transport.fuzz_inlet import RealInlets
+from tests.transport.fuzz_inputs import SECRET, SEGMENT, SEGMENT_BYTES, SIZES, any_frame, spoil
 from transport import frames
 from transport.checksum import Integrity
-from transport.connection import TRANSITIONS, Connection, Role, State
+from transport.connection import Connection, Role, State
 from transport.errors import TransportError
 from transport.frames import HEADER, Abort, Chunk, CodedChunk, Frame, Open, encode
-from transport.landings import Landings
+from transport.landings import Landings, Segment
 from transport.lanes import LaneScheduler, Transfer
-from transport.transfer import Manifest, Outbox, proof_of
+from transport.transfer import Manifest, Outbox
 
-SIZES: Final = (4096, 0, 70_000)
 INPUTS_PER_END: Final = 50
+INPUTS_PER_REAL_ONE: Final = 100
 SLOW_S: Final = 1.0  # of processor time, which other work on the machine does not stretch; a usual input takes 0.1 ms
 MAX_GROWTH_BYTES: Final = 64 << 20
 WARM_INPUTS: Final = 2000
-EDGES: Final = {
-    "B": (0, 1, 255), "H": (0, 1, 2, 3, 65535), "I": (0, 0, 0, 1, 4096, 1 << 16, (1 << 32) - 1),
-    "Q": (0, 0, 0, 1, 4096, 74_096, 1 << 46, (1 << 46) + 1, (1 << 64) - 1), "?": (False, True),
-}  # fmt: skip
-WORDS: Final = ("", "t", "xxh3", "aes-128-gcm", "protocol", "a word nobody knows", "é" * 20, "segment:s:1", "x" * 1024)
 
 
 class End:
@@ -50,10 +48,11 @@ class End:
             self._greet()
         self.landings = Landings()
         self.landings.connected(1)
-        self.landings.expect("t", b"secret", SIZES, _memory, on_done=None, deadline=1e9)
+        self.landings.segments[SEGMENT] = Segment(memoryview(bytearray(SEGMENT_BYTES)), SECRET, readable=True)
+        self.landings.expect("t", SECRET, SIZES, _memory, on_done=None, deadline=1e9)
         self.scheduler = LaneScheduler(chunk_bytes=1 << 16)
         self.scheduler.lane_up(1)
-        self.transfer = Transfer(slot=0, transfer_id="t", secret=b"secret", outbox=Outbox(Manifest(SIZES)))
+        self.transfer = Transfer(slot=0, transfer_id="t", secret=SECRET, outbox=Outbox(Manifest(SIZES)))
         self.scheduler.add(self.transfer)
         self.scheduler.ready(self.transfer, [0, 1, 2])
         self.sink = memoryview(bytearray(1 << 17))
@@ -127,36 +126,6 @@ def _sink(size: int) -> memoryview:
     return memoryview(bytearray(size))
 
 
-def any_frame(rng: random.Random, end: End) -> Frame:
-    due = list(TRANSITIONS[end.role][end.connection.state])
-    kind = rng.choice(due if due and rng.random() < 0.9 else list(frames._KINDS))
-    if kind is Chunk or kind is CodedChunk:
-        values: dict[str, Any] = {f.name: rng.choice(EDGES["I"]) for f in dataclasses.fields(kind)}
-        values["sealed"] = rng.random() < 0.5
-        return kind(**values)
-    values = {name: _value(rng, field) for name, field in frames._FIELDS[kind]}
-    if kind is Open and rng.random() < 0.5:  # one that is let in
-        manifest = Manifest(SIZES)
-        values |= {
-            "transfer_id": "t",
-            "proof": proof_of(b"secret", "t", manifest.digest, end.connection.nonces),
-            "manifest_digest": manifest.digest,
-            "total_bytes": manifest.total_bytes,
-        }
-    return kind(**values)
-
-
-def _value(rng: random.Random, field: str) -> Any:
-    if field in ("text", "detail"):
-        return rng.choice(WORDS)
-    if field == "blob":
-        return rng.randbytes(rng.choice((0, 16, 16, 32, 1024)))
-    if field in ("pairs", "spans"):
-        starts = [rng.choice(EDGES["Q"][:6]) for _ in range(rng.choice((0, 1, 1, 2, 40)))]
-        return tuple((start, start + rng.choice((0, 1, 4096))) for start in starts)
-    return rng.choice(EDGES[field])
-
-
 def any_input(rng: random.Random, end: End) -> bytes:
     dice = rng.random()
     if dice < 0.05:
@@ -174,7 +143,7 @@ def any_input(rng: random.Random, end: End) -> bytes:
             data += rng.randbytes(rng.randrange(100))  # a payload, or not
     if end.greeted and end.sealed and rng.random() < 0.5:
         data = bytearray(_sealed(rng, end, bytes(data)))
-    return bytes(_spoil(rng, data))
+    return bytes(spoil(rng, data))
 
 
 def _sealed(rng: random.Random, end: End, data: bytes) -> bytes:
@@ -189,25 +158,6 @@ def _sealed(rng: random.Random, end: End, data: bytes) -> bytes:
         return data
 
 
-def _spoil(rng: random.Random, data: bytearray) -> bytearray:
-    for _ in range(rng.choice((0,) * 8 + (1, 1, 1, 2, 2, 4))):
-        if not data:
-            break
-        at = rng.randrange(len(data))
-        match rng.randrange(5):
-            case 0:
-                data[at] ^= 1 << rng.randrange(8)
-            case 1:
-                data[at] = rng.choice((0, 1, 0x7F, 0x80, 0xFF))
-            case 2:
-                del data[at:]
-            case 3:
-                data[at:at] = rng.randbytes(rng.randrange(1, 9))
-            case 4:
-                data[4:8] = rng.choice((0, 1, 24, 65536, 65537, (1 << 32) - 1)).to_bytes(4, "little")
-    return data
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
     """What came of the inputs."""
@@ -217,6 +167,7 @@ class Report:
     refused: Counter[str]
     slowest_s: float
     growth_bytes: int
+    listeners: Counter[str]  # what the real ones have counted
 
     def __add__(self, other: "Report") -> "Report":
         return Report(
@@ -225,11 +176,17 @@ class Report:
             self.refused + other.refused,
             max(self.slowest_s, other.slowest_s),
             max(self.growth_bytes, other.growth_bytes),
+            self.listeners + other.listeners,
         )
 
 
 def fuzz(num_inputs: int, seed: int) -> Report:
     """Raises whatever an end should not have raised; AssertionError for one that hangs or hoards."""
+    with RealInlets(seed) as inlets:
+        return _fuzz(num_inputs, seed, inlets)
+
+
+def _fuzz(num_inputs: int, seed: int, inlets: RealInlets) -> Report:
     rng = random.Random(seed)
     taken, slowest_s, refused, end = 0, 0.0, Counter[str](), End(rng)
     at_first = 0
@@ -238,6 +195,9 @@ def fuzz(num_inputs: int, seed: int) -> Report:
             end = End(rng)
         if number == WARM_INPUTS:
             at_first = _peak_bytes()
+        if number % INPUTS_PER_REAL_ONE == 0:
+            inlets.feed(number)
+            continue
         data = any_input(rng, end)
         started = time.thread_time()
         try:
@@ -255,7 +215,7 @@ def fuzz(num_inputs: int, seed: int) -> Report:
         assert slowest_s < SLOW_S, f"seed {seed}, input {number} took {slowest_s:.1f} CPU s"
     growth = _peak_bytes() - at_first if at_first else 0
     assert growth < MAX_GROWTH_BYTES, f"memory grew by {growth / (1 << 20):.0f} MiB"
-    return Report(num_inputs, taken, refused, slowest_s, growth)
+    return Report(num_inputs, taken, refused, slowest_s, growth, inlets.counters)
 
 
 def _peak_bytes() -> int:
@@ -282,7 +242,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         + ", ".join(f"{count:,} {name}" for name, count in total.refused.most_common())
         + f"; nothing else raised, slowest input {1000 * total.slowest_s:.1f} CPU ms, "
         f"memory +{total.growth_bytes / (1 << 20):.1f} MiB; "
-        f"{seconds:.0f} s, {cpu.ru_utime + cpu.ru_stime:.0f} CPU s"
+        f"{seconds:.0f} s, {cpu.ru_utime + cpu.ru_stime:.0f} CPU s\n"
+        "real listeners: " + ", ".join(f"{count:,} {name}" for name, count in total.listeners.most_common())
     )
     return 0
 

@@ -3,16 +3,19 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.transport.helpers import PATIENCE_S, random_bytes
 from transport.batch import BatchEngine, Read, TaskState, Write
+from transport.certificates import Authority
+from transport.checksum import Integrity
 from transport.client import ClientOptions
 from transport.errors import LocalProtocolError
 from transport.frames import Accept, Open, Refuse
-from transport.landings import Landings, Segment, read_id
-from transport.server import TransferServer
+from transport.landings import Landings, ReadRequest, Segment, read_id
+from transport.server import ServerOptions, TransferServer
 from transport.transfer import Manifest, proof_of
 
 
@@ -29,6 +32,14 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
+
+
+def engine_of(integrity: Integrity, folder: Path) -> BatchEngine:
+    identity = Authority(folder).issue("node") if integrity is Integrity.AEAD else None
+    return BatchEngine(
+        server_options=ServerOptions(integrity=integrity, identity=identity),
+        client_options=ClientOptions(integrity=integrity, identity=identity),
+    )
 
 
 def test_writes_land_where_they_were_meant_to() -> None:
@@ -107,10 +118,11 @@ def test_reads_fetch_what_lies_where_they_ask() -> None:
         until(lambda: not far._served)
 
 
-def test_reads_and_writes_share_a_batch_and_a_pair_of_engines() -> None:
+@pytest.mark.parametrize("integrity", list(Integrity))
+def test_reads_and_writes_share_a_batch_and_a_pair_of_engines(integrity: Integrity, tmp_path: Path) -> None:
     here, there = random_bytes(300_000, seed=1), random_bytes(300_000, seed=2)
     back = bytearray(300_000)
-    with BatchEngine() as near, BatchEngine() as far:
+    with engine_of(integrity, tmp_path) as near, engine_of(integrity, tmp_path) as far:
         ref = far.register_memory("kv", memoryview(there), remote_read=True)
         own = near.register_memory("own", memoryview(here).toreadonly(), remote_read=True, remote_write=False)
         batch = near.allocate_batch(3)
@@ -120,6 +132,8 @@ def test_reads_and_writes_share_a_batch_and_a_pair_of_engines() -> None:
         assert back[:100_000] == random_bytes(300_000, seed=2)[:100_000]
         assert back[100_000:] == here[100_000:]
         assert there[200_000:250_000] == here[:50_000]
+        for engine in (near, far):
+            assert not engine._server.counters["internal_errors"]
 
 
 def test_a_segment_is_read_with_its_secret_inside_its_bounds_and_if_it_may_be_read() -> None:
@@ -182,6 +196,50 @@ def test_unregistering_ends_reads_and_waits_for_them() -> None:
         until(lambda: not far._served)
         assert wait(near, batch) is TaskState.FAILED
         assert near.status(batch, 0).reason == "aborted"
+
+
+def test_a_read_that_was_granted_before_its_segment_went_is_not_served_after() -> None:
+    with BatchEngine() as engine:
+        engine.register_memory("kv", memoryview(bytearray(10)), remote_read=True)
+        segment = engine._server.landings.segments["kv"]
+        request = ReadRequest("kv", segment, "reply:kv:1", b"secret", "127.0.0.1:1", (segment.view,))
+        engine.unregister_memory("kv")
+        engine.register_memory("kv", memoryview(bytearray(10)), remote_read=True)  # the name is not the segment
+        engine._serve(request)
+        assert not engine._served
+        assert not engine._client._peers
+
+
+def test_unregistering_waits_for_the_writes_under_way() -> None:
+    slow = ClientOptions(egress_bytes_per_s=20e6, connections=2)
+    memory = bytearray(8 << 20)
+    with BatchEngine(client_options=slow) as near, BatchEngine() as far:
+        ref = far.register_memory("kv", memoryview(memory))
+        batch = near.allocate_batch(1)
+        near.submit(batch, [Write(memoryview(b"x" * (8 << 20)), ref, 0)])
+        until(lambda: any(memory))
+        far.unregister_memory("kv")
+        left = bytes(memory)
+        assert wait(near, batch) is TaskState.FAILED
+        assert near.status(batch, 0).reason == "cancelled"
+        assert memory == left
+        assert not all(left)
+
+
+def test_reads_not_taken_up_yet_go_with_their_segment() -> None:
+    landings = Landings()
+    landings.connected(1)
+    landings.segments["kv"] = Segment(memoryview(bytearray(100)), b"secret", readable=True)
+    manifest, nonces = Manifest([10]), b"n" * 32
+    asked = read_id("kv", "1", "host:7")
+    request = Open(
+        slot=3, transfer_id=asked, proof=proof_of(b"secret", asked, manifest.digest, nonces), total_bytes=10,
+        num_ranges=1, manifest_digest=manifest.digest, placement=((0, 10),),
+    )  # fmt: skip
+    assert landings.open(1, request, nonces, 0.0) == Accept(slot=3, missing=())
+    landings.unregister("kv")
+    assert landings.take_reads() == []
+    assert landings.open(1, request, nonces, 0.0) == Refuse(slot=3, code="unknown_transfer")
 
 
 def test_a_request_that_is_repeated_is_served_once() -> None:

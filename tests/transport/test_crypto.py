@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,58 @@ def test_without_a_session_nobody_gets_in(authority: Authority) -> None:
         with socket.create_connection(parse_address(server.address), timeout=PATIENCE_S) as sock:
             sock.sendall(sender.data_to_send())
             assert b"session" in sock.recv(1000)
+
+
+@pytest.mark.parametrize("words", [b"\x16\x03\x01\x00\x01\x00", b"\x16\x03\x01\x02\x00\x01"])
+def test_a_session_is_granted_only_to_who_has_shown_a_certificate(authority: Authority, words: bytes) -> None:
+    with server_of(authority.issue("decode")) as server:
+        for _ in range(5):
+            with socket.create_connection(parse_address(server.address), timeout=PATIENCE_S) as sock:
+                sock.sendall(words)
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(1000):
+                    pass
+        deadline = time.monotonic() + PATIENCE_S
+        while server.counters["refused:identity"] < 5 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert server.counters["refused:identity"] == 5
+        assert not server._sessions._sessions
+
+
+def test_a_handshake_that_breaks_is_no_verdict_and_tried_again(authority: Authority) -> None:
+    class Flaky(Proxy):
+        """Hangs up on the first handshakes."""
+
+        def _relay(self, index: int, source: socket.socket, sink: socket.socket, forward: bool) -> None:
+            if index >= 3:
+                super()._relay(index, source, sink, forward)
+            elif forward:
+                source.recv(10_000)
+                source.shutdown(socket.SHUT_WR)
+
+    with (
+        server_of(authority.issue("decode")) as server,
+        Flaky(server.address) as flaky,
+        client_of(authority.issue("prefill"), connections=1, peer_timeout_s=PATIENCE_S) as client,
+    ):
+        assert all(r is not None and r.ok for r in deliver(server, client, MIXED, address=flaky.address).wait())
+        assert len(flaky.pairs) >= 4
+        assert not client.refusals
+
+
+def test_keys_that_cannot_be_renewed_serve_until_they_end(authority: Authority) -> None:
+    with client_of(authority.issue("prefill"), connections=1) as client:
+        with server_of(authority.issue("decode")) as server:
+            assert all(result is not None and result.ok for result in deliver(server, client, MIXED).wait())
+        (peer,) = client._peers.values()  # there is nobody at its address any more
+        session = peer._session
+        assert session is not None
+        peer._renew_at = 0.0
+        assert peer.session() is session
+        assert peer._renew_at > time.monotonic()  # not with every connection
+        peer._session, peer._renew_at = replace(session, ends_at=0.0), 0.0
+        with pytest.raises(OSError, match="refused"):
+            peer.session()
 
 
 def test_keys_rotate_in_mid_transfer(authority: Authority) -> None:

@@ -1,0 +1,202 @@
+"""The receiving end of one connection: what peers that misbehave cost it, and what they are told."""
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.transport.helpers import PATIENCE_S, SECRET, Memory, deliver
+from tests.transport.raw_sender import RawSender
+from transport.checksum import Integrity
+from transport.client import ClientOptions, TransferClient
+from transport.crypto import Identity
+from transport.errors import ConnectionRefused
+from transport.frames import (
+    Abort,
+    Accept,
+    Cancel,
+    Chunk,
+    CodedChunk,
+    Frame,
+    Nack,
+    Ping,
+    Reference,
+    Refuse,
+)
+from transport.inlet import MAX_REFUSED, SINK_BYTES, Inlet
+from transport.server import ServerOptions, TransferServer
+
+MB = 1 << 20
+CHUNK = Chunk(slot=9, offset=0, length=16 * MB, checksum=0)
+CODED = CodedChunk(slot=9, offset=0, length=16 * MB, coded_length=16 * MB - 1, checksum=0)
+REFERENCE = Reference(slot=9, offset=0, checksum=0, extents=((0, 4096),))
+NO_FILES = Identity(certificate=Path("none"), key=Path("none"), authority=Path("none"))
+
+
+@pytest.fixture
+def server() -> Iterator[TransferServer]:
+    with TransferServer() as server:
+        yield server
+
+
+def inlet_of(server: TransferServer) -> Inlet:
+    (inlet,) = server._inlets.values()
+    return inlet
+
+
+def held_bytes(inlet: Inlet) -> int:
+    return sum(len(buffer) for buffer in (inlet._sink, inlet._sealed, inlet._plain, inlet._opened))
+
+
+@pytest.mark.parametrize("frame", [CHUNK, CODED, REFERENCE], ids=lambda frame: type(frame).__name__)
+def test_bytes_for_a_slot_that_was_never_opened_end_the_connection(server: TransferServer, frame: Frame) -> None:
+    with RawSender.to(server.address) as stranger:
+        inlet = inlet_of(server)
+        stranger.say(frame)
+        assert stranger.told().code == "protocol"
+        assert not held_bytes(inlet)
+        assert not inlet._arena_fds
+        assert server.counters["rejected:protocol"] == 1
+
+
+@pytest.mark.parametrize("frame", [CHUNK, CODED], ids=lambda frame: type(frame).__name__)
+def test_chunks_right_behind_an_open_that_is_refused_are_read_past(
+    server: TransferServer, frame: Chunk | CodedChunk
+) -> None:
+    with RawSender.to(server.address) as sender:
+        inlet = inlet_of(server)
+        size = frame.length if isinstance(frame, Chunk) else frame.coded_length
+        sender.say(sender.opening(9, "unknown", [16 * MB]), frame, bytes(size), REFERENCE)
+        assert sender.answer() == Refuse(slot=9, code="unknown_transfer")
+        server.expect("t", SECRET, [10], Memory([10]))
+        sender.say(Abort(slot=9, leave=True), sender.opening(10, "t", [10]))
+        assert sender.answer() == Accept(slot=10, missing=((0, 10),))  # the connection lives on
+        assert held_bytes(inlet) == SINK_BYTES
+        assert not inlet._arena_fds
+
+
+def test_a_slot_that_was_left_takes_nothing_more(server: TransferServer) -> None:
+    server.expect("t", SECRET, [10], Memory([10]))
+    with RawSender.to(server.address) as sender:
+        sender.say(
+            sender.opening(9, "t", [10]), Abort(slot=9, leave=True), Chunk(slot=9, offset=0, length=10, checksum=0)
+        )
+        assert sender.answer() == Accept(slot=9, missing=((0, 10),))
+        assert "not open" in sender.told().detail
+
+
+def test_refused_opens_are_not_kept(server: TransferServer) -> None:
+    with RawSender.to(server.address) as stranger:
+        inlet = inlet_of(server)
+        for slot in range(MAX_REFUSED + 10):
+            stranger.say(stranger.opening(slot, "unknown", [10], arena_path=f"/dev/shm/{slot}"))
+            assert stranger.answer() == Refuse(slot=slot, code="unknown_transfer")
+        assert len(inlet._refused) == MAX_REFUSED
+        assert inlet._seeds == inlet._seals == inlet._arenas == {}
+
+
+def test_a_coded_chunk_of_a_landing_that_was_just_cancelled_is_read_past() -> None:
+    options = ServerOptions(integrity=Integrity.AEAD, identity=NO_FILES)
+    with TransferServer(options=options) as server:
+        server.expect("t", SECRET, [10_000], Memory([10_000]))
+        server.cancel("t", "gone")
+        server.expect("u", SECRET, [10], Memory([10]))
+        with RawSender.to(server.address, server._new_session(time.monotonic())) as sender:
+            coded = CodedChunk(slot=1, offset=0, length=10_000, coded_length=5_000, checksum=0, sealed=True)
+            sender.say(sender.opening(1, "t", [10_000]), coded, bytes(5_016), sender.opening(2, "u", [10]))
+            assert sender.answer() == Refuse(slot=1, code="cancelled", detail="gone")
+            assert sender.answer() == Accept(slot=2, missing=((0, 10),))
+        assert not server.counters["internal_errors"]
+
+
+def repeated(sender: RawSender) -> bytes:
+    return sender.encoded(Ping(token=1)) * 2
+
+
+def overtaken(sender: RawSender) -> bytes:
+    first, second = (sender.encoded(Ping(token=i)) for i in range(2))
+    return second + first
+
+
+def nameless(sender: RawSender) -> bytes:
+    return bytes([99]) + sender.encoded(Ping(token=1))[1:]
+
+
+def changed(sender: RawSender) -> bytes:
+    data = sender.encoded(Ping(token=1))
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "code", "sealed"),
+    [
+        (repeated, "out_of_order", False),
+        (repeated, "out_of_order", True),
+        (overtaken, "out_of_order", True),
+        (nameless, "protocol", False),
+        (changed, "seal", True),
+    ],
+)
+def test_a_peer_at_work_hears_what_it_did_wrong(spoilt: Callable[[RawSender], bytes], code: str, sealed: bool) -> None:
+    options = ServerOptions(integrity=Integrity.AEAD, identity=NO_FILES) if sealed else ServerOptions()
+    with TransferServer(options=options) as server:
+        with RawSender.to(server.address, server._new_session(time.monotonic()) if sealed else None) as sender:
+            sender.say(spoilt(sender), bytes(MB))  # with more behind it, as a sender at work has
+            assert sender.told().code == code
+        assert server.counters[f"rejected:{code}"] == 1
+
+
+def test_a_chunk_that_was_changed_is_told_as_such_and_leaves_its_place_missing() -> None:
+    with TransferServer(options=ServerOptions(integrity=Integrity.AEAD, identity=NO_FILES)) as server:
+        landing = server.expect("t", SECRET, [MB], Memory([MB]))
+        with RawSender.to(server.address, server._new_session(time.monotonic())) as sender:
+            chunk = Chunk(slot=1, offset=0, length=MB, checksum=0, sealed=True)
+            sender.say(sender.opening(1, "t", [MB]), chunk, bytes(MB + 16), bytes(MB))
+            assert sender.told().code == "seal"
+        assert server.counters["rejected:seal"] == 1
+        assert not landing.bytes_landed
+
+
+def test_an_error_of_ours_is_logged_and_counted(server: TransferServer, caplog: pytest.LogCaptureFixture) -> None:
+    server.expect("t", SECRET, [10], [[memoryview(bytearray(5))]])  # less memory than was promised
+    with RawSender.to(server.address) as sender:
+        sender.say(sender.opening(1, "t", [10]), Chunk(slot=1, offset=0, length=10, checksum=0), bytes(10))
+        with pytest.raises(EOFError), caplog.at_level(logging.ERROR):
+            sender.hear(Nack)
+    assert server.counters["internal_errors"] == 1
+    assert "bytes short" in caplog.text
+
+
+def test_one_connection_too_many_is_told() -> None:
+    with TransferServer(options=ServerOptions(max_connections=1)) as server, RawSender.to(server.address):
+        with pytest.raises(ConnectionRefused, match="too_many_connections"):
+            RawSender.to(server.address)
+        with TransferClient(options=ClientOptions(connections=1, peer_timeout_s=0.5)) as client:
+            pushed = deliver(server, client, [10]).push.wait(PATIENCE_S)
+            assert pushed is not None
+            assert (pushed.reason, pushed.detail) == ("peer_lost", "too_many_connections")
+            assert client.refusals[server.address, "too_many_connections"] > 0
+        assert server.counters["refused:too_many_connections"] > 0
+
+
+def test_cancel_does_not_wait_for_a_connection_that_takes_nothing(server: TransferServer) -> None:
+    server.expect("t", SECRET, [10], Memory([10]))
+    with RawSender.to(server.address) as sender:
+        sender.say(sender.opening(1, "t", [10]))
+        sender.answer()
+        with inlet_of(server)._send_lock:
+            server.cancel("t", "gone")
+        assert sender.hear(Cancel) == Cancel(slot=1, code="cancelled", detail="gone")
+
+
+def test_babble_is_answered_before_the_connection_ends(server: TransferServer) -> None:
+    with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2])), timeout=PATIENCE_S) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(MB))
+        answer = b""
+        while part := sock.recv(1000):
+            answer += part
+    assert b"protocol" in answer
+    assert server.counters["rejected:protocol"] == 1

@@ -1,0 +1,117 @@
+"""The registry behind a listener, in what sockets do not show."""
+
+import tracemalloc
+import weakref
+
+import pytest
+
+from tests.transport.helpers import SECRET
+from transport.errors import RemoteProtocolError
+from transport.frames import Abort, Accept, Ack, Open, Refuse
+from transport.landings import Claim, Landings, Segment, write_id
+from transport.transfer import Manifest, proof_of
+
+NONCES = b"n" * 32
+MAX_ENDED_BYTES = 4096  # of memory, for each landing that ended
+
+
+def opening(sizes: list[int], slot: int = 0, transfer_id: str = "t", secret: bytes = SECRET, **more: object) -> Open:
+    manifest = Manifest(sizes)
+    return Open(
+        slot=slot,
+        transfer_id=transfer_id,
+        proof=proof_of(secret, transfer_id, manifest.digest, NONCES),
+        total_bytes=manifest.total_bytes,
+        num_ranges=len(sizes),
+        manifest_digest=manifest.digest,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def sink_of(size: int) -> memoryview:
+    return memoryview(bytearray(size))
+
+
+def registry(*connections: int) -> Landings:
+    landings = Landings()
+    for who in connections:
+        landings.connected(who)
+    return landings
+
+
+def land(landings: Landings, sizes: list[int], *, who: int = 1, slot: int = 0) -> None:
+    """All of it in one chunk."""
+    assert isinstance(landings.open(who, opening(sizes, slot), NONCES, 0.0), Accept)
+    claim = landings.begin(who, slot, 0, sum(sizes), sink_of, 0.0)
+    assert isinstance(claim, Claim)
+    assert landings.finish(claim, True, 1.0) == Ack(slot=slot, ranges=((0, sum(sizes)),))
+
+
+class Owner:
+    def on_done(self, _: object) -> None:
+        pass
+
+
+def test_a_landing_that_ended_keeps_neither_its_owner_nor_its_ranges() -> None:
+    landings, owner = registry(), Owner()
+    gone = weakref.ref(owner)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for i in range(20):
+            landings.expect(str(i), SECRET, [4096] * 20_000, lambda _: [], on_done=owner.on_done, deadline=1e9)
+            landings.cancel(str(i), "", 0.0)
+            for landing in landings.take_settled():
+                landing.tell_owner()
+        del owner, landing
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert gone() is None
+    assert (after - before) / 20 < MAX_ENDED_BYTES
+
+
+def test_a_sender_that_comes_late_hears_how_it_ended() -> None:
+    landings = registry(1, 2)
+    sizes = [10, 20]
+    landings.expect("t", SECRET, sizes, [[sink_of(10)], [sink_of(20)]], on_done=None, deadline=1e9)
+    land(landings, sizes)
+    assert landings.take_settled()
+    assert landings.open(2, opening(sizes, slot=7), NONCES, 2.0) == Accept(slot=7, missing=())
+    claim = landings.begin(2, 7, 0, 30, sink_of, 2.0)  # it was on its way already
+    assert isinstance(claim, Claim)
+    assert landings.finish(claim, True, 2.0) == Ack(slot=7, ranges=((0, 30),))
+    assert landings.abort(2, Abort(slot=7, leave=True), 2.0) == {}
+    assert landings.open(2, opening(sizes, slot=8, secret=b"guess"), NONCES, 2.0) == Refuse(slot=8, code="bad_secret")
+    assert landings.open(2, opening([30], slot=8), NONCES, 2.0) == Refuse(slot=8, code="manifest_mismatch")
+    assert landings.counters["landed"] == 1
+
+
+def test_a_landing_that_failed_stays_failed_until_it_is_expected_again() -> None:
+    landings = registry(1)
+    landings.expect("t", SECRET, [10], [[sink_of(10)]], on_done=None, deadline=1e9)
+    landings.cancel("t", "gone", 0.0)
+    assert landings.open(1, opening([10]), NONCES, 0.0) == Refuse(slot=0, code="cancelled", detail="gone")
+    landings.expect("t", SECRET, [10], [[sink_of(10)]], on_done=None, deadline=1e9)
+    assert landings.open(1, opening([10]), NONCES, 0.0) == Accept(slot=0, missing=((0, 10),))
+
+
+def test_a_slot_that_is_open_is_not_opened_again() -> None:
+    landings = registry(1)
+    first = landings.expect("t", SECRET, [10], [[sink_of(10)]], on_done=None, deadline=1e9)
+    landings.expect("u", SECRET, [10], [[sink_of(10)]], on_done=None, deadline=1e9)
+    landings.open(1, opening([10]), NONCES, 0.0)
+    with pytest.raises(RemoteProtocolError, match="again"):
+        landings.open(1, opening([10], transfer_id="u"), NONCES, 0.0)
+    landings.abort(1, Abort(slot=0, leave=True), 0.0)
+    assert isinstance(landings.open(1, opening([10], transfer_id="u"), NONCES, 0.0), Accept)
+    assert not first.senders
+
+
+def test_one_write_too_many_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.landings.MAX_ACTIVE", 1)
+    landings = registry(1)
+    landings.segments["kv"] = Segment(memoryview(bytearray(100)), SECRET)
+    for slot, answer in enumerate((Accept(slot=0, missing=((0, 10),)), Refuse(slot=1, code="too_many_connections"))):
+        frame = opening([10], slot, write_id("kv", str(slot)), placement=((0, 10),))
+        assert landings.open(1, frame, NONCES, 0.0) == answer
