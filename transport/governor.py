@@ -7,7 +7,7 @@ bottleneck and the pipe takes more; once it grows, the pipe is full and what is 
     no queue, pace not reached     -> the connections cannot fill it (loss holds cubic back, buffers hold bbr back): add
     some queue                     -> pace = a little less than what arrives
     much less arrives than before  -> the link has become narrower: (almost) nothing, until what is under way fits into it
-    no round trip at its minimum   -> half of it for a moment: either it is seen again, or the route has become longer
+    no round trip at its minimum   -> less for a moment: either it is seen again, or the route has become longer
 
 So bbr, which by itself keeps a queue and loses 7-15 % of its bytes in it when several connections compete, runs paced
 at pace / N; and cubic gets as many connections as RTT and loss make it need.
@@ -56,7 +56,7 @@ FITS: Final = 1.2  # in flight, over width times round trip
 DRAIN_MAX_S: Final = 1.0
 # A queue too short to be worth draining may stand for ever, and pass for the route once its true length is forgotten.
 PROBE_AFTER_S: Final = 5.0  # without a round trip as short as the smallest: half of what the monitor remembers
-PROBE_SHARE: Final = 0.5  # of what arrives
+PROBE_SHARE: Final = 0.4  # of what arrives; with the headroom that loss-based connections get, 0.6
 PROBE_RTTS: Final = 4.0  # at most, and a little more on short links
 PROBE_S: Final = 0.1
 
@@ -191,19 +191,19 @@ class Governor:
         return Plan(self._plan.connections, max(DRAINED * width, LEAST_BYTES_PER_S, self._least))
 
     def _must_probe(self, state: LinkState, now: float) -> bool:
-        """Whether it is not known any more how long the route is. Under a longer queue we drain the pipe anyway."""
+        """Whether it is not known any more how long the route is."""
         return (
             state.min_rtt_age_s > PROBE_AFTER_S
             and now - self._probed_at > PROBE_AFTER_S
-            and state.rtt_inflation <= LONG_QUEUE
             and self._narrower_since is None
         )
 
     def _probe(self, state: LinkState, now: float) -> Plan:
-        """Half of what arrives, until a round trip is as short as it was or should have been."""
+        """Less than arrives, until a round trip is as short as it was or should have been."""
         if self._before_probe is None:
             self._before_probe, self._probed_at = self._plan, now
-            return Plan(self._plan.connections, max(PROBE_SHARE * state.goodput_bytes_per_s, self._least))
+            pace = max(PROBE_SHARE * state.goodput_bytes_per_s, self._least)
+            return Plan(self._plan.connections, min(pace, self._plan.pace_bytes_per_s or pace))
         probed_s = now - self._probed_at
         if state.min_rtt_age_s > probed_s and probed_s < PROBE_S + PROBE_RTTS * state.rtt_s:
             return self._plan
