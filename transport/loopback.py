@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
 
-from transport.checksum import Integrity, digest, transfer_seed
+from transport.checksum import DIGEST_BYTES, Digest, Integrity, digest, transfer_seed
 from transport.connection import Connection, Role, State
 from transport.errors import TransportError
 from transport.frames import Abort, Cancel, Chunk, Frame, Open, Welcome
@@ -162,6 +162,7 @@ class _Lane:
         self._claim: Claim | None = None
         self._chunk: Chunk | None = None
         self._views: list[memoryview] = []
+        self._trailer = bytearray(DIGEST_BYTES)
         for role in Role:
             self._arm(role)
 
@@ -187,9 +188,10 @@ class _Lane:
         for piece in batch.pieces:
             slot, start, stop = piece.transfer.slot, piece.start, piece.stop
             views = piece.transfer.manifest.views(self.link.sources[slot], start, stop)
-            checksum = digest(views, self._seeds[Role.SENDER][slot], start)
-            header = sender.chunk_header(slot, start, stop - start, checksum)
-            self._put(Role.SENDER, b"".join([header, *views]))
+            running = Digest(self._seeds[Role.SENDER][slot], start)
+            running.update(views)
+            header = sender.chunk_header(slot, start, stop - start, 0)
+            self._put(Role.SENDER, b"".join([header, *views, running.trailer()]))
         if batch.pieces:
             self.link.at(self.link.free_at[Role.SENDER], self.link.pump)
         return bool(batch)
@@ -264,7 +266,8 @@ class _Lane:
             for who in claim.who:
                 self.link.cut(who, "rival")
         self._claim, self._chunk = claim, chunk
-        self._views = list(claim.views) if claim is not None else [memoryview(bytearray(chunk.length))]
+        views = claim.views if claim is not None else [memoryview(bytearray(chunk.length))]
+        self._views = [*views, memoryview(self._trailer)]
 
     def _ask(self, chunk: Chunk) -> Claim | Rivals | None:
         return self.link.landings.begin(
@@ -286,7 +289,7 @@ class _Lane:
         if claim is None or chunk is None:
             return
         seed = self._seeds[Role.RECEIVER][chunk.slot]
-        verified = digest(claim.views, seed, chunk.offset) == chunk.checksum
+        verified = digest(claim.views, seed, chunk.offset) == int.from_bytes(self._trailer, "little")
         reply = self.link.landings.finish(claim, verified, self.link.now)
         if reply is not None:
             self.say(reply)

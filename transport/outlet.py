@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from transport.checksum import Integrity, digest, transfer_seed
+from transport.checksum import HASHED_PART_BYTES, Digest, Integrity, digest, transfer_seed
 from transport.coder import LaneCoder
 from transport.connection import NONCE_BYTES, Connection, Role, State
 from transport.crypto import SEALED_PART_BYTES, SMALL_VIEW_BYTES, Seal, Sealing, Session, chunk_seal
@@ -20,7 +20,7 @@ from transport.errors import ConnectionRefused, LocalProtocolError, PeerLost, Tr
 from transport.frames import MAX_LIST, CodedChunk, Frame, Open, Reference, Welcome
 from transport.lanes import Batch, Piece, Transfer
 from transport.link import TcpInfo, tcp_info
-from transport.shm import ArenaSource, merge_extents, pieces_of
+from transport.shm import ArenaSource, merge_extents, parts_of, pieces_of
 from transport.tcp import (
     LONG_RTT_S,
     MAX_VIEWS,
@@ -96,6 +96,7 @@ class Outlet:
         self._session: Session | None = None
         self._sealed = memoryview(b"")  # what is sealed and not written yet
         self._sealed_bytes = 0
+        self._hashed_bytes = 0  # and not written yet
         self._gathered = memoryview(b"")  # small views, to be sealed together
         self._coder = LaneCoder(peer)
         self._failures = 0
@@ -275,7 +276,7 @@ class Outlet:
     def _send(self, sock: socket.socket, connection: Connection, batch: Batch) -> None:
         try:
             outgoing = Outgoing()
-            self._sealed_bytes = 0
+            self._sealed_bytes = self._hashed_bytes = 0
             self._coder.begin_batch()
             for notice in batch.notices:
                 outgoing.add(connection.send(notice))
@@ -327,18 +328,41 @@ class Outlet:
         if coded is not None:
             self._add_coded(sock, connection, outgoing, piece, coded)
             return
-        checksum, length = 0, piece.stop - piece.start
-        if self._peer.options.integrity is Integrity.CHECKSUM or transfer.arena_path:
-            checksum = digest(views, self._seeds[transfer.slot], piece.start)
         if isinstance(source, ArenaSource) and transfer.arena_path:
-            self._add_references(outgoing, connection, piece, source, checksum)
-            return
-        if self._session is not None:
+            self._add_references(outgoing, connection, piece, source, self._checksum(piece, views))
+        elif self._session is not None:
+            length = piece.stop - piece.start
             sealed_chunk = connection.seal_chunk(self._seals[transfer.slot], transfer.slot, piece.start, length)
             self._write_sealed(sock, connection, outgoing, sealed_chunk, views)
-            return
-        outgoing.add(connection.chunk_header(transfer.slot, piece.start, length, checksum))
-        outgoing.views.extend((view, transfer) for view in views)
+        elif connection.digest_behind:
+            self._write_hashed(sock, connection, outgoing, piece, views)
+        else:
+            checksummed = self._peer.options.integrity is Integrity.CHECKSUM
+            self._add_views(outgoing, connection, piece, views, self._checksum(piece, views) if checksummed else 0)
+
+    def _checksum(self, piece: Piece, views: list[memoryview]) -> int:
+        return digest(views, self._seeds[piece.transfer.slot], piece.start)
+
+    def _add_views(
+        self, outgoing: Outgoing, connection: Connection, piece: Piece, views: list[memoryview], checksum: int
+    ) -> None:
+        outgoing.add(connection.chunk_header(piece.transfer.slot, piece.start, piece.stop - piece.start, checksum))
+        outgoing.views.extend((view, piece.transfer) for view in views)
+
+    def _write_hashed(
+        self, sock: socket.socket, connection: Connection, outgoing: Outgoing, piece: Piece, views: list[memoryview]
+    ) -> None:
+        """Hashes and writes by turns: what was hashed is still in the processor's cache when it is written."""
+        running = Digest(self._seeds[piece.transfer.slot], piece.start)
+        self._add_views(outgoing, connection, piece, [], 0)
+        for part in parts_of(views, HASHED_PART_BYTES):
+            running.update(part)
+            outgoing.views.extend((view, piece.transfer) for view in part)
+            self._hashed_bytes += sum(map(len, part))
+            if self._hashed_bytes >= HASHED_PART_BYTES:
+                self._write(sock, connection, outgoing)
+                self._hashed_bytes = 0
+        outgoing.add(running.trailer())
 
     def _add_coded(
         self, sock: socket.socket, connection: Connection, outgoing: Outgoing, piece: Piece, coded: memoryview
