@@ -12,7 +12,7 @@ import xxhash
 
 DIGEST_BYTES: Final = 8
 # Hashed and written, or read and hashed, in one go: it should be in the processor's cache for the second of the two.
-HASHED_PART_BYTES: Final = 256 << 10
+HASHED_PART_BYTES: Final = 512 << 10
 
 
 class Integrity(StrEnum):
