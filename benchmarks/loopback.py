@@ -20,7 +20,7 @@ from benchmarks.processes import End, our_argv, peer_argv
 from transport.certificates import Authority
 
 MODES = {"plain": "none", "checksum": "xxh3", "aead": "aes-128-gcm"}
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 16 << 20  # the most there is: each chunk costs some tenths of a millisecond at both ends together
 RANGE_BYTES = 4 << 20
 
 
@@ -42,6 +42,7 @@ class Pair:
             self.sender = End(peer_argv(name, "sender", *memory), env, quiet=True)
         self._count = 0
         self.samples: list[tuple[float, float]] = []
+        self._rest()
 
     def run(self, mb: int, keep: bool = True) -> None:
         """One transfer. Peers are stopped while others run; ours sleep by themselves."""
@@ -50,9 +51,7 @@ class Pair:
         try:
             self._run(mb, keep)
         finally:
-            if self.name not in MODES:
-                for end in self._ends:
-                    end.pause()
+            self._rest()
 
     def verify(self) -> None:
         """What arrived is what was sent."""
@@ -60,6 +59,11 @@ class Pair:
             end.resume()
         if self.receiver.ask(digest=True) != self.sender.ask(digest=True):
             raise RuntimeError(f"{self.name}: the bytes differ")
+
+    def _rest(self) -> None:
+        if self.name not in MODES:
+            for end in self._ends:
+                end.pause()
 
     @property
     def _ends(self) -> tuple[End, End]:
