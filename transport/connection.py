@@ -14,7 +14,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Final
 
-from transport.checksum import Integrity
+from transport.checksum import DIGEST_BYTES, Integrity
 from transport.crypto import TAG_BYTES, Opening, Seal, Sealing, connection_seal
 from transport.errors import ConnectionRefused, GreetingRefused, LocalProtocolError, PeerLost, RemoteProtocolError
 from transport.frames import (
@@ -148,6 +148,11 @@ class Connection:
         """Unique to this connection as long as one of the two ends chooses at random; the receiver's first."""
         mine, theirs = self.nonce, self.peer_nonce
         return theirs + mine if self.role is Role.SENDER else mine + theirs
+
+    @property
+    def digest_behind(self) -> bool:
+        """Whether a Chunk's digest follows its payload: older peers have it before, in the frame."""
+        return self.version >= 4 and self.integrity == Integrity.CHECKSUM
 
     # bytes in
 
@@ -359,8 +364,14 @@ class Connection:
                 raise RemoteProtocolError("a chunk of another integrity mode")
             if frame.length > self.max_chunk_bytes:
                 raise RemoteProtocolError(f"chunk of {frame.length} bytes, at most {self.max_chunk_bytes}")
-            size = frame.length if isinstance(frame, Chunk) else frame.coded_length
-            self.payload_left = size + (TAG_BYTES if frame.sealed else 0)
+            self.payload_left = self._payload_bytes(frame)
+
+    def _payload_bytes(self, frame: Chunk | CodedChunk) -> int:
+        """With what follows it."""
+        size = frame.length if isinstance(frame, Chunk) else frame.coded_length
+        if frame.sealed:
+            return size + TAG_BYTES
+        return size + (DIGEST_BYTES if self.digest_behind and isinstance(frame, Chunk) else 0)
 
     def _answered(self, frame: Frame) -> bool:
         """Deals with the frames that concern the connection alone."""

@@ -8,6 +8,8 @@ connection, and its chunks are sent again over another one. A Chunk is followed 
 body, so that the driver can read it straight into its final place. A transfer is one line of bytes, its ranges laid end
 to end; chunks, acknowledgements and resumption speak of offsets in that line and never of ranges. A CodedChunk is a chunk
 whose payload was made smaller (see codec); both ends speak version 2 then, and the receiver has offered to decode it.
+From version 4 on, the digest of a Chunk with a checksum is not in its body but in the 8 bytes behind its payload, so
+that a sender can hash and send part by part.
 
     sender                                        receiver
       | Hello(versions, nonce) ------------------->  |
@@ -42,7 +44,7 @@ from transport.errors import RemoteProtocolError
 
 MAGIC: Final = 0x50664B56  # "VKfP"
 VERSION_MIN: Final = 1
-VERSION_MAX: Final = 3  # 2: Offer and CodedChunk; 3: what belongs to RDMA
+VERSION_MAX: Final = 4  # 2: Offer and CodedChunk; 3: what belongs to RDMA; 4: digests behind payloads
 
 HEADER: Final = struct.Struct("<BBHI")
 CHUNK: Final = struct.Struct("<BBHIIIQQ")  # header and body of a Chunk in one go: it is the one hot frame

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
-from transport.checksum import Integrity, digest, transfer_seed
+from transport.checksum import DIGEST_BYTES, HASHED_PART_BYTES, Digest, Integrity, digest, transfer_seed
 from transport.codec import CodecError, Decoder
 from transport.connection import BULK_BYTES, NONCE_BYTES, Connection, Role, State
 from transport.crypto import SEALED_PART_BYTES, SMALL_VIEW_BYTES, TAG_BYTES, TLS_RECORD, Opening, Seal, chunk_seal
@@ -34,7 +34,7 @@ from transport.frames import (
 )
 from transport.landings import Claim, Landing
 from transport.rdma_inlet import RailEnds
-from transport.shm import advance, copy, copy_extents, open_arena, pour, scatter
+from transport.shm import advance, copy, copy_extents, open_arena, parts_of, pour, scatter
 from transport.tcp import (
     hang_up,
     peer_of,
@@ -56,6 +56,8 @@ MAX_PASSED_CHUNKS: Final = 1 << 16  # in a row that had no place here: each is a
 MAX_REFUSED: Final = 1024  # slots that were refused, whose chunks may be on their way; the oldest are forgotten first
 SINK_BYTES: Final = 64 << 10  # what has no place is read past in pieces of this size
 ACK_DELAY_S: Final = 0.005  # while more comes in, slowly
+# While there is more to read, acknowledgements wait for each other: one wakes the sender, who has enough to do then.
+MAX_PENDING_ACK_BYTES: Final = 16 << 20
 SEND_TIMEOUT_S: Final = 2.0  # acknowledgements are tiny: a peer that takes none for this long reads nothing
 
 
@@ -88,7 +90,7 @@ class Inlet(threading.Thread):
         self._arenas: dict[int, str] = {}  # slot -> path
         self._arena_fds: dict[str, int] = {}
         self._acks: dict[int, list[tuple[int, int]]] = {}
-        self._num_acks = 0
+        self._num_acks = self._ack_bytes = 0
         self._passed_chunks = 0  # read past since the last one that landed
         self._acks_since = 0.0
         self._sink = memoryview(b"")
@@ -164,17 +166,16 @@ class Inlet(threading.Thread):
             event = self._connection.next_event()
             if event is not None:
                 self._handle(event)
-                if self._num_acks >= MAX_PENDING_ACKS:
+                if self._num_acks >= MAX_PENDING_ACKS or self._ack_bytes >= MAX_PENDING_ACK_BYTES:
                     self._flush()
-                continue
-            self._flush()
-            if not self._read():
+            elif not self._read():
                 return
 
     def _read(self) -> bool:
-        """Waits for bytes; False at the end of the stream."""
+        """Waits for bytes, after having answered those before; False at the end of the stream."""
         buffer = self._connection.receive_buffer()
         while (size := receive_now(self._sock, buffer)) is None:
+            self._flush()
             now = time.monotonic()
             self._connection.on_timer(now)
             wait_readable([self._sock.fileno()], self._connection.next_timer() - now)
@@ -183,7 +184,7 @@ class Inlet(threading.Thread):
 
     def _flush(self) -> None:
         """Acknowledges what has landed since the last time, in as few frames as possible."""
-        acks, self._acks, self._num_acks = self._acks, {}, 0
+        acks, self._acks, self._num_acks, self._ack_bytes = self._acks, {}, 0, 0
         with self._send_lock:
             data = self._connection.data_to_send()
             for slot, ranges in acks.items():
@@ -298,11 +299,32 @@ class Inlet(threading.Thread):
         if chunk.sealed:
             self._receive_sealed(chunk)
             return
-        claim = self._fill(self._claim(chunk))
+        claim, verified = self._claim(chunk), True
+        if claim is None or self._server.options.integrity is Integrity.NONE:
+            claim = self._fill(claim)
+        else:
+            claim, verified = self._fill_hashed(chunk, claim)
         if claim is None:
             self._passed(chunk)
         else:
-            self._finish(chunk, claim, self._verify(chunk, claim))
+            self._finish(chunk, claim, verified)
+
+    def _fill_hashed(self, chunk: Chunk, claim: Claim) -> tuple[Claim | None, bool]:
+        """Part by part into its place, each hashed while the processor's cache has it; no claim when the landing failed
+        meanwhile.
+        """
+        running = Digest(self._seeds[claim.slot], claim.start)
+        trailer = memoryview(bytearray(DIGEST_BYTES)) if self._connection.digest_behind else memoryview(b"")
+        left = chunk.length
+        for part in parts_of(claim.views, HASHED_PART_BYTES):
+            left -= sum(map(len, part))
+            if not self._read_part([*part, trailer] if trailer and not left else part, claim):
+                self._withdraw(claim)
+                self._fill(None)
+                return None, False
+            running.update(part)
+        expected = int.from_bytes(trailer, "little") if trailer else chunk.checksum
+        return claim, running.value() == expected
 
     def _receive_sealed(self, chunk: Chunk) -> None:
         claim = self._claim(chunk)
@@ -402,7 +424,7 @@ class Inlet(threading.Thread):
             left = connection.payload_left
             last = left <= SEALED_PART_BYTES + TAG_BYTES
             part = self._sealed[: left if last else SEALED_PART_BYTES]
-            if not self._read_part(part, claim):
+            if not self._read_part([part], claim):
                 self._withdraw(claim)
                 self._skip()
                 return None
@@ -428,9 +450,9 @@ class Inlet(threading.Thread):
         else:
             pour(sealed, places, opening.update)
 
-    def _read_part(self, part: memoryview, claim: Claim) -> bool:
+    def _read_part(self, part: list[memoryview], claim: Claim) -> bool:
         """False when the landing failed meanwhile."""
-        rest = [part]
+        rest = list(part)
         while rest:
             if claim.void:
                 return False
@@ -523,7 +545,7 @@ class Inlet(threading.Thread):
                 return None
         return self._arena_fds[path]
 
-    def _verify(self, frame: Chunk | Reference | Written, claim: Claim) -> bool:
+    def _verify(self, frame: Reference | Written, claim: Claim) -> bool:
         if self._server.options.integrity is Integrity.NONE:
             return True
         return digest(claim.views, self._seeds[claim.slot], claim.start) == frame.checksum
@@ -547,6 +569,7 @@ class Inlet(threading.Thread):
                 self._acks_since = time.monotonic()
             self._num_acks += 1
             self._passed_chunks = 0
+            self._ack_bytes += claim.stop - claim.start
         elif reply is not None:
             self.say(reply)
         else:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
 
-from transport.checksum import Integrity, digest, transfer_seed
+from transport.checksum import DIGEST_BYTES, Digest, Integrity, digest, transfer_seed
 from transport.connection import Connection, Role, State
 from transport.errors import TransportError
 from transport.frames import Abort, Ack, Cancel, Chunk, Code, Frame, Nack, Open, Welcome
@@ -163,6 +163,7 @@ class _Lane:
         self._claim: Claim | None = None
         self._chunk: Chunk | None = None
         self._views: list[memoryview] = []
+        self._trailer = bytearray(DIGEST_BYTES)
         for role in Role:
             self._arm(role)
 
@@ -188,9 +189,10 @@ class _Lane:
         for piece in batch.pieces:
             slot, start, stop = piece.transfer.slot, piece.start, piece.stop
             views = piece.transfer.manifest.views(self.link.sources[slot], start, stop)
-            checksum = digest(views, self._seeds[Role.SENDER][slot], start)
-            header = sender.chunk_header(slot, start, stop - start, checksum)
-            self._put(Role.SENDER, b"".join([header, *views]))
+            running = Digest(self._seeds[Role.SENDER][slot], start)
+            running.update(views)
+            header = sender.chunk_header(slot, start, stop - start, 0)
+            self._put(Role.SENDER, b"".join([header, *views, running.trailer()]))
         if batch.pieces:
             self.link.at(self.link.free_at[Role.SENDER], self.link.pump)
         return bool(batch)
@@ -265,7 +267,8 @@ class _Lane:
             for who in claim.who:
                 self.link.cut(who, "rival")
         self._claim, self._chunk = claim, chunk
-        self._views = list(claim.views) if claim is not None else [memoryview(bytearray(chunk.length))]
+        views = claim.views if claim is not None else [memoryview(bytearray(chunk.length))]
+        self._views = [*views, memoryview(self._trailer)]
 
     def _ask(self, chunk: Chunk) -> Claim | Rivals | None:
         return self.link.landings.begin(
@@ -289,7 +292,7 @@ class _Lane:
         reply: Ack | Nack | None = None
         if claim is not None:
             seed = self._seeds[Role.RECEIVER][chunk.slot]
-            verified = digest(claim.views, seed, chunk.offset) == chunk.checksum
+            verified = digest(claim.views, seed, chunk.offset) == int.from_bytes(self._trailer, "little")
             reply = self.link.landings.finish(claim, verified, self.link.now)
         self.say(reply or Nack(slot=chunk.slot, offset=chunk.offset, length=chunk.length, code=Code.CANCELLED))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from transport.checksum import Integrity, digest, transfer_seed
+from transport.checksum import HASHED_PART_BYTES, Digest, Integrity, digest, transfer_seed
 from transport.coder import LaneCoder
 from transport.connection import NONCE_BYTES, Connection, Role, State
 from transport.crypto import SEALED_PART_BYTES, SMALL_VIEW_BYTES, Seal, Sealing, Session, chunk_seal
@@ -20,7 +20,7 @@ from transport.errors import ConnectionRefused, PeerLost, TransportError
 from transport.frames import MAX_LIST, Ack, CodedChunk, Frame, Open, Reference, Welcome
 from transport.lanes import Batch, Piece, Transfer
 from transport.link import TcpInfo, tcp_info
-from transport.shm import ArenaSource, merge_extents, pieces_of
+from transport.shm import ArenaSource, merge_extents, parts_of, pieces_of
 from transport.tcp import (
     LONG_RTT_S,
     MAX_VIEWS,
@@ -97,6 +97,7 @@ class Outlet:
         self._sealed = memoryview(b"")  # what is sealed and not written yet
         self._sealed_bytes = 0
         self._reading: set[Transfer] = set()  # whose memory the present batch reads
+        self._hashed_bytes = 0  # and not written yet
         self._gathered = memoryview(b"")  # small views, to be sealed together
         self._coder = LaneCoder(peer)
         self._failures = 0
@@ -298,7 +299,7 @@ class Outlet:
         self._reading = {piece.transfer for piece in batch.pieces}
         try:
             outgoing = Outgoing()
-            self._sealed_bytes = 0
+            self._sealed_bytes = self._hashed_bytes = 0
             self._coder.begin_batch()
             for notice in batch.notices:
                 outgoing.add(connection.send(notice))
@@ -357,16 +358,42 @@ class Outlet:
         if references:
             for reference in references:
                 outgoing.add(connection.send(reference))
-            return
-        checksum, length = 0, piece.stop - piece.start
-        if self._peer.options.integrity is Integrity.CHECKSUM:
-            checksum = digest(views, self._seeds[transfer.slot], piece.start)
-        if self._session is not None:
+        elif self._session is not None:
+            length = piece.stop - piece.start
             sealed_chunk = connection.seal_chunk(self._seals[transfer.slot], transfer.slot, piece.start, length)
             self._write_sealed(sock, connection, outgoing, sealed_chunk, views, transfer)
-            return
-        outgoing.add(connection.chunk_header(transfer.slot, piece.start, length, checksum))
-        outgoing.views.extend((view, transfer) for view in views)
+        elif connection.digest_behind:
+            self._write_hashed(sock, connection, outgoing, piece, views)
+        else:
+            checksummed = self._peer.options.integrity is Integrity.CHECKSUM
+            self._add_views(outgoing, connection, piece, views, self._checksum(piece, views) if checksummed else 0)
+
+    def _checksum(self, piece: Piece, views: list[memoryview]) -> int:
+        return digest(views, self._seeds[piece.transfer.slot], piece.start)
+
+    def _add_views(
+        self, outgoing: Outgoing, connection: Connection, piece: Piece, views: list[memoryview], checksum: int
+    ) -> None:
+        outgoing.add(connection.chunk_header(piece.transfer.slot, piece.start, piece.stop - piece.start, checksum))
+        outgoing.views.extend((view, piece.transfer) for view in views)
+
+    def _write_hashed(
+        self, sock: socket.socket, connection: Connection, outgoing: Outgoing, piece: Piece, views: list[memoryview]
+    ) -> None:
+        """Hashes and writes by turns: what was hashed is still in the processor's cache when it is written.
+
+        Once the transfer has ended, all that is left is hashed before more is written, as with what is sealed.
+        """
+        running = Digest(self._seeds[piece.transfer.slot], piece.start)
+        self._add_views(outgoing, connection, piece, [], 0)
+        for part in parts_of(views, HASHED_PART_BYTES):
+            running.update(part)
+            outgoing.views.extend((view, piece.transfer) for view in part)
+            self._hashed_bytes += sum(map(len, part))
+            if self._hashed_bytes >= HASHED_PART_BYTES:
+                self._write(sock, connection, outgoing, unfinished=piece.transfer)
+                self._hashed_bytes = 0
+        outgoing.add(running.trailer())
 
     def _add_coded(
         self, sock: socket.socket, connection: Connection, outgoing: Outgoing, piece: Piece, coded: memoryview
@@ -408,7 +435,7 @@ class Outlet:
         outgoing.add(header)
         for part in pieces_of(views, SEALED_PART_BYTES, SMALL_VIEW_BYTES, self._gathered):
             if self._sealed_bytes + len(part) > SEALED_PART_BYTES:
-                if not self._write(sock, connection, outgoing, sealing=transfer):
+                if not self._write(sock, connection, outgoing, unfinished=transfer):
                     self._sealed = memoryview(bytearray(SEALED_PART_BYTES))  # the other one is still to be written
                 self._sealed_bytes = 0
             sealed = self._sealed[self._sealed_bytes : self._sealed_bytes + len(part)]
@@ -432,21 +459,21 @@ class Outlet:
         ]
 
     def _write(
-        self, sock: socket.socket, connection: Connection, outgoing: Outgoing, sealing: Transfer | None = None
+        self, sock: socket.socket, connection: Connection, outgoing: Outgoing, unfinished: Transfer | None = None
     ) -> bool:
-        """False when something is left, since the transfer that is being sealed has ended."""
+        """False when something is left, since the transfer whose chunk is still being made has ended."""
         while outgoing.views:
-            if sealing is not None and sealing.outcome is not None:
+            if unfinished is not None and unfinished.outcome is not None:
                 return False
             sent = send_some(sock, outgoing.head())
             outgoing.advance(sent)
-            self._let_go_of_ended(outgoing, sealing)
+            self._let_go_of_ended(outgoing, unfinished)
             if not sent:
                 self._blocked(sock, connection)
         return True
 
-    def _let_go_of_ended(self, outgoing: Outgoing, sealing: Transfer | None) -> None:
-        ended = {transfer for transfer in self._reading if transfer.outcome is not None and transfer is not sealing}
+    def _let_go_of_ended(self, outgoing: Outgoing, unfinished: Transfer | None) -> None:
+        ended = {transfer for transfer in self._reading if transfer.outcome is not None and transfer is not unfinished}
         if ended:
             outgoing.copy_of(ended)
             self._reading -= ended

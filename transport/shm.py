@@ -140,6 +140,21 @@ def pieces_of(views: Iterable[memoryview], size: int, small: int, gathered: memo
         yield gathered[:filled]
 
 
+def parts_of(views: Iterable[memoryview], size: int) -> Iterator[list[memoryview]]:
+    """The views, in order, in lists that are `size` bytes together; the last one has what is left."""
+    part: list[memoryview] = []
+    room = size
+    for view in views:
+        while view:
+            part.append(view[:room])
+            view, room = view[room:], room - len(part[-1])
+            if not room:
+                yield part
+                part, room = [], size
+    if part:
+        yield part
+
+
 def scatter(plain: memoryview, views: Sequence[memoryview]) -> None:
     """Copies one buffer into several that together are as long."""
     at = 0

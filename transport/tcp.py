@@ -17,7 +17,7 @@ SO_MAX_PACING_RATE: Final = 47
 TCP_NOTSENT_LOWAT: Final = 25
 LONG_RTT_S: Final = 2e-3
 # What is on its way stays in the processor's cache: twice the speed of what the kernel would choose, and steadier.
-SAME_HOST_BUFFER_BYTES: Final = 512 << 10
+SAME_HOST_BUFFER_BYTES: Final = 2 << 20
 # Bytes that the kernel has taken but not sent cannot be given to a faster lane, nor overtaken by urgent ones.
 NOTSENT_LOWAT_BYTES: Final = 256 << 10
 NOTSENT_LEAST_BYTES: Final = 16 << 10

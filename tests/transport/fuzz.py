@@ -24,7 +24,7 @@ from transport import frames
 from transport.checksum import Integrity
 from transport.connection import Connection, Role, State
 from transport.errors import TransportError
-from transport.frames import HEADER, Abort, Chunk, CodedChunk, Frame, Open, encode
+from transport.frames import HEADER, VERSION_MAX, VERSION_MIN, Abort, Chunk, CodedChunk, Frame, Open, encode
 from transport.landings import Landings, Segment
 from transport.lanes import LaneScheduler, Transfer
 from transport.transfer import Manifest, Outbox
@@ -42,6 +42,7 @@ class End:
     def __init__(self, rng: random.Random) -> None:
         self.role = rng.choice(list(Role))
         self.sealed = rng.random() < 0.3
+        self.version_max = rng.choice((VERSION_MIN, VERSION_MAX - 1, VERSION_MAX, VERSION_MAX))
         self.connection = self._connection(self.role, b"n" * 16)
         self.greeted = rng.random() < 0.75
         if self.greeted:
@@ -66,6 +67,7 @@ class End:
             max_chunk_bytes=1 << 16,
             session=b"s" * 16,
             session_secret=lambda _: b"k" * 32,
+            version_max=self.version_max,
         )
 
     def _greet(self) -> None:
