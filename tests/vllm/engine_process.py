@@ -1,6 +1,7 @@
 """One vLLM engine in a process of its own, forked from a server that has imported vLLM once (an import takes 15 to 20 s)."""
 
 import logging
+import multiprocessing
 import os
 import sys
 import traceback
@@ -24,8 +25,11 @@ os.environ |= {
 import vllm
 from vllm.config import KVTransferConfig
 from vllm.model_executor.models import registry
+from vllm.v1.executor import multiproc_executor
 
-registry._run_in_subprocess = lambda look: look()  # it would import vLLM once more for every architecture
+# They would import vLLM once more, for every architecture and every rank.
+registry._run_in_subprocess = lambda look: look()
+multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 CONNECTOR = {
     "kv_connector": "PrfaasConnector",
