@@ -38,6 +38,12 @@ def _serve(*arguments: Any) -> None:
     serve(*arguments)
 
 
+def _serve_apart(*arguments: Any) -> None:
+    from tests.vllm.engine_process import serve_apart
+
+    serve_apart(*arguments)
+
+
 _forge = multiprocessing.get_context("forkserver")
 
 
@@ -140,6 +146,28 @@ class Engine:
         for future in (self._ready, *self._answers.values()):
             if not future.done():
                 future.set_exception(RuntimeError(f"{self.name}: {error}"))
+
+
+class EngineApart:
+    """A vLLM engine whose EngineCore and rank are processes of their own, as a server's are."""
+
+    def __init__(self, folder: Path, options: dict[str, Any], connector: dict[str, Any]) -> None:
+        self._pipe, theirs = _forge.Pipe()
+        arguments = (theirs, str(folder / "apart.log"), options, connector)
+        self.server = _forge.Process(target=_serve_apart, args=arguments)
+        self.server.start()
+        theirs.close()
+
+    def wait_started(self) -> list[int]:
+        """The ids of its processes, the server's own not among them."""
+        assert self._pipe.poll(START_S), "it did not start"
+        started: list[int] = self._pipe.recv()
+        return started
+
+    def kill_server(self) -> None:
+        self.server.kill()
+        self.server.join(10.0)
+        self._pipe.close()
 
 
 class Agent:
