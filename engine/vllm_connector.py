@@ -37,6 +37,7 @@ from engine.errors import ModelError
 from engine.model_identity import model_identity
 from engine.vllm_agent import AgentThread, agent_socket
 from engine.vllm_layout import CacheLayer, Kind, VllmLayout, vllm_layout
+from engine.vllm_parent import end_with_parent
 from engine.vllm_scheduler import SchedulerSide
 from engine.vllm_stats import PrfaasPromMetrics, PrfaasStats, copy_stats, handover_stats
 from engine.vllm_steps import Step
@@ -66,6 +67,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._agent: AgentThread | None = None
         if role is KVConnectorRole.SCHEDULER:
+            end_with_parent()
             self._agent = _agent(vllm_config, layout)
             self._agent.start()
             local_tier = bool(self._kv_transfer_config.get_from_extra_config("local_tier", True))

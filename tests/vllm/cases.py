@@ -13,12 +13,12 @@ FALCON_H1: Final = {"model_type": "falcon_h1", **MAMBA2, "mamba_d_ssm": 512}  # 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how vLLM can run it on a CPU (docs/vllm.md). `exact`: vLLM alone says the same however it cuts a prompt."""
+    """A model and how vLLM can run it on a CPU (docs/vllm.md). `native_ops`: those that PyTorch computes instead of vLLM."""
 
     arch: str
     prefix_caching: bool
     dtype: str = "float32"
-    exact: bool = True
+    native_ops: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.arch
@@ -30,6 +30,8 @@ class Case:
             "enable_prefix_caching": self.prefix_caching,
             "max_model_len": 4096,
             "max_num_batched_tokens": 512,
+            "num_gpu_blocks_override": 512,  # enough for these prompts; several engines share one machine's memory
+            "compilation_config": {"custom_ops": [f"-{op}" for op in self.native_ops]},
         }
 
 
@@ -37,8 +39,8 @@ LLAMA: Final = Case("llama", prefix_caching=True)
 GRANITE: Final = Case("granite_hybrid", prefix_caching=False)
 CASES: Final = (
     LLAMA,
-    # vLLM alone gives other tokens for one prompt with prefix caching on and off: what can be checked is that all arrives.
-    Case("lfm2", prefix_caching=True, exact=False),
+    # vLLM's CPU kernel rotates other rows than it should where queries have a dimension of heads, as LFM2's have.
+    Case("lfm2", prefix_caching=True, native_ops=("rotary_embedding",)),
     Case("gemma3", prefix_caching=True),
     GRANITE,
     Case("falcon_h1", prefix_caching=False),

@@ -1,10 +1,12 @@
 """One vLLM engine in a process of its own, forked from a server that has imported vLLM once (an import takes 15 to 20 s)."""
 
 import logging
+import multiprocessing
 import os
 import sys
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 # Before vLLM is imported; the scheduler and the worker run in the forked process itself.
@@ -24,8 +26,13 @@ os.environ |= {
 import vllm
 from vllm.config import KVTransferConfig
 from vllm.model_executor.models import registry
+from vllm.v1.engine import utils as engine_utils
+from vllm.v1.executor import multiproc_executor
 
-registry._run_in_subprocess = lambda look: look()  # it would import vLLM once more for every architecture
+# They would import vLLM once more, for every architecture, engine and rank.
+registry._run_in_subprocess = lambda look: look()
+for starter in (engine_utils, multiproc_executor):
+    starter.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 CONNECTOR = {
     "kv_connector": "PrfaasConnector",
@@ -75,6 +82,25 @@ def _serve(pipe: Connection, options: dict[str, Any], role: str, connector: dict
                 pipe.send(("done", (output.request_id, tokens, output.kv_transfer_params, output.num_cached_tokens)))
             else:
                 pipe.send(("token", (output.request_id, len(output.outputs[0].token_ids))))
+
+
+def serve_apart(pipe: Connection, log_path: str, options: dict[str, Any], connector: dict[str, Any]) -> None:
+    """An engine in processes of its own, as a server's is. Says which, and waits to be killed."""
+    _redirect(log_path)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    transfer = KVTransferConfig(kv_role="kv_both", kv_connector_extra_config=connector, **CONNECTOR)
+    llm = vllm.LLM(enforce_eager=True, disable_log_stats=True, kv_transfer_config=transfer, **options)
+    pipe.send(_descendants(os.getpid()))
+    pipe.recv()
+    del llm
+
+
+def _descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            found += [child, *_descendants(child)]
+    return found
 
 
 def _split_before_last(scheduler: Any) -> None:

@@ -38,6 +38,12 @@ def _serve(*arguments: Any) -> None:
     serve(*arguments)
 
 
+def _serve_apart(*arguments: Any) -> None:
+    from tests.vllm.engine_process import serve_apart
+
+    serve_apart(*arguments)
+
+
 _forge = multiprocessing.get_context("forkserver")
 
 
@@ -69,8 +75,11 @@ class Engine:
         self._was_reset: Future[bool] = Future()
         self._answers: dict[str, Future[Answer]] = {}
         self.progress: dict[str, int] = {}
+        # With ranks of its own it must be allowed children; those end with it, it ends with its pipe.
         self.process = _forge.Process(
-            target=_serve, args=(theirs, str(self.log), options, role, connector), daemon=True
+            target=_serve,
+            args=(theirs, str(self.log), options, role, connector),
+            daemon=options.get("tensor_parallel_size", 1) == 1,
         )
         self.process.start()
         theirs.close()
@@ -137,6 +146,28 @@ class Engine:
         for future in (self._ready, *self._answers.values()):
             if not future.done():
                 future.set_exception(RuntimeError(f"{self.name}: {error}"))
+
+
+class EngineApart:
+    """A vLLM engine whose EngineCore and rank are processes of their own, as a server's are."""
+
+    def __init__(self, folder: Path, options: dict[str, Any], connector: dict[str, Any]) -> None:
+        self._pipe, theirs = _forge.Pipe()
+        arguments = (theirs, str(folder / "apart.log"), options, connector)
+        self.server = _forge.Process(target=_serve_apart, args=arguments)
+        self.server.start()
+        theirs.close()
+
+    def wait_started(self) -> list[int]:
+        """The ids of its processes, the server's own not among them."""
+        assert self._pipe.poll(START_S), "it did not start"
+        started: list[int] = self._pipe.recv()
+        return started
+
+    def kill_server(self) -> None:
+        self.server.kill()
+        self.server.join(10.0)
+        self._pipe.close()
 
 
 class Agent:
@@ -216,6 +247,7 @@ class Pair:
 
     producer: Node
     consumer: Node
+    patience_s: float = 20.0  # of a reservation; a landing may take half as long again
     salt: bytes = b""
     _count: int = 0
     layout: ModelLayout = field(init=False)
@@ -242,7 +274,7 @@ class Pair:
                 block_hashes=b"".join(hashes),
                 num_tokens=len(prefill),
                 tokens_digest=tokens_digest(prompt, self.salt),
-                ttl_s=20.0,
+                ttl_s=self.patience_s,
             ),
             timeout=10.0,
         )
@@ -256,13 +288,13 @@ class Pair:
             "salt": self.salt.hex(),
         }
 
-    def landing_params(self, ticket: TicketInfo, timeout_s: float = 30.0) -> dict[str, Any]:
+    def landing_params(self, ticket: TicketInfo, timeout_s: float | None = None) -> dict[str, Any]:
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "transfer_id": ticket.transfer_id,
             "salt": self.salt.hex(),
-            "timeout_s": timeout_s,
+            "timeout_s": 1.5 * self.patience_s if timeout_s is None else timeout_s,
         }
 
     @property
@@ -292,16 +324,18 @@ def _held(description: pb.NodeDescription) -> tuple[int, int, int]:
     return pool.reservations, pool.pages_transfer, pool.pages_locked
 
 
+def make_node(name: str, folder: Path, options: dict[str, Any], kv_role: str, role: str, **agent_settings: Any) -> Node:
+    agent = Agent(name, folder, role, **agent_settings)
+    connector = {"agent_socket": str(agent.socket), "http_url": "http://127.0.0.1:1"}
+    return Node(agent, Engine(name, folder, dict(options), kv_role, connector))
+
+
 def make_pair(folder: Path, options: dict[str, Any], **agent_settings: Any) -> Pair:
     with contextlib.ExitStack() as started:
         nodes = []
-        for name, role, agent_role in (("east", "kv_producer", "prefill"), ("west", "kv_consumer", "decode")):
-            agent = Agent(name, folder, agent_role, **agent_settings)
-            started.callback(agent.close)
-            connector = {"agent_socket": str(agent.socket), "http_url": "http://127.0.0.1:1"}
-            engine = Engine(name, folder, dict(options), role, connector)
-            started.callback(engine.close)
-            nodes.append(Node(agent, engine))
+        for name, kv_role, role in (("east", "kv_producer", "prefill"), ("west", "kv_consumer", "decode")):
+            nodes.append(make_node(name, folder, options, kv_role, role, **agent_settings))
+            started.callback(nodes[-1].close)
         pair = Pair(*nodes)
         started.pop_all()
     return pair

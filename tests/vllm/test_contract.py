@@ -120,6 +120,23 @@ def test_schedulers_and_caches_say_what_we_read():
         assert name in {*dir(MambaSpec), *MambaSpec.__dataclass_fields__}, f"MambaSpec.{name} is gone"
 
 
+def test_the_cpu_kernel_still_rotates_other_rows_when_heads_are_a_dimension():
+    """Why LFM2 wants `-rotary_embedding` (cases.py, docs/vllm.md). When this fails, it does no longer."""
+    import torch
+    from vllm import _custom_ops
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    tokens, heads, size = 8, 4, 16
+    query, positions = torch.rand(tokens, heads, size), torch.arange(tokens)
+    angles = torch.outer(torch.arange(float(tokens)), torch.rand(size // 2))
+    cache = torch.cat((angles.cos(), angles.sin()), -1)
+    flat, with_heads = query.reshape(tokens, -1).clone(), query.clone()
+    _custom_ops.rotary_embedding(positions, flat, flat.clone(), size, cache, True)
+    _custom_ops.rotary_embedding(positions, with_heads, with_heads.clone(), size, cache, True)
+    assert not torch.equal(flat.view_as(query), with_heads)
+
+
 def test_this_version_is_one_that_was_tested():
     from engine.vllm_connector import check_version
     from engine.vllm_version import TESTED_VERSIONS

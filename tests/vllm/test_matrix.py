@@ -19,10 +19,8 @@ def assert_delivered(leg: Answer, prompt: list[int]) -> None:
     assert leg.params["num_tokens"] == len(prompt) - 1
 
 
-def assert_same(decoded: Answer, prompt: list[int], reference: Engine, case: Case) -> None:
+def assert_same(decoded: Answer, prompt: list[int], reference: Engine) -> None:
     assert len(decoded.tokens) == TOKENS
-    if not case.exact:
-        return
     expected = reference.submit(f"x{next(_seeds)}", prompt, TOKENS).result(ANSWER_S)
     assert len(set(expected.tokens)) > 2, "a degenerate model proves nothing"
     assert decoded.tokens == expected.tokens
@@ -44,7 +42,7 @@ def test_every_length(pair: Pair, reference: Engine, case: Case) -> None:
         leg, decoded = hand_over(pair, prompt)
         assert_delivered(leg, prompt)
         assert decoded.cached_tokens == num_tokens - 1, "computed again what had been sent"
-        assert_same(decoded, prompt, reference, case)
+        assert_same(decoded, prompt, reference)
     pair.assert_idle()
 
 
@@ -62,7 +60,7 @@ def test_prefix_hits(pair: Pair, reference: Engine, case: Case, primed: str, for
     prompt = shared + prompt_of(block + 5, next(_seeds))
     leg, decoded = hand_over(pair, prompt)
     assert_delivered(leg, prompt)
-    assert_same(decoded, prompt, reference, case)
+    assert_same(decoded, prompt, reference)
     pair.assert_idle()
 
 
@@ -74,7 +72,7 @@ def test_six_in_flight(pair: Pair, reference: Engine, case: Case) -> None:
         decoded = decode.result(ANSWER_S)
         # Rounded to bfloat16, values depend on what else is in a batch.
         if case.dtype == "float32":
-            assert_same(decoded, prompt, reference, case)
+            assert_same(decoded, prompt, reference)
     pair.assert_idle()
 
 
@@ -83,5 +81,5 @@ def test_a_prompt_sent_twice_is_computed_once(pair: Pair, reference: Engine, cas
     for _ in range(2):
         leg, decoded = hand_over(pair, prompt)
         assert_delivered(leg, prompt)
-        assert_same(decoded, prompt, reference, case)
+        assert_same(decoded, prompt, reference)
     pair.assert_idle()

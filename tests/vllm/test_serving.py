@@ -31,7 +31,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 ARCH = "gemma3"  # sliding windows and full attention. (LFM2, scaled as it is, changes its mind with the batch that it runs in.)
 CHUNK = 256
 LINK_BYTES_PER_S = 12.5e6  # 100 Mbit/s for each connection
-START_TIMEOUT_S = 600.0
 
 
 def document(model: str, relay: Proxy) -> dict[str, Any]:
@@ -46,7 +45,6 @@ def document(model: str, relay: Proxy) -> dict[str, Any]:
         "node": {
             "engine": "vllm",
             "engine_args": ["--dtype", "float32", "--num-gpu-blocks-override", "512"],
-            "engine_start_timeout_s": START_TIMEOUT_S,
             "chunk_tokens": CHUNK,
             "max_model_len": 4096,
             "cache_bytes": 128 << 20,
