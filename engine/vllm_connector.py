@@ -9,9 +9,12 @@ one, with `vllm_stats`, that imports vLLM. The base class is called experimental
 """
 
 import logging
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import vllm
@@ -23,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -71,7 +75,9 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._agent = _agent(vllm_config, layout)
             self._agent.start()
             local_tier = bool(self._kv_transfer_config.get_from_extra_config("local_tier", True))
-            self._scheduler = SchedulerSide(layout, self._agent, time.monotonic, local_tier=local_tier)
+            self._scheduler = SchedulerSide(
+                layout, self._agent, time.monotonic, local_tier=local_tier, has_input=_engine_has_input()
+            )
         else:
             self._worker = WorkerSide(layout, get_tensor_model_parallel_rank())
 
@@ -245,6 +251,22 @@ def _state_forms(kv_cache_config: Any) -> list[str]:
     specs = [_layer_spec(g.kv_cache_spec, n) for g in kv_cache_config.kv_cache_groups for n in g.layer_names]
     states = [spec for spec in specs if isinstance(spec, MambaSpec)]
     return sorted({f"{tuple(map(tuple, spec.shapes))}{spec.dtypes}".replace("torch.", "") for spec in states})
+
+
+def _engine_has_input() -> Callable[[], bool]:
+    """Whether the engine that is making this connector has been sent something that it has not read.
+
+    No interface tells, so the engine is looked for on the stack. One that is not found, or must keep step with other
+    engines (data parallelism), is taken to have input always: then nothing waits for long.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        engine: Any = frame.f_locals.get("self")
+        if type(engine) is EngineCoreProc:
+            inbox = engine.input_queue
+            return lambda: not inbox.empty()
+        frame = frame.f_back
+    return lambda: True
 
 
 def _layer_spec(spec: Any, name: str) -> Any:

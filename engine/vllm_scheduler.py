@@ -8,7 +8,9 @@ A prefill leg stops one token short of its prompt, which the decode side compute
 would apply a token twice. It may sample one token more than it was asked for, because a request that waits for its
 delivery must not be finished: its answer says whether the KVCache arrived. While it waits it is not scheduled.
 
-Methods belong to vLLM's scheduler thread and never wait: a request whose pages are on their way is asked about again.
+Methods belong to vLLM's scheduler thread: a request whose pages are on their way is asked about again. They wait only
+while every request waits for the agent. A step of vLLM that computes nothing still wakes its workers, which then spin for
+a second: a decode server that went on asking for its landing would take a core or two, perhaps from the prefill.
 This module knows vLLM's requests only by the attributes it uses.
 """
 
@@ -35,7 +37,8 @@ LOCAL_WAIT_S: Final = 1.0  # a cache must not keep requests waiting longer than 
 LEG_WAIT_S: Final = 60.0  # agents refuse earlier; this is for one that says nothing
 CLAIM_GRACE_S: Final = 10.0  # the agent watches the landing's own deadline
 DELIVERY_WAIT_S: Final = 3600.0  # a push that makes no progress fails long before
-IDLE_WAIT_S: Final = 0.002  # with nothing to compute, vLLM asks again at once: it would use up a core
+IDLE_WAIT_S: Final = 0.002  # the most that a new request is kept waiting by those that cannot go on
+MAX_REST_S: Final = 5.0  # without a step of vLLM, should anything but agent, requests and deadlines need one
 REPORT_INTERVAL_S: Final = 0.05
 
 
@@ -124,12 +127,21 @@ class SchedulerSide:
     """All requests of one vLLM engine."""
 
     def __init__(
-        self, layout: VllmLayout, agent: AgentThread, now: Callable[[], float], *, local_tier: bool = True
+        self,
+        layout: VllmLayout,
+        agent: AgentThread,
+        now: Callable[[], float],
+        *,
+        local_tier: bool = True,
+        has_input: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`has_input`: whether vLLM has been sent something that only its next step will see; true if that is unknown."""
         self._layout = layout
         self._agent = agent
         self._now = now
         self._local_tier = local_tier
+        self._has_input = has_input
+        self._has_rested = False  # in the step that is being put together
         self._block_size = layout.model.block_size
         self._requests: dict[str, Any] = {}
         self._handovers: dict[str, Handover] = {}
@@ -162,13 +174,15 @@ class SchedulerSide:
         """Tokens beyond `num_computed_tokens` that can be loaded; None: ask again."""
         num_prompt_tokens = request.num_prompt_tokens
         self._hear()
-        if request.num_prompt_tokens != num_prompt_tokens:  # cut by what was heard: vLLM's own hit may be longer now
-            return None
         handover = self._handovers.get(request.request_id)
         if handover is None:
             return 0
         if handover.phase is Phase.NEW:
             self._ask(handover)
+        if handover.phase is Phase.ASKED and self._rest():
+            self._hear()
+        if request.num_prompt_tokens != num_prompt_tokens:  # cut by what was heard: vLLM's own hit may be longer now
+            return None
         if handover.phase is Phase.ASKED:
             if self._now() < handover.deadline_s:
                 return None
@@ -212,8 +226,9 @@ class SchedulerSide:
 
     def build_step(self, scheduled: Mapping[str, int], tables_of: Callable[[str], Sequence[Sequence[int]]]) -> Step:
         """What the workers do besides computing `scheduled` tokens of each request. `tables_of`: block ids of one."""
-        if not scheduled and self._is_waiting() and not self._loads:
+        if not scheduled and not self._loads and not self._rest() and self._is_waiting():
             self._agent.news.wait(IDLE_WAIT_S)
+        self._has_rested = False
         self._hear()
         saves = [
             save
@@ -222,7 +237,14 @@ class SchedulerSide:
             and (save := self._save(handover, num_tokens, tables_of)) is not None
         ]
         self._report_load(scheduled)
-        step = Step(str(self._agent.rank_socket), self._arena, tuple(self._grants), tuple(saves), tuple(self._loads))
+        step = Step(
+            str(self._agent.rank_socket),
+            self._arena,
+            tuple(self._grants),
+            tuple(saves),
+            tuple(self._loads),
+            is_idle=not scheduled,
+        )
         self._grants, self._loads = [], []
         return step
 
@@ -492,12 +514,27 @@ class SchedulerSide:
             handover.phase = Phase.DELIVERED
         handover.request.next_decode_eligible_step = 0
 
+    def _rest(self) -> bool:
+        """Waits, once a step, if every request waits for the agent: until it has news, vLLM has, or a wait has been too long."""
+        if self._has_rested or not self._all_wait():
+            return self._has_rested
+        self._has_rested = True
+        self._report_load({}, at_once=True)
+        until_s = min(self._now() + MAX_REST_S, *(handover.deadline_s for handover in self._handovers.values()))
+        while not self._agent.news.wait(IDLE_WAIT_S) and not self._has_input() and self._now() < until_s:
+            pass
+        return True
+
+    def _all_wait(self) -> bool:
+        waiting = all(handover.phase in (Phase.ASKED, Phase.HELD) for handover in self._handovers.values())
+        return waiting and bool(self._handovers) and self._requests.keys() <= self._handovers.keys()
+
     def _is_waiting(self) -> bool:
         return any(handover.phase in (Phase.ASKED, Phase.HELD) for handover in self._handovers.values())
 
-    def _report_load(self, scheduled: Mapping[str, int]) -> None:
+    def _report_load(self, scheduled: Mapping[str, int], *, at_once: bool = False) -> None:
         now = self._now()
-        if now - self._reported_s < REPORT_INTERVAL_S and self._requests:
+        if now - self._reported_s < REPORT_INTERVAL_S and self._requests and not at_once:
             return
         self._reported_s = now
         held = [handover for handover in self._handovers.values() if handover.phase is Phase.HELD]

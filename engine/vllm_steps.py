@@ -49,13 +49,15 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Everything about one forward pass. `grants` are pages that the workers have not heard of yet."""
+    """Everything about one forward pass. `grants` are pages that the workers have not heard of yet; an idle one computes
+    nothing."""
 
     socket: str = ""
     arena: ArenaRef | None = None
     grants: tuple[JobPages, ...] = ()
     saves: tuple[Save, ...] = ()
     loads: tuple[Load, ...] = ()
+    is_idle: bool = False
 
 
 class RankHello(Message, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 Layers are copied on a thread of their own as soon as the operator that fills them returns, while the next layer computes.
 A step waits for its last copies before it ends, so no block that it has freed is ever read. Loads fill blocks that
-nobody else may touch and take as many steps as they need.
+nobody else may touch and take as many steps as they need; a step with nothing to compute waits a little for one to end.
 """
 
 import logging
@@ -10,7 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +28,7 @@ from transport.messages import JobPages
 log = logging.getLogger(__name__)
 
 SAVE_TIMEOUT_S: Final = 120.0
+LOAD_WAIT_S: Final = 0.01  # of a step with nothing to compute; a request that has just come waits for its end
 MAX_RELEASED: Final = 4096  # a step with a released job was built before the release: a handful at most
 
 
@@ -75,9 +76,10 @@ class LoadResults:
 class WorkerSide:
     """One rank. Methods belong to the model's thread."""
 
-    def __init__(self, layout: VllmLayout, rank: int) -> None:
+    def __init__(self, layout: VllmLayout, rank: int, *, load_wait_s: float = LOAD_WAIT_S) -> None:
         self._layout = layout
         self._rank = rank
+        self._load_wait_s = load_wait_s
         self._places = {place.layer.name: place for place in layout.places}
         self._blocks: dict[str, Blocks] = {}
         self._step = Step()
@@ -91,6 +93,7 @@ class WorkerSide:
         self._saver = ThreadPoolExecutor(1, "prfaas-save")
         self._loader = ThreadPoolExecutor(1, "prfaas-load")
         self._saving: list[Future[None]] = []
+        self._loading: set[Future[None]] = set()
 
     def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """The KV tensors by layer name. Raises PagesInvalid when they are not what the layout says."""
@@ -124,11 +127,11 @@ class WorkerSide:
 
     def start_loads(self) -> None:
         """Starts the loads of this step."""
-        for load in self._step.loads:
-            self._loader.submit(self._load, load)
+        self._loading |= {self._loader.submit(self._load, load) for load in self._step.loads}
 
     def finish_step(self) -> None:
-        """Saves the states at the end of this step and waits until all of it is in pages."""
+        """Saves the states at the end of this step and waits until all of it is in pages, or for a load if there is no more
+        to do."""
         for save in self._step.saves:
             for place in self._layout.places if save.states else ():
                 if place.layer.kind is Kind.STATE:
@@ -141,6 +144,8 @@ class WorkerSide:
             with self._lock:
                 self._counts.waited_s += time.perf_counter() - started_s
         self._saving.clear()
+        if self._step.is_idle:
+            self._loading = wait(self._loading, self._load_wait_s, FIRST_COMPLETED).not_done
         self._step = Step()
 
     def take_results(self) -> LoadResults:

@@ -17,6 +17,7 @@ from tests.engine.vllm_builders import BLOCK, full, layout_of, num_pages, pages_
 
 HEADS, WIDTH, NUM_BLOCKS = 4, 6, 12
 STATE_BYTES = 96
+LOAD_WAIT_S = 30.0
 
 
 def layers(ranks: int, kinds: str) -> list[CacheLayer]:
@@ -46,7 +47,7 @@ class Side:
             {name: self._shard(name, tensor, rank, ranks) for name, tensor in self.whole.items()}
             for rank in range(ranks)
         ]
-        self.workers = [WorkerSide(self.layout, rank) for rank in range(ranks)]
+        self.workers = [WorkerSide(self.layout, rank, load_wait_s=LOAD_WAIT_S) for rank in range(ranks)]
         for worker, tensors in zip(self.workers, self.tensors, strict=True):
             worker.register(tensors)
 
@@ -158,6 +159,15 @@ def test_blocks_that_vllm_has_already_are_left_alone(sides, tmp_path):
     assert target.loaded("r") == set()
     assert torch.equal(target.tensors[0]["0.attn"][4], before[4])
     assert torch.equal(target.tensors[0]["0.attn"][5], source.whole["0.attn"][2])
+
+
+def test_a_step_with_nothing_to_compute_waits_for_a_load(sides, tmp_path):
+    n = 2 * BLOCK
+    side = sides(2, "f", 1)
+    pages = pages_for(side.layout, n)
+    load = Load("r", "j", 0, n, ((1, 2),))
+    side.step(Step("", arena_for(tmp_path, side.layout, pages), (pages,), (), (load,), is_idle=True))
+    assert [worker.take_results().done for worker in side.workers] == [{"r"}, {"r"}]
 
 
 def test_a_load_that_lacks_bytes_fails_and_writes_nothing(sides, tmp_path):

@@ -137,6 +137,30 @@ def test_the_cpu_kernel_still_rotates_other_rows_when_heads_are_a_dimension():
     assert not torch.equal(flat.view_as(query), with_heads)
 
 
+def test_an_engine_is_found_while_it_makes_its_connector():
+    """Otherwise servers that wait for a landing would go on asking for it."""
+    import queue
+
+    from vllm.v1.engine.core import EngineCoreProc
+
+    from engine.vllm_connector import _engine_has_input
+
+    source = inspect.getsource(EngineCoreProc.__init__)
+    assert source.index("self.input_queue =") < source.index("super().__init__("), "made before its scheduler"
+
+    class Maker:
+        def make(self):
+            return _engine_has_input()
+
+    engine = EngineCoreProc.__new__(EngineCoreProc)
+    engine.input_queue = queue.Queue()
+    has_input = Maker.make(engine)
+    assert not has_input()
+    engine.input_queue.put(1)
+    assert has_input()
+    assert Maker().make()(), "unknown: as if there were always some"
+
+
 def test_this_version_is_one_that_was_tested():
     from engine.vllm_connector import check_version
     from engine.vllm_version import TESTED_VERSIONS
