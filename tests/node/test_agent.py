@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+import msgspec
 import pytest
 
 from hybrid_cache.hashing import block_hashes
@@ -364,6 +365,29 @@ def test_an_engine_that_never_says_hello_is_killed_and_started_again(
             assert await _pid_other_than(node, silent) != silent
             with pytest.raises(ProcessLookupError):
                 os.kill(silent, 0)
+
+    alone(scenario())
+
+
+def test_a_server_that_never_answers_is_killed_and_started_again(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's connector says Hello long before its server listens, if it ever does."""
+    monkeypatch.setattr(supervisor, "engine_command", lambda *_: ["sleep", "60"])
+    layout = bench.run(bench.node.describe()).layout_json
+    hello = m.encode(msgspec.structs.replace(HELLO, layout_json=layout, http_url="http://127.0.0.1:1"))
+
+    async def scenario() -> None:
+        settings = config(tmp_path, engine="vllm", engine_start_timeout_s=0.5)
+        async with running_node(settings, wait=False) as node:
+            _, connector = await asyncio.open_unix_connection(node.agent.socket.path)
+            connector.write(hello)
+
+            async def was_restarted() -> bool:
+                return "no answer over HTTP" in caplog.text and node.agent.supervisor.restarts > 0
+
+            await until(was_restarted)
+            connector.close()
 
     alone(scenario())
 
