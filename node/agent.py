@@ -193,6 +193,8 @@ class NodeAgent:
         if self.draining:
             engine.send(m.Drain())
         log.info("engine joined node=%s pid=%d url=%s", self.config.node_id, hello.engine_pid, hello.http_url)
+        if hello.notice:
+            log.warning("engine of node=%s: %s", self.config.node_id, hello.notice)
         if self.config.engine == "vllm":
             self._engine_tasks = [
                 asyncio.create_task(self._await_http(hello.http_url)),
