@@ -75,8 +75,10 @@ class AgentJob:
         """The outcome of the push. Raises TransferError when it failed."""
         return await self._delivered
 
-    def prefill_done(self, num_tokens: int) -> None:
-        self._link.send_for_job(PrefillDone(job=self.job, num_tokens=num_tokens))
+    def prefill_done(self, num_tokens: int, computed_tokens: int, compute_s: float) -> None:
+        self._link.send_for_job(
+            PrefillDone(job=self.job, num_tokens=num_tokens, computed_tokens=computed_tokens, compute_s=compute_s)
+        )
 
     def end(self, *, loaded: bool = False, reason: str = "") -> None:
         """No more reads or writes from here; then the pages go back."""
@@ -126,6 +128,7 @@ class AgentLink:
         model_id: str,
         max_model_len: int,
         http_url: str,
+        notice: str = "",
         on_welcome: Callable[[Welcome], None],
         on_drain: Callable[[], None],
         on_lost: Callable[[], Awaitable[None]] | None = None,
@@ -140,6 +143,7 @@ class AgentLink:
             layout_json=layout.to_json(),
             max_model_len=max_model_len,
             http_url=http_url,
+            notice=notice,
         )
         self._on_welcome = on_welcome
         self._on_drain = on_drain

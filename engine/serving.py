@@ -216,7 +216,7 @@ class Service:
         async with aclosing(self._compute(request, kv, request.cached_tokens)) as events:
             async for event in events:
                 if isinstance(event, Prefilled) and job is not None:
-                    job.prefill_done(event.num_tokens)
+                    _prefilled(job, request, event)
                     job.end()
                 yield event
 
@@ -259,7 +259,7 @@ class Service:
                     if isinstance(event, Prefilled):
                         started_s = event.started_s
                         self._note_prefill(request, event)
-                        job.prefill_done(event.num_tokens)
+                        _prefilled(job, request, event)
             delivered = await job.delivered()
         except BaseException as exc:
             job.end(reason=exc.reason if isinstance(exc, TransferError) else "aborted")
@@ -363,6 +363,10 @@ class Service:
     def _note_fallback(self, request: Request, error: TransferError) -> None:
         self.metrics.on_fallback(error.reason)
         log.warning("fallback id=%s reason=%s %s", request.id, error.reason, error.detail)
+
+
+def _prefilled(job: AgentJob, request: Request, event: Prefilled) -> None:
+    job.prefill_done(event.num_tokens, event.num_tokens - request.cached_tokens, event.ended_s - event.started_s)
 
 
 def _from_model(loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Event], event: Event) -> None:

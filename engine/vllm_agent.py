@@ -92,13 +92,16 @@ class _Errand:
 class AgentThread:
     """Jobs for the scheduler's side of the connector. Public methods may be called from any thread, and never wait."""
 
-    def __init__(self, socket: Path, layout: VllmLayout, *, model_id: str, max_model_len: int, http_url: str) -> None:
+    def __init__(
+        self, socket: Path, layout: VllmLayout, *, model_id: str, max_model_len: int, http_url: str, notice: str = ""
+    ) -> None:
         self.news: Final = threading.Event()  # set with every event
         self._socket = socket
         self._layout = layout
         self._model_id = model_id
         self._max_model_len = max_model_len
         self._http_url = http_url
+        self._notice = notice
         self._events: queue.SimpleQueue[AgentEvent] = queue.SimpleQueue()
         self._errands: dict[int, _Errand] = {}
         self._by_job: dict[str, _Errand] = {}
@@ -205,6 +208,7 @@ class AgentThread:
             model_id=self._model_id,
             max_model_len=self._max_model_len,
             http_url=self._http_url,
+            notice=self._notice,
             on_welcome=self._welcome,
             on_drain=lambda: log.info("the agent drains: what runs is finished"),
             on_lost=self._release_all,

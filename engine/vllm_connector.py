@@ -313,4 +313,5 @@ def _agent(vllm_config: Any, layout: VllmLayout) -> AgentThread:
         model_id=str(names[0] if isinstance(names, list) else names or model.model),
         max_model_len=model.max_model_len,
         http_url=str(settings.get_from_extra_config("http_url", "")),
+        notice="" if is_tested(vllm.__version__) else untested(vllm.__version__),
     )

@@ -191,6 +191,7 @@ class Clusters:
         assert node.info is not None
         assert self._index is not None
         hit = self._index.match(node.id, prompt.hashes, prompt.transfer_tokens)
+        movable = self._index.movable_tokens(node.id, prompt.hashes, hit)
         return NodeView(
             node_id=node.id,
             cluster=node.info.cluster,
@@ -202,6 +203,7 @@ class Clusters:
             max_running=self._decode_slots,
             cached_tokens=hit.num_tokens,
             attention_tokens=hit.attention_tokens,
+            immovable_tokens=hit.num_tokens - movable,
         )
 
     # What events change

@@ -24,15 +24,18 @@ from transport.messages import TicketInfo
 READ_BUFFER_BYTES: Final = 256 * 1024
 MAX_WHOLE_BODY_BYTES: Final = 512 * 1024
 MAX_ERROR_BYTES: Final = 64 * 1024
-# Fields that ask for more than a prompt's KVCache; the one token that the API makes a prefill ask for is never sampled.
+# Fields that ask for more than a prompt's KVCache; the one token that the API makes a prefill ask for is for nobody.
 NOT_FOR_PREFILL: Final = frozenset(
     {"stream_options", "max_completion_tokens", "min_tokens", "n", "best_of", "logprobs", "top_logprobs", "echo"}
     | {"prompt_logprobs", "suffix", "response_format", "stop", "stop_token_ids"}
 )
 # The engine's own trouble, not the request's: another node may do better.
 RETRYABLE: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-# Every engine would come to other tokens than the gateway did: only the decode node's own can go on.
-SAME_EVERYWHERE: Final = frozenset({"digest_mismatch", "layout_mismatch"})
+# Every engine would say the same: it comes to other tokens than the gateway did, the request makes no sense to it, or
+# (vLLM's) the prompt's KVCache is not that of its tokens alone. Only the decode node's own can go on.
+SAME_EVERYWHERE: Final = frozenset(
+    {"digest_mismatch", "layout_mismatch", "bad_request", "lora", "multimodal", "cache_salt", "prompt_embeds"}
+)
 MAX_LABEL_CHARS: Final = 40
 
 

@@ -2,18 +2,22 @@
 
 The view may be late. That costs a miss or a worse route; what a node really serves, the node's own cache decides.
 Memory is bounded: past `max_blocks` the blocks heard of first are forgotten. A block on a node's SSD counts as held: the node
-reads it back before the request that needs it. So does a block in an engine's own cache: the engine finds it there itself.
+reads it back before the request that needs it. So does a block in an engine's own cache: the engine finds it there itself, but
+nobody can send it to another node.
 """
 
 import sys
 from collections.abc import Sequence
 from itertools import islice
+from typing import Final
 
 from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Medium
 from hybrid_cache.layout import ModelLayout
 from hybrid_cache.lookup import MISS, PrefixHit, longest_common_hit
 
 DEFAULT_MAX_BLOCKS = 4_000_000
+ANYWHERE: Final = tuple(Medium)
+MOVABLE: Final = (Medium.MEMORY, Medium.SSD)
 
 
 class PrefixIndex:
@@ -62,16 +66,23 @@ class PrefixIndex:
         """Forgets a node: it is gone, or will send a snapshot."""
         self._clear(node_id, tuple(Medium))
 
-    def match(self, node_id: str, hashes: Sequence[bytes], num_tokens: int) -> PrefixHit:
-        """What `node_id` can probably reuse of a prompt's first `num_tokens` tokens."""
-        memory = self._bits.get((node_id, Medium.MEMORY), 0)
-        others = sum(self._bits.get((node_id, medium), 0) for medium in Medium if medium is not Medium.MEMORY)
-        if not memory | others:
+    def match(
+        self, node_id: str, hashes: Sequence[bytes], num_tokens: int, media: Sequence[Medium] = ANYWHERE
+    ) -> PrefixHit:
+        """What `node_id` can probably reuse of a prompt's first `num_tokens` tokens, out of these media."""
+        bits = sum([self._bits.get((node_id, medium), 0) for medium in media])
+        if not bits:
             return MISS
-        held = tuple(_HeldBy(holders, memory | others) for holders in self._holders)
-        if others:  # of which blocks may be missing anywhere
+        held = tuple(_HeldBy(holders, bits) for holders in self._holders)
+        if bits != self._bits.get((node_id, Medium.MEMORY)):  # in the others, blocks may be missing anywhere
             hashes = hashes[: self._leading(held, hashes[: num_tokens // self.layout.block_size])]
         return longest_common_hit(self.layout, held, hashes, num_tokens)
+
+    def movable_tokens(self, node_id: str, hashes: Sequence[bytes], hit: PrefixHit) -> int:
+        """How much of `hit` the node can send to another one."""
+        if (node_id, Medium.ENGINE) not in self._bits:
+            return hit.num_tokens
+        return self.match(node_id, hashes, hit.num_tokens, MOVABLE).num_tokens
 
     def _leading(self, held: Sequence["_HeldBy"], hashes: Sequence[bytes]) -> int:
         """Blocks of the prompt up to the first that some full-attention group lacks."""

@@ -6,10 +6,11 @@ node that has none. A node whose demand is far above its peers' hands prefixes o
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hybrid_cache.index import PrefixIndex
+from hybrid_cache.events import Medium
+from hybrid_cache.index import ANYWHERE, MOVABLE, PrefixIndex
 from hybrid_cache.lookup import PrefixHit
 
 
@@ -110,14 +111,16 @@ class PrefixStore:
         if demand is None:
             return []
         num_tokens = len(demand.hashes) * self.index.layout.block_size
-        holders = [n for n in loads if self.index.match(n, demand.hashes, num_tokens).num_tokens == num_tokens]
+        holders = self._holders(demand, loads)
         if not holders:
             return []
         level = demand.decayed(now, self.config.half_life_s)
         wanted = min(self.config.max_replicas, len(loads), max(1, round(level / self.config.demand_per_replica)))
         if wanted > len(holders):
             target = min((n for n in loads if n not in holders), key=lambda n: (loads[n], n))
-            source = min(holders, key=lambda n: (loads[n], n))
+            source = min(self._senders(demand, holders), key=lambda n: (loads[n], n), default=None)
+            if source is None:
+                return []
             demand.copies.add(target)
             return [Replicate(source, target, demand.hashes, num_tokens, "hot")]
         surplus = [n for n in holders if n in demand.copies]
@@ -145,11 +148,21 @@ class PrefixStore:
 
     def _hottest_only_on(self, node: str, loads: Mapping[str, float], now: float) -> _Demand | None:
         for demand in sorted(self._demand.values(), key=lambda d: -d.decayed(now, self.config.half_life_s)):
-            num_tokens = len(demand.hashes) * self.index.layout.block_size
-            holders = [n for n in loads if self.index.match(n, demand.hashes, num_tokens).num_tokens == num_tokens]
-            if holders == [node]:
+            if self._holders(demand, loads) == [node] == self._senders(demand, [node]):
                 return demand
         return None
+
+    def _holders(self, demand: _Demand, nodes: Iterable[str]) -> list[str]:
+        """Those of `nodes` that have all of a prefix."""
+        return [node for node in nodes if self._holds(node, demand, ANYWHERE)]
+
+    def _senders(self, demand: _Demand, nodes: Iterable[str]) -> list[str]:
+        """Those that can send it to another one, too."""
+        return [node for node in nodes if self._holds(node, demand, MOVABLE)]
+
+    def _holds(self, node: str, demand: _Demand, media: Sequence[Medium]) -> bool:
+        num_tokens = len(demand.hashes) * self.index.layout.block_size
+        return self.index.match(node, demand.hashes, num_tokens, media).num_tokens == num_tokens
 
     def _want(self, hashes: Sequence[bytes], num_tokens: int, now: float) -> None:
         if num_tokens < self.config.min_tokens:

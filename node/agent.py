@@ -163,12 +163,13 @@ class NodeAgent:
                 log.exception("housekeeping failed node=%s", self.config.node_id)
 
     def _end_silent_engine(self) -> None:
-        """A process that runs but never says Hello, or lost its connection for good, is no engine."""
-        if self._engine is not None or self.supervisor.pid is None:
+        """A process that runs but never takes requests, or lost its connection for good, is no engine."""
+        if self._engine_serves or self.supervisor.pid is None:
             return
         silent_s = self._now() - max(self._alone_since, self.supervisor.started_at)
         if silent_s > self.config.start_timeout_s:
-            log.error("engine killed node=%s: no Hello for %.1fs", self.config.node_id, silent_s)
+            missing = "Hello" if self._engine is None else "answer over HTTP"
+            log.error("engine killed node=%s: no %s for %.1fs", self.config.node_id, missing, silent_s)
             self.supervisor.kill()
 
     # EngineListener
@@ -192,6 +193,8 @@ class NodeAgent:
         if self.draining:
             engine.send(m.Drain())
         log.info("engine joined node=%s pid=%d url=%s", self.config.node_id, hello.engine_pid, hello.http_url)
+        if hello.notice:
+            log.warning("engine of node=%s: %s", self.config.node_id, hello.notice)
         if self.config.engine == "vllm":
             self._engine_tasks = [
                 asyncio.create_task(self._await_http(hello.http_url)),
@@ -200,14 +203,18 @@ class NodeAgent:
             for task in self._engine_tasks:
                 task.add_done_callback(_log_failure)
         else:  # it listened before it said Hello
-            self._engine_serves = True
+            self._takes_requests()
         self._publish_description()
 
     async def _await_http(self, url: str) -> None:
-        await serves(url)
-        self._engine_serves = True
+        await serves(url)  # `_end_silent_engine` says how long that may take
+        self._takes_requests()
         log.info("engine serves node=%s url=%s", self.config.node_id, url)
         self._publish_description()
+
+    def _takes_requests(self) -> None:
+        self._engine_serves = True
+        self.supervisor.engine_serves()
 
     async def _follow_engine_cache(self, layout: ModelLayout) -> None:
         self._engine_cache = EngineCache(layout, model_salt(layout.fingerprint))

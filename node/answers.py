@@ -15,6 +15,8 @@ Reply = Callable[[m.AgentMessage], None]
 JobKey = tuple[int, str]
 """The identity of an engine's connection, and the name that the engine gave the job."""
 
+OK = "ok"  # the outcome of a job that went as it should
+
 Answer = Callable[[], Coroutine[None, None, m.JobPages]]
 
 
@@ -63,6 +65,17 @@ class Answers:
             self.refused["internal"] += 1
             log.exception("no answer to job=%s", job)
             reply(m.Refused(job=job, reason="internal", detail=str(exc)))
+
+
+def noting_refusals(reply: Reply, note: Callable[[str], None]) -> Reply:
+    """`reply`, and `note` hears the reason of every Refused that passes."""
+
+    def noting(message: m.AgentMessage) -> None:
+        if isinstance(message, m.Refused):
+            note(message.reason)
+        reply(message)
+
+    return noting
 
 
 def job_pages(job: str, reservation: Reservation) -> m.JobPages:

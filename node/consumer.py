@@ -10,14 +10,14 @@ Committed to the prefix cache is only what landed completely. Pages go back when
 import asyncio
 import logging
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 from hybrid_cache.layout import transfer_ranges
 from hybrid_cache.reservation import Purpose, Reservation
-from node.answers import Answers, JobKey, Reply, job_pages
+from node.answers import OK, Answers, JobKey, Reply, job_pages, noting_refusals
 from node.errors import NodeRefusal
 from node.links import Landing, LandingResult, Links
 from node.pages import Pages, split_hashes
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 SECRET_BYTES = 32
 MAX_CLAIM_S = 3600.0
 MAX_REMEMBERED = 1024
+LANDING = "landing"  # the kind of an engine's job that loads one
 # What callers may say when they abort a reservation; they become metric labels.
 ABORT_REASONS = frozenset({"aborted", "given_up", "prefill_failed", "prefix_not_moved", "request_ended"})
 
@@ -69,6 +70,8 @@ class ConsumerCounts:
     quantised: dict[str, int] = field(default_factory=dict)  # of those landed, by whether they became prefix cache
     bytes_landed: int = 0
     ended: dict[str, int] = field(default_factory=dict)
+    jobs: Counter[tuple[str, str]] = field(default_factory=Counter)  # what engines claimed, by kind and outcome
+    loaded_tokens: int = 0
 
 
 class Consumer:
@@ -232,7 +235,8 @@ class Consumer:
         key = (id(owner), message.job)
         if key in self._claims or any(entry.claim == key for entry in self._incoming.values()):
             raise m.MessageError(f"job {message.job!r} has claimed already")
-        self._claims.start(key, lambda: self._claim(key, message), reply)
+        noting = noting_refusals(reply, self._load_ended)
+        self._claims.start(key, lambda: self._claim(key, message), noting)
 
     async def _claim(self, key: JobKey, message: m.ClaimLanding) -> m.JobPages:
         entry = self._incoming.get(message.transfer_id)
@@ -268,6 +272,8 @@ class Consumer:
         self._claims.cancel(key)
         for entry in list(self._incoming.values()):
             if entry.claim == key:
+                self._load_ended(OK if message.loaded else message.reason or "engine_ended")
+                self.counts.loaded_tokens += entry.reservation.num_tokens if message.loaded else 0
                 self._drop(entry, "loaded" if message.loaded else message.reason or "engine_ended")
 
     def engine_gone(self, owner: object) -> None:
@@ -275,7 +281,11 @@ class Consumer:
         self._claims.cancel_all(id(owner))
         for entry in list(self._incoming.values()):
             if entry.claim and entry.claim[0] == id(owner):
+                self._load_ended("engine_gone")
                 self._drop(entry, "engine_gone")
+
+    def _load_ended(self, outcome: str) -> None:
+        self.counts.jobs[LANDING, outcome] += 1
 
     def _drop(self, entry: Incoming, reason: str) -> None:
         if entry.state is LandingState.GONE:

@@ -51,8 +51,17 @@ class NodeCollector(Collector):
             {
                 "computed": producer.prefilled_tokens,
                 "cached": producer.cached_tokens,
+                "landed": consumer.loaded_tokens,
             },
         )
+        jobs = CounterMetricFamily(
+            "prfaas_engine_jobs",
+            "Pages that the engine had on loan, by what for and what came of it",
+            labels=["kind", "outcome"],
+        )
+        for labels, count in (producer.jobs | consumer.jobs).items():
+            jobs.add_metric(labels, count)
+        yield jobs
         yield _counter(
             "prfaas_pushes", "Transfers that left, by outcome", "outcome", {"ok": producer.delivered, **producer.failed}
         )

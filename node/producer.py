@@ -9,12 +9,13 @@ Pages stay reserved until the engine has ended the job *and* the push has let go
 import asyncio
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybrid_cache.layout import ModelLayout, RangeKey, transfer_ranges
 from hybrid_cache.reservation import Purpose, Reservation
-from node.answers import Answers, JobKey, Reply, job_pages
+from node.answers import OK, Answers, JobKey, Reply, job_pages, noting_refusals
 from node.coding import formats_of
 from node.errors import NodeRefusal
 from node.links import Links, Push, PushResult
@@ -26,6 +27,7 @@ from transport.shm import ArenaSource
 log = logging.getLogger(__name__)
 
 PREFIX_PUSH_TIMEOUT_S = 120.0
+LEG, LOCAL = "leg", "local"  # kinds of jobs: for another node, and for the prefix cache here
 
 
 class Outgoing:
@@ -108,6 +110,21 @@ class PrefillJob:
         """Whether lanes may still read the pages."""
         return self.push is not None and self.result is None
 
+    @property
+    def kind(self) -> str:
+        """Whom it is computed for."""
+        return LOCAL if self.push is None else LEG
+
+    def outcome(self, reason: str) -> str:
+        """How it ended, when its engine ended it for that reason (none: all went well)."""
+        if self.push is None:
+            return OK if self.prefill_end_s is not None else reason or OK
+        if self.result is None:
+            return reason or "engine_ended"
+        return (
+            OK if self.result.ok and self.prefill_end_s is not None else self.result.reason or reason or "engine_ended"
+        )
+
 
 @dataclass(slots=True)
 class ProducerCounts:
@@ -118,6 +135,7 @@ class ProducerCounts:
     failed: dict[str, int] = field(default_factory=dict)
     prefilled_tokens: int = 0
     cached_tokens: int = 0
+    jobs: Counter[tuple[str, str]] = field(default_factory=Counter)  # by kind and outcome
 
 
 class Producer:
@@ -156,7 +174,9 @@ class Producer:
         key = (id(owner), message.job)
         if key in self._begins or key in self._jobs:
             raise m.MessageError(f"job {message.job!r} has begun already")
-        self._begins.start(key, lambda: self._begin(key, message, owner, reply), reply)
+        kind = LOCAL if message.ticket is None else LEG
+        noting = noting_refusals(reply, lambda reason: self._ended(kind, reason))
+        self._begins.start(key, lambda: self._begin(key, message, owner, reply), noting)
 
     async def _begin(self, key: JobKey, message: m.BeginPrefill, owner: object, reply: Reply) -> m.JobPages:
         if message.ticket is not None:
@@ -172,8 +192,6 @@ class Producer:
         if message.ticket is not None:
             self._open_push(job, message.ticket)
         self._jobs[key] = job
-        self.counts.cached_tokens += reservation.cached_tokens
-        self.counts.prefilled_tokens += message.num_tokens - reservation.cached_tokens
         return job_pages(message.job, reservation)
 
     def _check_ticket(self, message: m.BeginPrefill, ticket: m.TicketInfo) -> None:
@@ -229,29 +247,48 @@ class Producer:
             job.push.ready(job.outgoing.state_done(message.group, message.layer, message.num_tokens))
 
     def prefill_done(self, message: m.PrefillDone, owner: object) -> None:
-        """The prompt's full blocks and aligned snapshots become prefix cache."""
+        """The prompt's full blocks and aligned snapshots become prefix cache. Raises MessageError for what cannot be."""
         job = self._jobs.get((id(owner), message.job))
         if job is None:
             return
         job.prefill_end_s = self._now() - job.started_at
-        self._pages.computed(job.reservation.num_tokens - job.reservation.cached_tokens, job.prefill_end_s)
+        self._computed(job, message.computed_tokens, message.compute_s)
         if job.push:
             job.bytes_before_prefill_end = job.push.bytes_sent
         self._pages.commit(job.reservation.request_id, message.num_tokens, frozenset(message.unfilled))
         self._report(job)
+
+    def _computed(self, job: PrefillJob, num_tokens: int | None, seconds: float | None) -> None:
+        """Notes what the model did for a job, by what the engine says or by what the agent sees of it."""
+        if num_tokens is None:
+            num_tokens = job.reservation.num_tokens - job.reservation.cached_tokens
+        if seconds is None:
+            seconds = job.prefill_end_s or 0.0
+        if not (0 <= num_tokens <= job.reservation.num_tokens and 0.0 <= seconds < float("inf")):
+            raise m.MessageError(f"job {job.job!r} computed {num_tokens} tokens in {seconds} s")
+        self.counts.prefilled_tokens += num_tokens
+        self.counts.cached_tokens += job.reservation.num_tokens - num_tokens
+        if num_tokens:
+            self._pages.computed(num_tokens, seconds)
 
     def end(self, message: m.EndJob, owner: object) -> None:
         """The engine is through with the job, or gave it up."""
         key = (id(owner), message.job)
         self._begins.cancel(key)
         if job := self._jobs.pop(key, None):
+            self._ended(job.kind, job.outcome(message.reason))
             self._end(job, message.reason or "engine_ended")
 
     def engine_gone(self, owner: object) -> None:
         """The engine died: its jobs end, what it committed stays."""
         self._begins.cancel_all(id(owner))
         for key in [key for key in self._jobs if key[0] == id(owner)]:
-            self._end(self._jobs.pop(key), "engine_gone")
+            job = self._jobs.pop(key)
+            self._ended(job.kind, job.outcome("engine_gone"))
+            self._end(job, "engine_gone")
+
+    def _ended(self, kind: str, outcome: str) -> None:
+        self.counts.jobs[kind, outcome] += 1
 
     def _end(self, job: PrefillJob, reason: str) -> None:
         job.ended = True

@@ -7,17 +7,14 @@ import logging
 import os
 import signal
 import sys
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from node.config import NodeConfig
+from node.restarts import Restarts
 
 log = logging.getLogger(__name__)
 
-RESTART_WINDOW_S = 60.0
-FIRST_BACKOFF_S = 0.5
-MAX_BACKOFF_S = 8.0
 CANNOT_START = -1
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _LIBC = ctypes.CDLL(None)  # before any fork: a child of a process with threads must not call the dynamic linker
@@ -40,8 +37,19 @@ def engine_command(config: NodeConfig, socket_path: Path) -> list[str]:
     return [*command, *config.engine_args]
 
 
+def engine_environment(config: NodeConfig, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The environment of this node's engine; what the operator has set wins.
+
+    A model that is a directory needs no network. vLLM may be given a name instead, and downloads what it stands for.
+    """
+    defaults = {"OMP_NUM_THREADS": str(config.threads), "PYTHONUNBUFFERED": "1"}
+    if config.engine != "vllm" or Path(config.model).is_dir():
+        defaults |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    return defaults | dict(inherited)
+
+
 class EngineSupervisor:
-    """One engine process at a time, restarted with backoff until it fails too often."""
+    """One engine process at a time, started again until it fails too often."""
 
     def __init__(
         self,
@@ -56,7 +64,7 @@ class EngineSupervisor:
         self._log_path = log_path
         self._now = now
         self._on_state = on_state
-        self._starts: deque[float] = deque()
+        self._deaths = Restarts(config.engine_max_restarts)
         self._process: asyncio.subprocess.Process | None = None
         self.started_at = now()
         self.restarts = 0
@@ -67,53 +75,46 @@ class EngineSupervisor:
         """The running engine's process id."""
         return self._process.pid if self._process and self._process.returncode is None else None
 
+    def engine_serves(self) -> None:
+        """The engine takes requests."""
+        self._deaths.on_ready()
+
     async def run(self) -> None:
-        """Keeps an engine running until cancelled or until it failed `engine_max_restarts` times within a minute."""
-        backoff_s = FIRST_BACKOFF_S
+        """Keeps an engine running until cancelled or until it died too often (`node.restarts`)."""
         while True:
-            self.started_at = started_at = self._now()
-            try:
-                returncode = await self._run_once()
-            except OSError as exc:  # no memory for a process, no room for its log: may pass
-                log.error("engine not started node=%s: %s", self._config.node_id, exc)
-                returncode = CANNOT_START
-            lived_s = self._now() - started_at
-            log.error(
-                "engine exited node=%s status=%s after=%.1fs log=%s",
-                self._config.node_id,
-                returncode,
-                lived_s,
-                self._log_path,
-            )
-            self._starts.append(started_at)
-            while self._starts and self._starts[0] < self._now() - RESTART_WINDOW_S:
-                self._starts.popleft()
-            if len(self._starts) > self._config.engine_max_restarts:
-                self.gave_up = True
-                log.error(
-                    "engine given up node=%s after %d starts in %.0fs",
-                    self._config.node_id,
-                    len(self._starts),
-                    RESTART_WINDOW_S,
-                )
-                self._on_state()
-                return
+            await self._live_and_die()
+            pause_s = self._deaths.on_death(self._now())
+            self.gave_up = pause_s is None
             self._on_state()
-            backoff_s = FIRST_BACKOFF_S if lived_s > RESTART_WINDOW_S else backoff_s
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            if pause_s is None:
+                log.error("engine given up node=%s after %d deaths", self._config.node_id, self._deaths.deaths)
+                return
+            await asyncio.sleep(pause_s)
             self.restarts += 1
 
+    async def _live_and_die(self) -> None:
+        self.started_at = self._now()
+        try:
+            returncode = await self._run_once()
+        except OSError as exc:  # no memory for a process, no room for its log: may pass
+            log.error("engine not started node=%s: %s", self._config.node_id, exc)
+            returncode = CANNOT_START
+        log.error(
+            "engine exited node=%s status=%s after=%.1fs log=%s",
+            self._config.node_id,
+            returncode,
+            self._now() - self.started_at,
+            self._log_path,
+        )
+
     async def _run_once(self) -> int:
-        environment = {"OMP_NUM_THREADS": str(self._config.threads), **os.environ}
-        environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         with self._log_path.open("ab") as out:
             self._process = await asyncio.create_subprocess_exec(
                 *engine_command(self._config, self._socket_path),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                env=environment,
+                env=engine_environment(self._config, os.environ),
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )

@@ -123,7 +123,7 @@ def place_kvcache_centric(
     holder = longest_holder(holders)
     if not policy.fetch_bytes_per_s or request.kv_bytes is None or holder is None:
         return choice
-    longest = holder.cached_tokens
+    longest = holder.movable_tokens
     for node, queue_s in zip(nodes, queues_s, strict=True):
         if queue_s >= choice.ttft_s or longest <= (node.cached_tokens or 1) * policy.balancing_ratio:
             continue
@@ -139,12 +139,12 @@ def place_kvcache_centric(
     return choice
 
 
-_cached_tokens = attrgetter("cached_tokens")
+_movable_tokens = attrgetter("movable_tokens")
 
 
 def longest_holder(nodes: Sequence[NodeView]) -> NodeView | None:
-    """The first of the nodes with the longest prefix; None of no nodes."""
-    return max(nodes, key=_cached_tokens, default=None)
+    """The first of the nodes that can send the longest prefix; None of no nodes."""
+    return max(nodes, key=_movable_tokens, default=None)
 
 
 PLACERS: Final = MappingProxyType[str, Placer](

@@ -265,8 +265,14 @@ class _Side:
         return self.holders() if policy.placement.fetch_bytes_per_s else self.prefill
 
     def cached_tokens(self, policy: RoutingPolicy) -> int:
-        holder = longest_holder(self.lenders(policy))
-        return holder.cached_tokens if holder is not None else 0
+        """The longest prefix that a prefill here can begin with: its node's own, or one that its node is sent."""
+        own = max([node.cached_tokens for node in self.prefill], default=0)
+        return max(own, self.movable_tokens()) if policy.placement.fetch_bytes_per_s else own
+
+    def movable_tokens(self) -> int:
+        """The longest prefix that a node here can send to another one."""
+        holder = longest_holder(self.holders())
+        return holder.movable_tokens if holder is not None else 0
 
     def queue_s(self, cost: PrefillCost) -> float:
         return min([cost.queue_s(node) for node in self.prefill])
@@ -320,7 +326,7 @@ def _decide(request: RouteRequest, local: _Side, remote: _Side, policy: RoutingP
     link = remote.link
     shares = policy.cross_cluster_cache and link is not None and not is_scarce(link, policy)
     l_pd = local.cached_tokens(policy)
-    uncached = request.num_tokens - (max(remote.cached_tokens(policy), l_pd) if shares else l_pd)
+    uncached = request.num_tokens - (max(remote.movable_tokens(), l_pd) if shares else l_pd)
     if _stays(uncached, threshold, request, policy):
         if local.prefill:
             return _Verdict(Target.LOCAL, Reason.SHORT, threshold, shares)
@@ -358,12 +364,12 @@ def _stays(uncached: int, threshold: float, request: RouteRequest, policy: Routi
 def _with_other_cluster(request: RouteRequest, choice: PrefillChoice, other: _Side, cost: PrefillCost) -> PrefillChoice:
     """`choice`, but with the longer prefix of the other cluster, if it has one."""
     holder = longest_holder(other.holders())
-    if holder is None or holder.cached_tokens <= choice.cached_tokens:
+    if holder is None or holder.movable_tokens <= choice.cached_tokens:
         return choice
     saved_s = cost.prefill_s(choice.node, request.num_tokens, choice.cached_tokens) - cost.prefill_s(
-        choice.node, request.num_tokens, holder.cached_tokens
+        choice.node, request.num_tokens, holder.movable_tokens
     )
-    return PrefillChoice(choice.node, holder.cached_tokens, choice.ttft_s - saved_s, holder.node_id)
+    return PrefillChoice(choice.node, holder.movable_tokens, choice.ttft_s - saved_s, holder.node_id)
 
 
 def _on_decode_node(request: RouteRequest, decode: NodeView, reason: Reason, policy: RoutingPolicy) -> Route:

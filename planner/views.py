@@ -29,6 +29,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     `cached_tokens` is the longest prefix of this request that all KV cache groups of the node can serve,
     `attention_tokens` the longest that its full-attention groups alone can (a decode node need not receive it again).
+    `immovable_tokens` at the end of `cached_tokens` cannot be sent to another node: only the engine's own cache has them.
     `queue_s`, where known, is the predicted time until the node is free; else `queued_tokens` (uncached tokens waiting
     or being computed) is turned into seconds by the prefill cost.
     """
@@ -45,6 +46,12 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     max_running: int = 1
     cached_tokens: int = 0
     attention_tokens: int = 0
+    immovable_tokens: int = 0
+
+    @property
+    def movable_tokens(self) -> int:
+        """The longest prefix that another node can be sent."""
+        return self.cached_tokens - self.immovable_tokens
 
     @property
     def load(self) -> float:

@@ -45,13 +45,14 @@ class TicketInfo(Message, frozen=True, kw_only=True):
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """First message of an engine. `layout_json` is ModelLayout.to_json()."""
+    """First message of an engine. `layout_json` is ModelLayout.to_json(), `notice` what the node's operator should read."""
 
     engine_pid: int
     model_id: str
     layout_json: str
     max_model_len: int
     http_url: str
+    notice: str = ""
 
 
 class Welcome(Message, frozen=True, kw_only=True):
@@ -121,11 +122,15 @@ class PrefillDone(Message, frozen=True, kw_only=True):
 
     An engine may be unable to keep a state at every length it was offered pages for; `unfilled` are the (group, length)
     of such states and the (group, block) of such window blocks, which must not become prefix cache.
+    `computed_tokens` and `compute_s` are what the model did for it, without queueing; None: the engine does not know, and it
+    is taken to have computed from the pages' `cached_tokens` on since they were there.
     """
 
     job: str
     num_tokens: int
     unfilled: tuple[tuple[int, int], ...] = ()
+    computed_tokens: int | None = None
+    compute_s: float | None = None
 
 
 class Delivered(Message, frozen=True, kw_only=True):

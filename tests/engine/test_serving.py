@@ -96,6 +96,19 @@ def test_prefix_is_reused_across_requests_and_engine_restarts(tmp_path):
     asyncio.run(scenario())
 
 
+def test_the_agent_hears_what_was_computed_and_in_which_time(tmp_path):
+    async def scenario():
+        async with pair((emulated(), emulated()), tmp_path) as (prefill, decode, agent):
+            await remote(prefill, decode, agent, random_tokens(300), 1)
+            for _ in range(2):
+                await decode.post(prompt=random_tokens(600), max_tokens=1, kv_transfer_params=LOCAL)
+            said = [message for message in agent.heard if isinstance(message, m.PrefillDone)]
+            assert [done.computed_tokens for done in said] == [599, 599 - 576]
+            assert all(done.compute_s >= 0.0 for done in said)
+
+    asyncio.run(scenario())
+
+
 def test_salts_do_not_share(tmp_path):
     async def scenario():
         async with agent_for(emulated(), tmp_path / "n") as agent, running(emulated(), agent) as node:

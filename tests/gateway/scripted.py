@@ -42,7 +42,7 @@ class Script:
     prefill_gate: asyncio.Event | None = None  # set by the test when prefills may go on
     cached_tokens: int = 0
     reserve: list[str] = field(default_factory=list)  # a grpc.StatusCode name
-    prefill: list[str] = field(default_factory=list)  # "die", "hang", "drop" or "STATUS code"
+    prefill: list[str] = field(default_factory=list)  # "die", "hang", "drop", "undelivered REASON" or "STATUS code"
     decode: list[str] = field(default_factory=list)  # the same, "die_after_first" or "stall_after_first"
     load: list[str] = field(default_factory=list)  # "hang" or a grpc.StatusCode name
     landing_failure: str = ""  # why what has landed is not used
@@ -261,7 +261,10 @@ class ScriptedNode(NodeAgentServicer):
         await asyncio.sleep(self.script.prefill_s)
         if self.script.prefill_gate is not None:
             await self.script.prefill_gate.wait()
-        if refusal := await self._fault(http, _next(self.script.prefill)):
+        fault = _next(self.script.prefill)
+        if fault.startswith("undelivered "):
+            return web.json_response({"kv_transfer_params": {"delivered": False, "reason": fault.split()[1]}})
+        if refusal := await self._fault(http, fault):
             return refusal
         ticket = body["kv_transfer_params"]["ticket"]
         self.fabric.end(ticket["transfer_id"])

@@ -233,13 +233,24 @@ async def test_without_any_other_prefill_node_the_decode_node_recomputes() -> No
         await w.settled()
 
 
-@on_loop
-async def test_tokens_that_engines_read_differently_are_left_to_the_decode_node() -> None:
-    async with world(remote=2) as w:
-        w.nodes.remote[0].script.prefill = ["409 digest_mismatch"]
-        assert (await w.complete(LONG)).status == 200
-        assert await w.fallbacks() == {"prefill_digest_mismatch": 1, "recompute_no_prefill": 1}
-        assert w.nodes.remote[1].bodies == []
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("409 digest_mismatch", "digest_mismatch"),
+        *((f"undelivered {reason}", reason) for reason in ("layout_mismatch", "bad_request", "lora", "multimodal")),
+        *((f"undelivered {reason}", reason) for reason in ("cache_salt", "prompt_embeds")),
+    ],
+)
+def test_what_every_engine_would_refuse_is_left_to_the_decode_node(answer: str, reason: str) -> None:
+    @on_loop
+    async def scenario() -> None:
+        async with world(remote=2) as w:
+            w.nodes.remote[0].script.prefill = [answer]
+            assert (await w.complete(LONG)).status == 200
+            assert await w.fallbacks() == {f"prefill_{reason}": 1, "recompute_no_prefill": 1}
+            assert w.nodes.remote[1].bodies == []
+
+    scenario()
 
 
 @on_loop

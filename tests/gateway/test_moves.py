@@ -28,7 +28,9 @@ def blocks_of(w: World, text: str) -> list[bytes]:
     return PromptReader(text_tokenizer()).read(call, served.hashing).hashes
 
 
-async def holds(w: World, node: ScriptedNode, texts: Sequence[str]) -> None:
+async def holds(
+    w: World, node: ScriptedNode, texts: Sequence[str], medium: "pb.Medium.ValueType" = pb.MEDIUM_MEMORY
+) -> None:
     """The gateway hears that `node` has the prefixes of `texts` cached, and that there is bandwidth to spare."""
     for each in w.nodes.remote:
         each.load = ABUNDANT
@@ -36,7 +38,7 @@ async def holds(w: World, node: ScriptedNode, texts: Sequence[str]) -> None:
     for text in texts:
         hashes = b"".join(blocks_of(w, text))
         for group in (0, 1):
-            node.tell(pb.NodeEvent(stored=pb.BlocksStored(group=group, hashes=hashes)))
+            node.tell(pb.NodeEvent(stored=pb.BlocksStored(group=group, hashes=hashes, medium=medium)))
 
     def is_known() -> bool:
         index = clusters._index
@@ -59,6 +61,17 @@ async def test_a_prefix_of_the_other_cluster_is_fetched_first() -> None:
         assert w.nodes.remote[0].loads == [("p0", blocks * BLOCK_SIZE, blocks)]
         await w.settled()
         assert 'prfaas_prefix_moves_total{outcome="ok",reason="request"} 1.0' in await w.metrics()
+
+
+@on_loop
+async def test_what_only_an_engine_has_cached_is_used_where_it_is() -> None:
+    async with world(routing=SHARED) as w:
+        await holds(w, w.nodes.remote[0], [LONG], pb.MEDIUM_ENGINE)
+        response = await w.complete(LONG)
+        assert response.headers["x-prfaas-route"].startswith("remote; node=r0; uncached=")
+        (record,) = await w.records()
+        assert (record["fetched_from"], record["reason"], record["fallbacks"]) == ("", "remote_prefix", [])
+        assert not w.nodes.remote[0].loads
 
 
 @on_loop

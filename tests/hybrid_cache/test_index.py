@@ -86,3 +86,19 @@ def test_media_of_a_node_are_told_apart():
     assert index.match("a", CHAIN, 40) == PrefixHit(24, 24)
     index.apply("a", CacheCleared())
     assert len(index) == 0
+
+
+def test_what_only_an_engine_has_cannot_be_moved():
+    index = PrefixIndex(make_layout(FULL))
+    index.apply("a", BlocksStored(0, tuple(CHAIN[:4])))
+    index.apply("b", BlocksStored(0, tuple(CHAIN)))
+    index.apply("a", BlocksStored(0, tuple(CHAIN[2:6]), Medium.ENGINE))
+    hits = {node: index.match(node, CHAIN, 40) for node in "abc"}
+    assert hits == {"a": PrefixHit(24, 24), "b": PrefixHit(40, 40), "c": MISS}
+    assert [index.movable_tokens(node, CHAIN, hits[node]) for node in "abc"] == [16, 40, 0]
+    index.apply("a", BlocksStored(0, tuple(CHAIN[4:8]), Medium.SSD))
+    assert index.movable_tokens("a", CHAIN, index.match("a", CHAIN, 40)) == 32
+    index.apply("a", CacheCleared(Medium.MEMORY))
+    index.apply("a", CacheCleared(Medium.SSD))
+    assert index.match("a", CHAIN[2:], 32) == PrefixHit(16, 16)
+    assert index.movable_tokens("a", CHAIN[2:], PrefixHit(16, 16)) == 0

@@ -1,6 +1,6 @@
 import pytest
 
-from hybrid_cache.events import BlocksStored
+from hybrid_cache.events import BlocksStored, Medium
 from hybrid_cache.index import PrefixIndex
 from hybrid_cache.lookup import PrefixHit
 from hybrid_cache.store import DropReplica, Placement, PrefixStore, Replicate, StoreConfig
@@ -51,6 +51,17 @@ def test_overloaded_node_hands_over():
     store.get(CHAIN, 32, IDLE, now=0.0)
     assert store.rebalance({"a": 9.0, "b": 0.0, "c": 1.0}, now=0.0) == [Replicate("a", "b", CHAIN, 32, "rebalance")]
     assert store.rebalance({"a": 1.0, "b": 1.0}, now=0.0) == []
+
+
+def test_what_only_an_engine_has_is_not_copied():
+    store = make_store()
+    store.index.apply("a", BlocksStored(0, CHAIN, Medium.ENGINE))
+    for _ in range(9):
+        store.get(CHAIN, 32, IDLE, now=0.0)
+    assert store.replicate(IDLE, now=0.0) == []
+    assert store.rebalance({"a": 9.0, "b": 0.0, "c": 1.0}, now=0.0) == []
+    store.index.apply("b", BlocksStored(0, CHAIN, Medium.SSD))
+    assert store.replicate(IDLE, now=0.0) == [Replicate("b", "c", CHAIN, 32, "hot")]
 
 
 def test_tracking_is_bounded():

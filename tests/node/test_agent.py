@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+import msgspec
 import pytest
 
 from hybrid_cache.hashing import block_hashes
@@ -259,6 +260,7 @@ def test_metrics_and_health(bench: Bench) -> None:
         assert 'prfaas_landing_events_total{event="rejected:checksum"} 1.0' in text
         assert "prfaas_node_ready 1.0" in text
         assert 'prfaas_prefill_tokens_total{source="computed"}' in text
+        assert 'prfaas_engine_jobs_total{kind="local",outcome="ok"}' in text
         assert 'prfaas_pool_pages{state="prefix"}' in text
         status, text = await bench.node.get("/health")
         assert (status, '"ready"' in text) == (200, True)
@@ -364,6 +366,49 @@ def test_an_engine_that_never_says_hello_is_killed_and_started_again(
             assert await _pid_other_than(node, silent) != silent
             with pytest.raises(ProcessLookupError):
                 os.kill(silent, 0)
+
+    alone(scenario())
+
+
+def test_a_server_that_never_answers_is_killed_and_started_again(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's connector says Hello long before its server listens, if it ever does."""
+    monkeypatch.setattr(supervisor, "engine_command", lambda *_: ["sleep", "60"])
+    layout = bench.run(bench.node.describe()).layout_json
+    hello = m.encode(msgspec.structs.replace(HELLO, layout_json=layout, http_url="http://127.0.0.1:1"))
+
+    async def scenario() -> None:
+        settings = config(tmp_path, engine="vllm", engine_start_timeout_s=0.5)
+        async with running_node(settings, wait=False) as node:
+            _, connector = await asyncio.open_unix_connection(node.agent.socket.path)
+            connector.write(hello)
+
+            async def was_restarted() -> bool:
+                return "no answer over HTTP" in caplog.text and node.agent.supervisor.restarts > 0
+
+            await until(was_restarted)
+            connector.close()
+
+    alone(scenario())
+
+
+def test_what_an_engine_warns_of_is_in_the_nodes_own_log(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "engine_command", lambda *_: ["sleep", "60"])
+    layout = bench.run(bench.node.describe()).layout_json
+
+    async def scenario() -> None:
+        async with running_node(config(tmp_path), wait=False) as node:
+            _, engine = await asyncio.open_unix_connection(node.agent.socket.path)
+            engine.write(m.encode(msgspec.structs.replace(HELLO, layout_json=layout, notice="vLLM 9 is not tested")))
+
+            async def is_said() -> bool:
+                return "vLLM 9 is not tested" in caplog.text
+
+            await until(is_said)
+            engine.close()
 
     alone(scenario())
 

@@ -214,3 +214,82 @@ def test_a_prefix_push_that_is_given_up_frees_its_pages_when_the_lanes_let_go(tm
             assert source.pages.report().pages_locked == 0
 
     run(scenario())
+
+
+def test_what_the_engine_says_it_computed_is_what_counts(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with two_nodes(tmp_path) as (prefill, _):
+            told: list[tuple[int, float]] = []
+            prefill.pages.computed = lambda *cost: told.append(cost)  # type: ignore[method-assign]
+            counts = prefill.producer.counts
+            for said in ({}, {"computed_tokens": 20, "compute_s": 2.0}, {"computed_tokens": 0, "compute_s": 0.5}):
+                pages = await lent(prefill, "job", [*TOKENS, len(told)])
+                prefill.producer.prefill_done(m.PrefillDone(job="job", num_tokens=pages.num_tokens, **said), prefill)
+                prefill.end("job")
+            assert told[0][0] == LAST + 1
+            assert told[1:] == [(20, 2.0)]
+            assert (counts.prefilled_tokens, counts.cached_tokens) == (LAST + 21, 2 * (LAST + 1) - 20)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "said", [{"computed_tokens": LAST + 1}, {"computed_tokens": -1}, {"compute_s": -1.0}, {"compute_s": float("nan")}]
+)
+def test_computing_that_cannot_be_is_a_broken_engine(tmp_path: Path, said: dict[str, float]) -> None:
+    async def scenario() -> None:
+        async with two_nodes(tmp_path) as (prefill, _):
+            await lent(prefill, "job", TOKENS)
+            with pytest.raises(m.MessageError, match="computed"):
+                prefill.producer.prefill_done(m.PrefillDone(job="job", num_tokens=LAST, **said), prefill)
+            prefill.end("job")
+
+    run(scenario())
+
+
+def test_jobs_are_counted_by_what_came_of_them(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with two_nodes(tmp_path) as (prefill, decode):
+            ticket = decode.reserve(TOKENS)
+            prefill.compute(await lent(prefill, "leg", TOKENS, ticket), TOKENS)
+            assert isinstance(await prefill.heard(), m.Delivered)
+            landed = await decode.claim(ticket, TOKENS)
+            assert isinstance(landed, m.JobPages)
+            decode.end("claim", loaded=True)
+            prefill.end("leg")
+            prefill.compute(await lent(prefill, "local", TOKENS), TOKENS)
+            prefill.end("local")
+            await lent(prefill, "aborted", TOKENS)
+            prefill.producer.end(m.EndJob(job="aborted", reason="aborted"), prefill)
+            await lent(prefill, "died", TOKENS)
+            prefill.producer.engine_gone(prefill)
+            prefill.begin("refused", TOKENS, LAST, msgspec.structs.replace(ticket, num_tokens=LAST - 1))
+            assert await refusal(prefill) == "digest_mismatch"
+            assert prefill.producer.counts.jobs == {
+                ("leg", "ok"): 1,
+                ("local", "ok"): 1,
+                ("local", "aborted"): 1,
+                ("local", "engine_gone"): 1,
+                ("leg", "digest_mismatch"): 1,
+            }
+            again = await decode.claim(ticket, TOKENS)
+            assert isinstance(again, m.Refused)
+            assert decode.consumer.counts.jobs == {("landing", "ok"): 1, ("landing", again.reason): 1}
+            assert decode.consumer.counts.loaded_tokens == LAST
+
+    run(scenario())
+
+
+def test_a_leg_whose_push_fails_is_counted_by_that(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with two_nodes(tmp_path) as (prefill, decode):
+            ticket = decode.reserve(TOKENS)
+            await lent(prefill, "leg", TOKENS, ticket)
+            prefill.producer.abort(ticket.transfer_id, "request_ended")
+            failed = await prefill.heard()
+            assert isinstance(failed, m.Delivered)
+            prefill.producer.end(m.EndJob(job="leg", reason="aborted"), prefill)
+            assert prefill.producer.counts.jobs == {("leg", failed.reason): 1}
+            decode.consumer.abort(ticket.transfer_id, "")
+
+    run(scenario())

@@ -35,6 +35,14 @@ def test_kvcache_centric_fetches_a_much_longer_prefix_to_an_idle_node():
     assert (choice.node.node_id, choice.fetch_from, choice.cached_tokens) == ("p1", "p0", 19_000)
 
 
+def test_only_what_can_be_moved_is_fetched():
+    own = pd_prefill("p0", queue_s=2.0, cached_tokens=19_000, immovable_tokens=19_000)
+    nodes = [own, pd_prefill("p1"), pd_prefill("p2", queue_s=2.0, cached_tokens=12_000)]
+    policy = PlacementPolicy(fetch_bytes_per_s=100 * GB)
+    choice = place_kvcache_centric(request(20_000), nodes, nodes, policy, COST)
+    assert (choice.node.node_id, choice.fetch_from, choice.cached_tokens) == ("p1", "p2", 12_000)
+
+
 def test_a_slightly_longer_prefix_is_not_fetched():
     nodes = [pd_prefill("p0", queue_s=2.0, cached_tokens=19_000), pd_prefill("p1", cached_tokens=15_000)]
     policy = PlacementPolicy(fetch_bytes_per_s=100 * GB, balancing_ratio=1.5)

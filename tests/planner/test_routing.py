@@ -174,6 +174,18 @@ def test_a_prefix_on_a_decode_node_counts_only_when_it_can_be_fetched():
     assert (found.target, found.fetch_from) == (Target.LOCAL, "d0")
 
 
+def test_what_cannot_be_moved_counts_only_where_it_is():
+    fetching = policy(placement=PlacementPolicy(fetch_bytes_per_s=100.0 * GB), cross_cluster_cache=True)
+    nodes = [prfaas(), pd_prefill(), pd_decode(cached_tokens=25_000, immovable_tokens=24_000)]
+    assert route(request(30_000), nodes, [link()], fetching).target is Target.REMOTE
+    nodes = [prfaas(cached_tokens=25_000, immovable_tokens=24_000), pd_prefill(), pd_decode()]
+    found = route(request(30_000), nodes, [link()], fetching)
+    assert (found.target, found.cached_tokens, found.fetch_from) == (Target.REMOTE, 25_000, None)
+    nodes = [prfaas(), pd_prefill(cached_tokens=25_000, immovable_tokens=25_000), pd_decode()]
+    found = route(request(30_000), nodes, [link()], fetching)
+    assert (found.target, found.cached_tokens, found.fetch_from) == (Target.LOCAL, 25_000, None)
+
+
 def test_a_policy_refuses_limits_in_the_wrong_order():
     with pytest.raises(ValueError, match=r"congested_drain_s=9\.0"):
         policy(congested_drain_s=9.0)

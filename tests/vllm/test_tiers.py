@@ -1,0 +1,109 @@
+"""Prefixes that come to a vLLM engine from elsewhere than its own cache: from its agent's SSD, and from another node."""
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from hybrid_cache.hashing import block_hashes
+from tests.vllm.cases import LLAMA, Case, build
+from tests.vllm.harness import ANSWER_S, Answer, Engine, Node, Pair, make_pair, prompt_of, until
+from transport.proto import node_pb2 as pb
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+TOKENS = 16
+PROMPT_TOKENS = 600  # about 2 MB of KVCache
+CACHE_BYTES = 8 << 20
+CROWD = 6  # prompts that fill an arena anew
+_seeds = count(20_000)
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return LLAMA
+
+
+@pytest.fixture(scope="module")
+def pair(case: Case, reference: Engine, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Nodes whose pages hold little and whose disks hold much."""
+    folder = tmp_path_factory.mktemp("tiers")
+    disk = {"ssd_dir": str(folder / "ssd"), "ssd_bytes": 64 << 20}
+    pair = make_pair(folder, case.options(build(case.arch, models)), cache_bytes=CACHE_BYTES, **disk)
+    reference.wait_ready()
+    yield pair
+    pair.close()
+
+
+def ask(pair: Pair, node: Node, prompt: Sequence[int]) -> Answer:
+    """A request of the node's own, and vLLM's cache as if it had never been."""
+    answer = node.engine.submit(pair.name(), prompt, TOKENS, pair.local_params).result(ANSWER_S)
+    pair.assert_idle()
+    node.engine.forget_prefixes()
+    return answer
+
+
+def crowd_out(pair: Pair, node: Node) -> None:
+    """What was cached leaves the pages and arrives on the disk."""
+    for _ in range(CROWD):
+        ask(pair, node, prompt_of(PROMPT_TOKENS, next(_seeds)))
+    until(lambda: not node.agent.describe().ssd.queued_bytes, "all is on the disk")
+
+
+def assert_same(answer: Answer, prompt: Sequence[int], reference: Engine) -> None:
+    expected = reference.submit(f"x{next(_seeds)}", prompt, TOKENS).result(ANSWER_S).tokens
+    assert len(set(expected)) > 2, "a degenerate model proves nothing"
+    assert answer.tokens == expected
+
+
+def whole_blocks(pair: Pair, num_tokens: int) -> int:
+    return num_tokens - num_tokens % pair.layout.block_size
+
+
+def test_what_left_the_pages_comes_back_from_the_disk(pair: Pair, reference: Engine) -> None:
+    node, prompt = pair.producer, prompt_of(PROMPT_TOKENS, next(_seeds))
+    prefix = whole_blocks(pair, PROMPT_TOKENS - 1)
+    assert ask(pair, node, prompt).cached_tokens == 0
+    crowd_out(pair, node)
+    for tail in ([], prompt_of(100, next(_seeds))):
+        answer = ask(pair, node, [*prompt, *tail])
+        assert answer.cached_tokens == prefix, node.agent.describe().ssd
+        assert_same(answer, [*prompt, *tail], reference)
+    assert node.agent.describe().ssd.promotions["ok"] > 0
+
+
+def test_the_disk_outlives_the_agent(pair: Pair, reference: Engine) -> None:
+    node, prompt = pair.producer, prompt_of(PROMPT_TOKENS, next(_seeds))
+    prefix = whole_blocks(pair, PROMPT_TOKENS - 1)
+    ask(pair, node, prompt)
+    crowd_out(pair, node)
+    node.agent.kill()
+    node.agent.start()
+    pair.wait_ready()
+    until(lambda: node.agent.describe().ssd.blocks > 0, "the disk was read")
+    answer = ask(pair, node, prompt)
+    assert answer.cached_tokens == prefix, node.agent.describe().ssd
+    assert_same(answer, prompt, reference)
+
+
+def test_a_prefix_that_was_moved_is_used_where_it_went(pair: Pair, reference: Engine) -> None:
+    prompt = prompt_of(PROMPT_TOKENS, next(_seeds))
+    prefix = whole_blocks(pair, PROMPT_TOKENS - 1)
+    ask(pair, pair.producer, prompt)
+    assert move(pair, pair.producer, pair.consumer, prompt[:prefix]) > 0
+    pair.assert_idle()
+    tail = prompt_of(100, next(_seeds))
+    answer = ask(pair, pair.consumer, [*prompt, *tail])
+    assert answer.cached_tokens == prefix
+    assert_same(answer, [*prompt, *tail], reference)
+
+
+def move(pair: Pair, source: Node, target: Node, prefix: Sequence[int]) -> int:
+    """As a gateway moves a prefix; returns how many bytes went."""
+    hashes = b"".join(block_hashes(prefix, pair.layout.block_size, pair.salt))
+    reserve = pb.ReserveRequest(block_hashes=hashes, num_tokens=len(prefix), prefix_only=True, ttl_s=20.0)
+    ticket = target.agent.stub.Reserve(reserve, timeout=10.0)
+    loaded = source.agent.stub.Load(pb.LoadRequest(block_hashes=hashes, ticket=ticket), timeout=10.0)
+    assert target.agent.stub.Commit(pb.TransferRef(transfer_id=ticket.transfer_id), timeout=10.0).ok
+    return loaded.bytes_sent
