@@ -510,6 +510,7 @@ class Inlet(threading.Thread):
         if not 0 < length <= self._server.options.max_chunk_bytes:
             raise RemoteProtocolError(f"reference to {length} bytes")
         if not self._is_bound(frame.slot):
+            self._passed(frame)
             return
         fd = self._arena_fd(frame.slot)
         if fd is None:
