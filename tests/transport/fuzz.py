@@ -34,6 +34,7 @@ INPUTS_PER_REAL_ONE: Final = 100
 SLOW_S: Final = 1.0  # of processor time, which other work on the machine does not stretch; a usual input takes 0.1 ms
 MAX_GROWTH_BYTES: Final = 64 << 20
 WARM_INPUTS: Final = 2000
+SEGMENT_MEMORY: Final = memoryview(bytearray(SEGMENT_BYTES))  # one for all: ends are many
 
 
 class End:
@@ -49,7 +50,7 @@ class End:
             self._greet()
         self.landings = Landings()
         self.landings.connected(1)
-        self.landings.segments[SEGMENT] = Segment(memoryview(bytearray(SEGMENT_BYTES)), SECRET, readable=True)
+        self.landings.segments[SEGMENT] = Segment(SEGMENT_MEMORY, SECRET, readable=True)
         self.landings.expect("t", SECRET, SIZES, _memory, on_done=None, deadline=1e9)
         self.scheduler = LaneScheduler(chunk_bytes=1 << 16)
         self.scheduler.lane_up(1)
