@@ -1,4 +1,5 @@
-"""An agent without an engine of its own: `python -m tests.vllm.agent_process JSON`, with the fields of NodeConfig and `socket`.
+"""An agent without an engine of its own: `python -m tests.vllm.agent_process JSON`, with the fields of NodeConfig, `socket`
+and `always_from_disk`: a tiny model computes a prompt sooner than a busy disk gives it back, and with this that does not count.
 
 Prints a line of JSON with the addresses once it listens; an engine that runs elsewhere joins over the socket.
 """
@@ -20,12 +21,11 @@ from node.pages import Pages
 from node.service import NodeService, serve
 from pd_cluster.admission import admit
 
-# A tiny model computes a prompt sooner than a busy disk gives it back: here that does not count.
-ssd.FIRST_WAIT_S = 60.0
-Pages.computed = lambda *_: None
-
 
 async def main(settings: dict) -> None:
+    if settings.pop("always_from_disk", False):
+        ssd.FIRST_WAIT_S = 60.0
+        Pages.computed = lambda *_: None
     socket = Path(settings.pop("socket"))
     config = NodeConfig(**settings)
     agent = NodeAgent(config, time.monotonic)

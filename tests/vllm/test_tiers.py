@@ -29,7 +29,7 @@ def case() -> Case:
 def pair(case: Case, reference: Engine, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """Nodes whose pages hold little and whose disks hold much."""
     folder = tmp_path_factory.mktemp("tiers")
-    disk = {"ssd_dir": str(folder / "ssd"), "ssd_bytes": 64 << 20}
+    disk = {"ssd_dir": str(folder / "ssd"), "ssd_bytes": 64 << 20, "always_from_disk": True}
     pair = make_pair(folder, case.options(build(case.arch, models)), cache_bytes=CACHE_BYTES, **disk)
     reference.wait_ready()
     yield pair
