@@ -27,22 +27,25 @@ def links(tmp_path: Path, cluster: str, **changes: Any) -> Links:
 
 
 class Source:
-    """Memory that all ranges share."""
+    """Memory of one range."""
+
+    def __init__(self, size: int) -> None:
+        self._memory = memoryview(bytes(size))
 
     def __call__(self, index: int) -> list[memoryview]:
-        return [memoryview(bytes(SIZE))]
+        return [self._memory]
 
 
-async def send(sender: Links, receiver: Links, cluster: str, name: str) -> PushResult:
-    target = memoryview(bytearray(SIZE))
-    receiver.expect(name, b"secret", [SIZE], lambda _: [target], lambda _: None)
+async def send(sender: Links, receiver: Links, cluster: str, name: str, size: int = SIZE) -> PushResult:
+    target = memoryview(bytearray(size))
+    receiver.expect(name, b"secret", [size], lambda _: [target], lambda _: None)
     endpoints = tuple((each.kind, each.address, each.host_id) for each in receiver.endpoints())
     ticket = TicketInfo(
         transfer_id=name, secret=b"secret", num_tokens=1, have_tokens=0, tokens_digest=b"", endpoints=endpoints,
         ttl_s=60.0, layout_fingerprint="", node_id="d", cluster=cluster,
     )  # fmt: skip
     done: asyncio.Future[PushResult] = asyncio.get_running_loop().create_future()
-    sender.push(ticket, [SIZE], Source(), done.set_result).ready([0])  # type: ignore[arg-type]
+    sender.push(ticket, [size], Source(size), done.set_result).ready([0])  # type: ignore[arg-type]
     return await asyncio.wait_for(done, 60.0)
 
 
@@ -152,15 +155,15 @@ def test_small_pushes_go_first_but_not_without_end(sizes: list[int], rate: float
 
 def test_a_small_push_is_urgent_on_a_link_that_is_known(tmp_path: Path) -> None:
     async def scenario() -> None:
-        sender, receiver = links(tmp_path, "east", egress_bytes_per_s=10e6), links(tmp_path, "west")
+        sender, receiver = links(tmp_path, "east"), links(tmp_path, "west")
         try:
             assert sender.urgency_for("west", 1) is Urgency.NORMAL
-            assert (await send(sender, receiver, "west", "first")).ok
-            async with asyncio.timeout(60.0):
-                while not sender.states()[0].available_bytes_per_s:  # noqa: ASYNC110 sampled by a thread
-                    await asyncio.sleep(0.02)
+            for i in range(100):  # until one was under way when the link was sampled
+                assert (await send(sender, receiver, "west", f"first-{i}", 64 << 20)).ok
+                if sender.states()[0].available_bytes_per_s:
+                    break
             assert sender.urgency_for("west", 1) is Urgency.URGENT
-            assert sender.urgency_for("west", 1 << 30) is Urgency.NORMAL
+            assert sender.urgency_for("west", 1 << 40) is Urgency.NORMAL
             assert sender.urgency_for("north", 1) is Urgency.NORMAL
             for i in range(20):  # what was urgent and has arrived does not count any more
                 assert (await send(sender, receiver, "west", f"again-{i}")).ok

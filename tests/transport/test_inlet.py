@@ -10,7 +10,7 @@ import pytest
 
 from tests.transport.helpers import PATIENCE_S, SECRET, Memory, deliver
 from tests.transport.raw_sender import RawSender
-from transport.checksum import Integrity
+from transport.checksum import DIGEST_BYTES, Integrity
 from transport.client import ClientOptions, TransferClient
 from transport.crypto import Identity
 from transport.errors import ConnectionRefused
@@ -21,7 +21,6 @@ from transport.frames import (
     Chunk,
     CodedChunk,
     Frame,
-    Nack,
     Ping,
     Reference,
     Refuse,
@@ -68,7 +67,7 @@ def test_chunks_right_behind_an_open_that_is_refused_are_read_past(
 ) -> None:
     with RawSender.to(server.address) as sender:
         inlet = inlet_of(server)
-        size = frame.length if isinstance(frame, Chunk) else frame.coded_length
+        size = frame.length + DIGEST_BYTES if isinstance(frame, Chunk) else frame.coded_length
         sender.say(sender.opening(9, "unknown", [16 * MB]), frame, bytes(size), REFERENCE)
         assert sender.answer() == Refuse(slot=9, code="unknown_transfer")
         server.expect("t", SECRET, [10], Memory([10]))
@@ -160,14 +159,20 @@ def test_a_chunk_that_was_changed_is_told_as_such_and_leaves_its_place_missing()
         assert not landing.bytes_landed
 
 
-def test_an_error_of_ours_is_logged_and_counted(server: TransferServer, caplog: pytest.LogCaptureFixture) -> None:
-    server.expect("t", SECRET, [10], [[memoryview(bytearray(5))]])  # less memory than was promised
+def test_an_error_of_ours_is_logged_and_counted(
+    server: TransferServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seed_of(transfer_id: str, nonces: bytes) -> int:
+        raise KeyError("nobody thought of this")
+
+    monkeypatch.setattr("transport.inlet.transfer_seed", seed_of)
+    server.expect("t", SECRET, [10], Memory([10]))
     with RawSender.to(server.address) as sender:
-        sender.say(sender.opening(1, "t", [10]), Chunk(slot=1, offset=0, length=10, checksum=0), bytes(10))
+        sender.say(sender.opening(1, "t", [10]))
         with pytest.raises(EOFError), caplog.at_level(logging.ERROR):
-            sender.hear(Nack)
+            sender.hear(Accept)
     assert server.counters["internal_errors"] == 1
-    assert "bytes short" in caplog.text
+    assert "nobody thought of this" in caplog.text
 
 
 def test_one_connection_too_many_is_told() -> None:

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.transport.helpers import PATIENCE_S, SECRET, Memory, deliver
 from tests.transport.proxy import Proxy
-from transport.checksum import Integrity
+from transport.checksum import DIGEST_BYTES, Integrity
 from transport.client import ClientOptions, TransferClient
 from transport.connection import Connection, Role
 from transport.errors import Closed, ConnectionRefused, LocalProtocolError
@@ -198,7 +198,7 @@ def test_chunks_that_nobody_waits_for_are_answered_up_to_a_limit(monkeypatch: py
         )
         sock.sendall(stranger.send(where))
         assert isinstance(hear(), Refuse)
-        sock.sendall(b"".join(stranger.chunk_header(9, offset, 1, 0) + b"?" for offset in range(60)))
+        sock.sendall(b"".join(stranger.chunk_header(9, offset, 1, 0) + bytes(1 + DIGEST_BYTES) for offset in range(60)))
         answers = [hear() for _ in range(50)]
         with pytest.raises(ConnectionRefused, match="50 chunks"):
             hear()
