@@ -1,9 +1,11 @@
 """Prefixes that come to a vLLM engine from elsewhere than its own cache: from its agent's SSD, and from another node."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 
+import grpc
 import pytest
 
 from hybrid_cache.hashing import block_hashes
@@ -16,7 +18,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 TOKENS = 16
 PROMPT_TOKENS = 600  # about 2 MB of KVCache
 CACHE_BYTES = 8 << 20
-CROWD = 6  # prompts that fill an arena anew
 _seeds = count(20_000)
 
 
@@ -45,10 +46,17 @@ def ask(pair: Pair, node: Node, prompt: Sequence[int]) -> Answer:
 
 
 def crowd_out(pair: Pair, node: Node) -> None:
-    """What was cached leaves the pages and arrives on the disk."""
-    for _ in range(CROWD):
-        ask(pair, node, prompt_of(PROMPT_TOKENS, next(_seeds)))
+    """Reserves all the memory of a node for a moment: what was there is on its disk afterwards."""
+    layout, stub = pair.layout, node.agent.stub
+    of_block = sum(layout.pages_per_block(group) for group in layout.full_groups)
+    for blocks in range(node.agent.describe().pool.pages_total // of_block, 0, -1):
+        request = pb.ReserveRequest(num_tokens=blocks * layout.block_size, prefix_only=True, ttl_s=20.0)
+        with contextlib.suppress(grpc.RpcError):  # no room for that much
+            ticket = stub.Reserve(request, timeout=10.0)
+            stub.Abort(pb.AbortRequest(transfer_id=ticket.transfer_id), timeout=10.0)
+            break
     until(lambda: not node.agent.describe().ssd.queued_bytes, "all is on the disk")
+    pair.assert_idle()
 
 
 def assert_same(answer: Answer, prompt: Sequence[int], reference: Engine) -> None:
