@@ -426,9 +426,8 @@ class Peer:
         with self.lock:
             self.scheduler.lane_bytes_per_s = average or FIRST_LANE_BYTES_PER_S
             self.scheduler.on_rates(rates)
-            if not self.over_rdma:
-                path_bytes = state.available_bytes_per_s * state.rtt_s
-                self.scheduler.eager_bytes = int(EAGER_RTTS * path_bytes) or EAGER_BYTES
+            path_bytes = state.available_bytes_per_s * state.rtt_s
+            self.scheduler.eager_bytes = int(EAGER_RTTS * path_bytes) or EAGER_BYTES
         for lane in list(self._lanes):
             if rate := rates.get(lane.key):
                 lane.carries(rate)
@@ -473,7 +472,7 @@ class Peer:
             rate = state.available_bytes_per_s or self._budget or 0.0
             situation = Situation(link_bytes_per_s=rate, backlog_bytes=queued, idle_cores=idle_cores)
             self.chooser.on_situation(situation, now)
-        if state.min_rtt_s >= LONG_RTT_S:
+        if state.min_rtt_s >= LONG_RTT_S and not self.over_rdma:  # there, TCP carries little and says nothing of rails
             self._spread({key: info.reach_bytes_per_s for key, info in infos.items()}, state)
         self.settle()
         self._govern(state, now)
