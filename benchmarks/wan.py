@@ -1,4 +1,4 @@
-"""How much of a long, lossy link a transfer fills: ours per congestion control, Mooncake and NIXL on demand.
+"""How much of a long, lossy link a transfer fills: ours per congestion control, Mooncake on demand.
 
     python -m benchmarks.wan --rate-mbit 500 --rtt-ms 40 --loss 0.0001 [--peers] [--json]
     python -m benchmarks.wan --scenario weights|rate_drop|overlap
@@ -30,6 +30,7 @@ WARM_MB = 64
 WARM_RUNS = 3
 PEER_BLOCK_BYTES = 4 * MB  # their better size of those tried
 PEER_CONTROLS = ("cubic", "bbr")
+PEERS = ("mooncake",)  # NIXL's transfers have not been seen to end over this link
 PAUSE_S = 0.5
 
 
@@ -43,9 +44,7 @@ def main() -> None:
     parser.add_argument("--cc", nargs="*", default=["auto", "cubic"], help="congestion controls to ask for")
     parser.add_argument("--connections", type=int, default=4, help="to begin with")
     parser.add_argument("--budget-mbit", type=float, help="configured egress budget; without it, what is measured")
-    parser.add_argument(
-        "--peers", action="store_true", help="also Mooncake Transfer Engine and NIXL, installed on demand"
-    )
+    parser.add_argument("--peers", action="store_true", help="also Mooncake Transfer Engine, installed on demand")
     parser.add_argument("--scenario", choices=["fill", *SCENARIOS], default="fill")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -89,7 +88,7 @@ def push(sender: End, receiver: End, name: str, mb: int, **more: Any) -> dict[st
 def fill(args: argparse.Namespace) -> dict[str, Any]:
     with wan_of(args) as wan:
         ours = {cc: fill_ours(wan, args, cc) for cc in args.cc}
-        names = peers.install() if args.peers else []
+        names = [name for name in peers.install() if name in PEERS] if args.peers else []
         theirs = {name: {cc: fill_peer(wan, name, cc) for cc in PEER_CONTROLS} for name in names}
     report = {
         "rate_mbit": args.rate_mbit, "rtt_ms": args.rtt_ms, "loss": args.loss, "mb": args.mb,
