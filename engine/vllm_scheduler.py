@@ -429,9 +429,11 @@ class SchedulerSide:
         if handover.route is Route.LEG and handover.outcome is None and not handover.reason:
             self._begin_computing(handover)  # the pages are ours: only what they hold could not be used
             return
-        handover.recomputed = handover.reason or "load_failed"
-        self._finish(handover, reason=handover.recomputed)
-        if handover.route is Route.LEG and not handover.request.num_preemptions:
+        reason = handover.reason or "load_failed"
+        self._finish(handover, reason=reason)
+        if handover.route is Route.LANDING:
+            handover.recomputed = reason
+        elif handover.route is Route.LEG and not handover.request.num_preemptions:
             self._refuse(handover)
         elif handover.route is Route.LEG:
             handover.request.max_tokens = 1

@@ -353,9 +353,8 @@ class BatchEngine(Batches[_WriteTask | _ReadTask]):
                 log.warning("read %s to %s failed: %s", read.reply_id, read.address, result.reason)
 
         sizes = [len(view) for view in read.views]
-        with (
-            self._served_lock
-        ):  # held throughout: who unregisters a segment sees all of its reads, and none comes later
+        # Held throughout: who unregisters a segment sees all of its reads, and none comes later.
+        with self._served_lock:
             if not self._server.is_registered(read.segment):
                 return
             try:

@@ -320,7 +320,7 @@ class Inlet(threading.Thread):
             left -= sum(map(len, part))
             if not self._read_part([*part, trailer] if trailer and not left else part, claim):
                 self._withdraw(claim)
-                self._fill(None)
+                self._skip()
                 return None, False
             running.update(part)
         expected = int.from_bytes(trailer, "little") if trailer else chunk.checksum

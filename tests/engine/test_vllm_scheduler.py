@@ -252,6 +252,16 @@ def test_a_landing_that_was_recomputed_says_so(world):
     assert world.side.request_finished(late) == {"recomputed": True, "reason": "landing_timeout"}
 
 
+def test_a_cached_prefix_that_cannot_be_loaded_is_no_landing_that_failed(world):
+    request = world.arrive(Request())
+    assert world.side.num_new_matched_tokens(request, 0) is None
+    world.grant(3 * BLOCK, cached=2 * BLOCK)
+    world.side.after_alloc(request, ((), ()), world.side.num_new_matched_tokens(request, 0))
+    world.side.loads_ended({"r"}, {"r"})
+    assert world.side.request_finished(request) is None
+    assert world.side.take_counts().fallbacks == {"load_failed": 1}
+
+
 def test_a_leg_whose_pages_are_lost_while_it_loads_is_not_held(world):
     request = world.arrive(Request(params=LEG))
     world.grant(cached=2 * BLOCK)
