@@ -130,10 +130,6 @@ class AgentThread:
         self._thread.join(CLOSE_TIMEOUT_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    @property
-    def connected(self) -> bool:
-        return self._link.connected
-
     def poll(self) -> list[AgentEvent]:
         """What happened since the last call."""
         self.news.clear()

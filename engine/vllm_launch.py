@@ -62,7 +62,7 @@ class ServerOptions:
 def main(argv: Sequence[str] | None = None) -> int:
     """Replaces this process by the server; returns only if it cannot."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    own, _, rest = _split(arguments)
+    own, rest = _split(arguments)
     options = _options(_parser().parse_args(own), rest)
     if (complaint := complaint_about(options.vllm_flags)) is not None:
         return _refuse(complaint)
@@ -153,11 +153,10 @@ def _refuse(complaint: str) -> int:
     return EXIT_USAGE
 
 
-def _split(arguments: list[str]) -> tuple[list[str], str, list[str]]:
-    if "--" not in arguments:
-        return arguments, "", []
-    at = arguments.index("--")
-    return arguments[:at], "--", arguments[at + 1 :]
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Ours, and what comes after `--`."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:at], arguments[at + 1 :]
 
 
 def _options(parsed: argparse.Namespace, vllm_flags: Sequence[str]) -> ServerOptions:

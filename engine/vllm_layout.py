@@ -90,10 +90,6 @@ class VllmLayout:
         """How many ranks must have written before a slab of the layer is whole."""
         return place.layer.parts
 
-    @property
-    def has_states(self) -> bool:
-        return bool(self.model.state_groups)
-
     def place_of(self, group: int, number: int) -> LayerPlace:
         """The place of a layer that a message names."""
         return next(place for place in self.places if place.group == group and place.number == number)

@@ -184,7 +184,7 @@ class TransferServer:
         for transfer_id in writes:
             self.cancel(transfer_id, "the segment is no longer registered")
         with self.changed:
-            self.changed.wait_for(lambda: not self.landings.is_settling(prefix))
+            self.changed.wait_for(lambda: self._closing or not self.landings.is_settling(prefix))
 
     def is_registered(self, segment: Segment) -> bool:
         """Whether others may still read or write there."""
