@@ -130,6 +130,11 @@ class AgentThread:
         self._thread.join(CLOSE_TIMEOUT_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    @property
+    def connected(self) -> bool:
+        """Whether the agent has answered our Hello."""
+        return self._link.connected
+
     def poll(self) -> list[AgentEvent]:
         """What happened since the last call."""
         self.news.clear()
