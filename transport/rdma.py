@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 SYS_CLASS: Final = Path("/sys/class/infiniband")
 SIOCGIFNETMASK: Final = 0x891B
 POLL_BATCH: Final = 32
+SILENCE_S: Final = 2.0  # of a NIC that should have given up: a busy machine is late to hear of it
 MTUS: Final = (256, 512, 1024, 2048, 4096)  # in the order of enum ibv_mtu, from 1
 SCRATCH_BYTES: Final = 4096  # pyverbs wants a scatter-gather entry even where no bytes come or go
 
@@ -60,6 +61,11 @@ class RdmaOptions:
             raise ValueError(f"retries {self.retries}: 1 to 6")
         if not 8 <= self.timeout_exponent <= 22:
             raise ValueError(f"timeout_exponent {self.timeout_exponent}: 8 to 22")
+
+    @property
+    def gives_up_within_s(self) -> float:
+        """The InfiniBand specification lets a NIC wait for up to four times what it was told, each time."""
+        return 4 * 4.096e-6 * (1 << self.timeout_exponent) * (self.retries + 1)
 
 
 def open_devices(options: RdmaOptions | None = None) -> RdmaDevices:
@@ -137,6 +143,10 @@ class VerbsDevice:
         except BaseException:
             self.context.close()
             raise
+
+    @property
+    def silent_after_s(self) -> float:
+        return self.options.gives_up_within_s + SILENCE_S
 
     def active(self) -> bool:
         with self.verbs.errors():

@@ -83,6 +83,10 @@ class Device(Protocol):
     @property
     def nic(self) -> Nic: ...
 
+    @property
+    def silent_after_s(self) -> float:
+        """By then a write has completed, or failed, if it ever will."""
+
     def active(self) -> bool: ...
 
     def register(self, address: int, length: int) -> Keys: ...

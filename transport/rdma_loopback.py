@@ -2,8 +2,8 @@
 
 Writes are copies between buffers of this process. What a real fabric does to one can be done to it: `unplug` a NIC (its
 own end notices at once, the far one after the retries), make it `swallow` packets (nobody is told; the sender's retries
-run out), or `corrupt` a byte on the way. As with the real thing, any failure ends the queue pair, posted work is flushed,
-and the far end learns nothing.
+run out), `stick` it (it never says what became of a write), or `corrupt` a byte on the way. As with the real thing, any
+failure ends the queue pair, posted work is flushed, and the far end learns nothing.
 """
 
 import ctypes
@@ -29,6 +29,7 @@ from transport.rdma_topology import ANY_NODE, Nic
 
 MTU: Final = 4096
 RETRIES_S: Final = 0.05  # until a sender gives up
+SILENT_AFTER_S: Final = 0.5
 
 
 @dataclass(slots=True)
@@ -46,6 +47,7 @@ class LoopbackFabric:
     queue_pairs: "dict[int, LoopbackQueuePair]" = field(default_factory=dict)
     unplugged: set[str] = field(default_factory=set)
     swallowing: set[str] = field(default_factory=set)
+    stuck: set[str] = field(default_factory=set)  # NICs that take writes, and never say what became of them
     corrupt_writes: int = 0  # so many of the next writes arrive with a wrong byte
     lose_after: dict[str, int] = field(default_factory=dict)  # NIC -> writes until it starts to swallow
 
@@ -64,10 +66,16 @@ class LoopbackFabric:
             else:
                 self.swallowing.add(nic)
 
+    def stick(self, nic: str) -> None:
+        """From now on it says nothing of any write."""
+        with self.lock:
+            self.stuck.add(nic)
+
     def mend(self, nic: str) -> None:
         with self.lock:
             self.unplugged.discard(nic)
             self.swallowing.discard(nic)
+            self.stuck.discard(nic)
             self.lose_after.pop(nic, None)
 
     def count_write(self, nic: str) -> None:
@@ -87,6 +95,10 @@ class LoopbackDevice:
         self.memory: dict[int, _Memory] = {}
         self.open_queue_pairs = 0
         self.registrations = 0
+
+    @property
+    def silent_after_s(self) -> float:
+        return SILENT_AFTER_S
 
     def active(self) -> bool:
         return self.nic.name not in self.fabric.unplugged
@@ -174,6 +186,8 @@ class LoopbackQueuePair:
         fabric, mine, peer = self._fabric, self.device.nic.name, self._peer
         assert peer is not None
         far = fabric.queue_pairs.get(peer.number)
+        if mine in fabric.stuck:
+            return float("inf"), ""
         if mine in fabric.unplugged:
             return 0.0, "loc_qp_op_err"
         if far is None or far.broken or {mine, far.device.nic.name} & (fabric.unplugged | fabric.swallowing):

@@ -64,6 +64,8 @@ RDMA_CHUNK_BYTES: Final = 1 << 20  # what a lost rail costs, and what one checks
 # Completions are polled: waiting for their events would hold the interpreter lock.
 NAP_FIRST_S: Final = 20e-6
 NAP_MAX_S: Final = 1e-3
+# Why a rail is given up whose time is over.
+LATE: Final = {RailState.OFFERED: "no_answer", RailState.PROVING: "no_proof", RailState.UP: "no_completion"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,7 +188,7 @@ class RdmaOutlet(Outlet):
         connection.on_timer(time.monotonic())
 
     def _polling(self) -> bool:
-        return any(r.queue.pending or r.rail.state is RailState.PROVING for r in self._running.values())
+        return any(r.queue.busy or r.rail.state is RailState.PROVING for r in self._running.values())
 
     def _running_chunks(self) -> list[_Chunk]:
         return [chunk for running in self._running.values() for chunk in running.queue.pending]
@@ -296,14 +298,14 @@ class RdmaOutlet(Outlet):
         moved = False
         if self._remote is None:
             return False
+        for running in list(self._running.values()):  # before judging: what has come is not late
+            moved = self._poll(running, now) or moved
         for rail in self._table.late(now):
-            self._lose(rail, "no_proof" if rail.state is RailState.PROVING else "no_answer")
+            self._lose(rail, LATE[rail.state])
             moved = True
         for rail in self._table.due(now):
             self._offer(rail, now)
             moved = True
-        for running in list(self._running.values()):
-            moved = self._poll(running) or moved
         if moved:
             self._peer.settle()
         return moved
@@ -358,7 +360,7 @@ class RdmaOutlet(Outlet):
             log.info("rail %s -> %s closed by the peer: %s", rail.plan.local, rail.plan.remote, frame.reason)
             self._lose(rail, "closed_by_peer")
 
-    def _poll(self, running: _Running) -> bool:
+    def _poll(self, running: _Running, now: float) -> bool:
         try:
             completions = running.queue_pair.poll()
         except RdmaError as exc:
@@ -372,7 +374,18 @@ class RdmaOutlet(Outlet):
                 continue
             for number, chunk in running.queue.completed(completion.wr_id):
                 self._arrived(running, chunk, number)
+        self._watch(running, bool(completions), now)
         return bool(completions)
+
+    def _watch(self, running: _Running, moved: bool, now: float) -> None:
+        """A NIC that is silent for longer than it may try has forgotten what it was given."""
+        rail = running.rail
+        if rail.state is not RailState.UP:
+            return
+        if not running.queue.busy:
+            self._table.waits(rail, float("inf"))
+        elif moved or rail.due_by == float("inf"):
+            self._table.waits(rail, now + self._devices.device(rail.plan.local).silent_after_s)
 
     def _prove(self, running: _Running) -> None:
         self._table.proved(running.rail)

@@ -7,8 +7,10 @@ attempt number, is agreed on over the control connection.
        ▲                  │                   │               │
        └────── fail ──────┴───────────────────┴───────────────┘         after each failure a longer rest
 
-Any completion but success means that the rail is gone, and nothing else does: a port stays ACTIVE while every packet is
-lost. So a new queue pair must first carry a write of no bytes (PROVING) before any chunk depends on it.
+Any completion but success means that the rail is gone; a port's state means nothing, it stays ACTIVE while every packet
+is lost. So a new queue pair must first carry a write of no bytes (PROVING) before any chunk depends on it. And no
+completion at all, long after the NIC should have given up, means it as well: soft-RoCE at times keeps on trying for ever
+when its own link goes down.
 
 Everything here is pure: the time comes in, decisions go out.
 """
@@ -64,7 +66,7 @@ class Rail:
     attempt: int = 0
     failures: int = 0  # since it last carried something
     rest_until: float = 0.0
-    due_by: float = float("inf")  # answer or proof
+    due_by: float = float("inf")  # answer, proof, or the next completion
     bytes_carried: int = 0
     failed: Counter[str] = field(default_factory=Counter)  # by reason
     times_up: int = 0
@@ -138,9 +140,8 @@ class RailTable:
         return [r for r in self.rails if r.state is RailState.RESTING and not (r.plan.tier and preferred_up)]
 
     def late(self, now: float) -> list[Rail]:
-        """Rails whose answer or proof did not come in time."""
-        waiting = (RailState.OFFERED, RailState.PROVING)
-        return [rail for rail in self.rails if rail.state in waiting and rail.due_by <= now]
+        """Rails whose answer, proof or next completion did not come in time."""
+        return [rail for rail in self.rails if rail.state is not RailState.RESTING and rail.due_by <= now]
 
     def carriers(self) -> list[Rail]:
         """Rails that chunks may be put on: those that are up, of the best tier that has any."""
@@ -172,6 +173,10 @@ class RailTable:
         rail.enter(RailEvent.PROOF)
         rail.times_up += 1
         rail.due_by = float("inf")
+
+    def waits(self, rail: Rail, give_up_at: float) -> None:
+        """Chunks are on it, of which one must have moved by then; never, when there are none."""
+        rail.due_by = give_up_at
 
     def carried(self, rail: Rail, num_bytes: int) -> None:
         """Bytes of a chunk have arrived over it."""
@@ -269,6 +274,11 @@ class SendQueue(Generic[K]):
     def wants_more(self) -> bool:
         """Whether the next chunk's writes could go out soon."""
         return not self._waiting and self._unanswered < self._max_unanswered and len(self._posted) < self._room
+
+    @property
+    def busy(self) -> bool:
+        """Whether any chunk has not completed."""
+        return bool(self._chunks)
 
     @property
     def pending(self) -> list[K]:

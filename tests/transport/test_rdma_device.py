@@ -56,6 +56,10 @@ def test_retries_that_never_end_are_refused() -> None:
         RdmaOptions(retries=7)
 
 
+def test_a_nic_may_try_four_times_as_long_as_it_was_told() -> None:
+    assert RdmaOptions(timeout_exponent=14, retries=5).gives_up_within_s == pytest.approx(1.61, abs=0.01)
+
+
 # The made-up fabric behaves as the real one does (tests/rdma_vm)
 
 

@@ -67,7 +67,7 @@ def test_both_rails_carry() -> None:
         assert all(rail.bytes_total for rail in world.client.rails())
 
 
-@pytest.mark.parametrize("cut", ["swallow near", "swallow far", "unplug near", "unplug far"])
+@pytest.mark.parametrize("cut", ["swallow near", "swallow far", "unplug near", "unplug far", "stick near"])
 def test_a_rail_that_fails_is_replaced_by_the_other_and_comes_back(cut: str) -> None:
     how, where = cut.split()
     nic = "a0" if where == "near" else "a1"
@@ -77,7 +77,7 @@ def test_a_rail_that_fails_is_replaced_by_the_other_and_comes_back(cut: str) -> 
         if how == "swallow":
             world.fabric.swallow(nic, after_writes=3 if where == "near" else 0)
         else:
-            world.fabric.unplug(nic)
+            {"unplug": world.fabric.unplug, "stick": world.fabric.stick}[how](nic)
         first.push.ready_all()
         assert first.wait().ok
         assert first.equal

@@ -197,6 +197,18 @@ def test_answers_and_proofs_have_a_deadline() -> None:
     assert indexes(rails.late(2.0 + ANSWER_S)) == [0, 1]
 
 
+def test_a_rail_with_chunks_on_it_has_to_move() -> None:
+    rails = table(0, 0)
+    bring_up(rails, 0, 1)
+    assert rails.late(1e9) == []
+    rails.waits(rails.rails[0], 3.0)
+    assert rails.next_timer() == 3.0
+    assert rails.late(2.9) == []
+    assert indexes(rails.late(3.0)) == [0]
+    rails.waits(rails.rails[0], float("inf"))
+    assert rails.late(1e9) == []
+
+
 def test_exhausted_only_after_every_pair_has_failed_and_until_one_is_up() -> None:
     rails = table(0, 1)
     assert not rails.exhausted
