@@ -86,6 +86,8 @@ class _Errand:
     states: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)  # (group, layer, length): ranks
     written: dict[int, int] = field(default_factory=dict)  # tokens by rank
     unfilled: tuple[tuple[int, int], ...] = ()
+    computed_tokens: int = 0
+    began_s: float | None = None  # to compute, on the loop's clock
     complete: bool = False
 
 
@@ -159,12 +161,17 @@ class AgentThread:
         self._on_loop(lambda: self._start(errand, self._claim(errand, prompt, salt, transfer_id, timeout_s)))
         return errand.number
 
-    def last_step(self, errand: int, unfilled: Sequence[tuple[int, int]]) -> None:
-        """The step that is about to run computes the last tokens. `unfilled`: (group, block or length) that stay empty."""
+    def last_step(
+        self, errand: int, unfilled: Sequence[tuple[int, int]], *, computed_tokens: int, so_far_s: float
+    ) -> None:
+        """The step that is about to run computes the last tokens. `unfilled`: (group, block or length) that stay empty;
+        `so_far_s`: since the first step that computed some of `computed_tokens` was put together.
+        """
 
         def note() -> None:
             if (entry := self._errands.get(errand)) is not None:
                 entry.unfilled = tuple(unfilled)
+                entry.computed_tokens, entry.began_s = computed_tokens, self._loop.time() - so_far_s
 
         self._on_loop(note)
 
@@ -371,7 +378,15 @@ class AgentThread:
         if errand.job is None or errand.complete:
             return
         errand.complete = True
-        self._link.send_for_job(PrefillDone(job=errand.job.job, num_tokens=errand.num_tokens, unfilled=errand.unfilled))
+        self._link.send_for_job(
+            PrefillDone(
+                job=errand.job.job,
+                num_tokens=errand.num_tokens,
+                unfilled=errand.unfilled,
+                computed_tokens=errand.computed_tokens,
+                compute_s=self._loop.time() - errand.began_s if errand.began_s is not None else 0.0,
+            )
+        )
         self._post(Written(errand.number))
 
 

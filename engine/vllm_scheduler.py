@@ -82,6 +82,7 @@ class Handover:
     unsaved_states: set[tuple[int, int]] = field(default_factory=set)
     unfilled_windows: set[tuple[int, int]] = field(default_factory=set)
     computing_s: float = 0.0
+    computed_from: int | None = None  # tokens that vLLM had when it began to compute
     outcome: Delivered | None = None
     reason: str = ""
     recomputed: str = ""  # a landing's: why its KVCache could not be used
@@ -470,6 +471,8 @@ class SchedulerSide:
             return None
         assert handover.pages is not None
         before = handover.request.num_computed_tokens
+        if handover.computed_from is None:
+            handover.computed_from = before
         start, stop = handover.saved_tokens, min(before + num_tokens, handover.pages.num_tokens)
         if stop <= start:  # preempted, and computed once more
             return None
@@ -478,7 +481,12 @@ class SchedulerSide:
         handover.unfilled_windows |= unfilled(self._layout, handover.pages, tables, start, stop)
         handover.saved_tokens = stop
         if stop == handover.pages.num_tokens:
-            self._agent.last_step(handover.errand, sorted(handover.unfilled_windows | handover.unsaved_states))
+            self._agent.last_step(
+                handover.errand,
+                sorted(handover.unfilled_windows | handover.unsaved_states),
+                computed_tokens=max(0, stop - handover.computed_from),
+                so_far_s=self._now() - handover.computing_s,
+            )
             if handover.route is Route.LEG:
                 self._hold(handover)
         return Save(handover.pages.job, start, stop, lengths, _frozen(tables))

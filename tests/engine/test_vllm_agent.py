@@ -85,14 +85,15 @@ def test_a_layer_is_announced_when_every_rank_has_written_it(tmp_path):
         await until(lambda: heard(agent, m.StateDone))
         assert [message.num_tokens for message in heard(agent, m.LayerDone)] == [BLOCK, N]
         assert len(heard(agent, m.StateDone)) == 1
-        engine.thread.last_step(errand, [(1, BLOCK)])
+        engine.thread.last_step(errand, [(1, BLOCK)], computed_tokens=BLOCK, so_far_s=2.0)
         engine.ranks[0].send(StepWritten(job=job, num_tokens=N))
         engine.ranks[1].send(StepWritten(job=job, num_tokens=BLOCK))
         engine.ranks[1].send(StepWritten(job=job, num_tokens=N))
         assert (await engine.next(Written)).errand == errand
         await until(lambda: heard(agent, m.PrefillDone))
         (done,) = heard(agent, m.PrefillDone)
-        assert (done.num_tokens, done.unfilled) == (N, ((1, BLOCK),))
+        assert (done.num_tokens, done.unfilled, done.computed_tokens) == (N, ((1, BLOCK),), BLOCK)
+        assert 2.0 <= done.compute_s < 60.0
         engine.thread.end(errand)
         await until(lambda: agent.ended)
 
@@ -172,6 +173,8 @@ def test_a_cached_leg_is_delivered_without_a_write(tmp_path):
         await engine.next(Granted)
         engine.thread.complete(errand)
         assert (await engine.next(Arrived)).outcome.ok
+        (done,) = heard(agent, m.PrefillDone)
+        assert (done.computed_tokens, done.compute_s) == (0, 0.0)
 
     run(tmp_path, scenario)
 

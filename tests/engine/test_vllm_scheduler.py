@@ -25,7 +25,7 @@ class Agent:
         self.news = threading.Event()
         self.rank_socket = "ranks.sock"
         self.events, self.asked, self.ended, self.last, self.completed = [], [], [], [], []
-        self.loads = []
+        self.loads, self.computed = [], []
 
     def poll(self):
         events, self.events = self.events, []
@@ -39,8 +39,9 @@ class Agent:
         self.asked.append(("claim", transfer_id, timeout_s))
         return len(self.asked)
 
-    def last_step(self, errand, unfilled):
+    def last_step(self, errand, unfilled, *, computed_tokens, so_far_s):
         self.last.append((errand, unfilled))
+        self.computed.append((computed_tokens, so_far_s))
 
     def complete(self, errand):
         self.completed.append(errand)
@@ -392,6 +393,19 @@ def test_a_cached_prefix_is_loaded_and_the_rest_saved(world):
     step = world.schedule(request, N - 2 * BLOCK)
     assert (step.saves[0].start, step.saves[0].stop) == (2 * BLOCK, 3 * BLOCK)
     assert world.side.take_counts().cached_tokens == 2 * BLOCK
+
+
+def test_what_was_computed_is_told_without_the_queue_and_without_what_vllm_had(world):
+    request = world.arrive(Request(params=LEG))
+    world.grant()
+    world.now += 5.0
+    world.side.num_new_matched_tokens(request, BLOCK)
+    world.side.after_alloc(request, tables_for(LAYOUT, N - 1), 0)
+    request.num_computed_tokens = BLOCK
+    world.schedule(request, BLOCK)
+    world.now += 2.0
+    world.schedule(request, N - 1 - 2 * BLOCK)
+    assert world.agent.computed == [(N - 1 - BLOCK, 2.0)]
 
 
 def test_a_preempted_request_saves_nothing_twice(world):
