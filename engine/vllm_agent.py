@@ -208,7 +208,7 @@ class AgentThread:
 
     async def _main(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        self._ranks = RankServer(self.rank_socket, self._hear_rank)
+        self._ranks = RankServer(self.rank_socket, self._hear_rank, ranks=self._layout.ranks)
         await self._ranks.start()
         self._link = AgentLink(
             self._socket,
@@ -336,6 +336,7 @@ class AgentThread:
             case SaveFailed(job=job, reason=reason):
                 if (errand := self._by_job.get(job)) is not None:
                     log.error("errand=%d rank=%d: %s", errand.number, rank, reason)
+                    errand.complete = True  # never: the step's end is reported all the same
                     self._post(Failed(errand.number, "save_failed"))
 
     def _layer_written(self, rank: int, message: LayerWritten) -> None:

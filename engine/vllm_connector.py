@@ -256,8 +256,8 @@ def _state_forms(kv_cache_config: Any) -> list[str]:
 def _engine_has_input() -> Callable[[], bool]:
     """Whether the engine that is making this connector has been sent something that it has not read.
 
-    No interface tells, so the engine is looked for on the stack. One that is not found, or must keep step with other
-    engines (data parallelism), is taken to have input always: then nothing waits for long.
+    No interface tells, so the engine is looked for on the stack. One that is not found is taken to have input
+    always: then nothing waits for long.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:

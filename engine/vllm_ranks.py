@@ -19,15 +19,18 @@ log = logging.getLogger(__name__)
 
 READ_BYTES: Final = 1 << 16
 CONNECT_TIMEOUT_S: Final = 10.0
-LET_GO_TIMEOUT_S: Final = 3.0  # less than an agent waits for an engine that it hung up on
+LET_GO_TIMEOUT_S: Final = 3.0  # until an operator should know; an agent that hung up ends the engine soon after
+ALL_THERE_TIMEOUT_S: Final = 3.0  # for ranks to connect, which they do in the first step that they see
 
 
 class RankServer:
     """The scheduler's end. All methods belong to the event loop's thread."""
 
-    def __init__(self, path: Path, on_message: Callable[[int, RankMessage], None]) -> None:
+    def __init__(self, path: Path, on_message: Callable[[int, RankMessage], None], *, ranks: int) -> None:
         self.path: Final = path
         self._on_message = on_message
+        self._num_ranks = ranks
+        self._all_there = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._letting_go: dict[str, tuple[set[int], asyncio.Future[None]]] = {}
@@ -45,23 +48,22 @@ class RankServer:
         await self._server.wait_closed()
 
     async def release(self, job: str) -> None:
-        """Returns when no rank touches the job's pages any more, or is known to be stuck."""
-        if job in self._letting_go:  # asked by somebody else already: both may go on only when it is over
-            await asyncio.wait({self._letting_go[job][1]}, timeout=LET_GO_TIMEOUT_S)
-            return
-        waiting = {rank for rank, writer in self._writers.items() if not writer.is_closing()}
-        if not waiting:
-            return
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._letting_go[job] = (waiting, done)
-        for rank in tuple(waiting):
-            self._writers[rank].write(encode(Release(job=job)))
-        try:
-            await asyncio.wait_for(done, LET_GO_TIMEOUT_S)
-        except TimeoutError:
-            log.error("ranks %s do not let go of job=%s", sorted(waiting), job)
-        finally:
-            del self._letting_go[job]
+        """Returns when no rank touches the job's pages any more. A rank that is stuck keeps them from everybody else."""
+        if not self._all_there.is_set():  # a step that grants the pages may be on its way to ranks that are yet to come
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_there.wait(), ALL_THERE_TIMEOUT_S)
+        if job not in self._letting_go:  # else somebody has asked already: all may go on only when it is over
+            waiting = {rank for rank, writer in self._writers.items() if not writer.is_closing()}
+            if not waiting:
+                return
+            self._letting_go[job] = (waiting, asyncio.get_running_loop().create_future())
+            for rank in tuple(waiting):
+                self._writers[rank].write(encode(Release(job=job)))
+        waiting, done = self._letting_go[job]
+        await asyncio.wait({done}, timeout=LET_GO_TIMEOUT_S)
+        if not done.done():
+            log.error("ranks %s do not let go of job=%s: its pages stay with them", sorted(waiting), job)
+            await asyncio.wait({done})
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank, buffer = -1, MessageBuffer()
@@ -72,6 +74,8 @@ class RankServer:
                     if isinstance(message, RankHello):
                         rank = message.rank
                         self._writers[rank] = writer
+                        if len(self._writers) == self._num_ranks:
+                            self._all_there.set()
                     elif isinstance(message, LetGo):
                         self._gone(rank, message.job)
                     else:
@@ -88,8 +92,10 @@ class RankServer:
     def _gone(self, rank: int, job: str) -> None:
         waiting, done = self._letting_go.get(job, (set(), None))
         waiting.discard(rank)
-        if done is not None and not waiting and not done.done():
-            done.set_result(None)
+        if done is not None and not waiting:
+            del self._letting_go[job]
+            if not done.done():
+                done.set_result(None)
 
 
 class RankLink:

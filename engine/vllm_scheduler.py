@@ -202,6 +202,8 @@ class SchedulerSide:
                 return None
         if handover.phase is Phase.DELIVERED and not request.num_preemptions:
             return 0
+        if ready > request.num_prompt_tokens:  # cut after its delivery: there is nothing to load into
+            return 0
         handover.offered_from = num_computed_tokens
         return max(0, ready - num_computed_tokens)
 
@@ -258,6 +260,8 @@ class SchedulerSide:
             if handover.finished:  # aborted meanwhile
                 self._finish(handover, reason="aborted")
                 del self._handovers[request_id]
+                if handover.route is Route.LEG:
+                    self._counts.legs["aborted"] += 1
             elif request_id in failed:
                 self._load_failed(handover)
             else:
@@ -387,6 +391,8 @@ class SchedulerSide:
             self._refuse(handover)
         else:
             self._counts.fallbacks[reason] += 1
+            if handover.route is Route.LANDING:
+                handover.recomputed = reason
 
     def _refuse(self, handover: Handover) -> None:
         """Nobody wants what this leg would compute."""
@@ -451,6 +457,7 @@ class SchedulerSide:
             if length > handover.pages.cached_tokens
         }
         if handover.saved_tokens >= handover.pages.num_tokens and handover.route is Route.LOCAL:
+            self._agent.complete(handover.errand)
             self._finish(handover)
 
     def _send_cached(self, handover: Handover) -> None:
@@ -557,13 +564,15 @@ class SchedulerSide:
 
 
 def _unsuited(request: Any) -> str:
-    """Why a request's KVCache is not that of its tokens alone; empty if it is."""
+    """Why a request's KVCache is not that of its tokens alone, or of no use to it; empty if neither is so."""
     if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
         return "prompt_embeds"
     if request.mm_features:
         return "multimodal"
     if request.lora_request is not None:
         return "lora"
+    if request.skip_reading_prefix_cache:  # prompt logprobs: vLLM computes it all, whatever can be loaded
+        return "prompt_logprobs"
     return "cache_salt" if request.cache_salt else ""
 
 

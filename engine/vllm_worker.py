@@ -127,6 +127,7 @@ class WorkerSide:
 
     def start_loads(self) -> None:
         """Starts the loads of this step."""
+        self._loading = {load for load in self._loading if not load.done()}
         self._loading |= {self._loader.submit(self._load, load) for load in self._step.loads}
 
     def finish_step(self) -> None:

@@ -149,6 +149,11 @@ def test_a_rank_that_cannot_write_fails_the_errand(tmp_path):
         engine.ranks[0].send(SaveFailed(job=job, reason="OSError"))
         failed = await engine.next(Failed)
         assert (failed.errand, failed.reason) == (errand, "save_failed")
+        for rank in engine.ranks:  # their step ends all the same
+            rank.send(StepWritten(job=job, num_tokens=N))
+        engine.thread.end(errand, reason="save_failed")
+        await until(lambda: agent.ended)
+        assert not heard(agent, m.PrefillDone), "a block that was not written is not prefix cache"
 
     run(tmp_path, scenario)
 

@@ -74,6 +74,7 @@ class Request:
         self.sampling_params = Sampling(_eos_token_id=2, stop_token_ids=[3], repetition_detection=None)
         self.kv_transfer_params = params
         self.prompt_embeds = self.lora_request = self.cache_salt = None
+        self.skip_reading_prefix_cache = False
         self.mm_features = []
         for name, value in fields.items():
             setattr(self, name, value)
@@ -172,6 +173,8 @@ def test_a_leg_that_is_cached_completely_is_hardly_computed(world):
     assert world.side.num_new_matched_tokens(request, 0) is None, "held until it has been delivered"
     world.agent.events.append(Arrived(1, Delivered(job="j", ok=True)))
     assert world.side.num_new_matched_tokens(request, 0) == 0
+    request.num_preemptions = 1
+    assert world.side.num_new_matched_tokens(request, 0) == 0, "it was cut: there is no room for what was cached"
     assert world.side.request_finished(request)["cached_tokens"] == 2 * BLOCK
 
 
@@ -297,6 +300,16 @@ def test_an_abort_while_loading_gives_back_when_the_load_has_ended(world):
     assert world.agent.ended == []
     world.side.loads_ended({"r"}, set())
     assert world.agent.ended == [(1, False, "aborted")]
+
+
+def test_a_leg_aborted_while_loading_is_counted(world):
+    request = world.arrive(Request(params=LEG))
+    world.grant(cached=2 * BLOCK)
+    world.side.after_alloc(request, ((), ()), world.side.num_new_matched_tokens(request, 0))
+    world.idle()
+    world.side.request_finished(request)
+    world.side.loads_ended({"r"}, set())
+    assert world.side.take_counts().legs == {"aborted": 1}
 
 
 def test_an_agent_that_says_nothing_is_not_waited_for(world):
@@ -461,6 +474,7 @@ def test_a_leg_preempted_while_held_waits_and_comes_back_from_its_pages(world):
         ({"mm_features": [1]}, "multimodal"),
         ({"cache_salt": "x"}, "cache_salt"),
         ({"prompt_embeds": object()}, "prompt_embeds"),
+        ({"skip_reading_prefix_cache": True}, "prompt_logprobs"),
     ],
 )
 def test_kvcache_of_more_than_tokens_is_not_shared(world, fields, reason):
@@ -469,6 +483,21 @@ def test_kvcache_of_more_than_tokens_is_not_shared(world, fields, reason):
     request = world.arrive(Request("leg", params=LEG, **fields))
     assert world.side.num_new_matched_tokens(request, 0) == 0
     assert world.side.request_finished(request) == {"delivered": False, "reason": reason}
+    request = world.arrive(Request("decode", params=LANDING, **fields))
+    assert world.side.num_new_matched_tokens(request, 0) == 0
+    assert world.side.request_finished(request) == {"recomputed": True, "reason": reason}
+
+
+def test_a_local_prompt_that_is_cached_completely_is_told(world):
+    request = world.arrive(Request())
+    world.side.num_new_matched_tokens(request, 0)
+    world.grant(3 * BLOCK, cached=3 * BLOCK)
+    assert world.side.num_new_matched_tokens(request, 0) == 3 * BLOCK
+    world.side.after_alloc(request, tables_for(LAYOUT, 3 * BLOCK), 3 * BLOCK)
+    world.idle()
+    world.side.loads_ended({"r"}, set())
+    assert world.agent.completed == [1]
+    assert world.agent.ended == [(1, False, "")]
 
 
 def test_the_local_tier_can_be_switched_off():

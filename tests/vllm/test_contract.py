@@ -83,6 +83,7 @@ def test_requests_have_what_we_change():
         "block_hashes",
         "max_tokens",
         "mm_features",
+        "skip_reading_prefix_cache",
     ):
         assert hasattr(request, name), f"Request.{name} is gone"
     assert request.next_decode_eligible_step == 0
