@@ -10,9 +10,7 @@ from engine.vllm_ranks import RankLink, RankServer
 from engine.vllm_steps import StepWritten
 
 
-def test_everybody_who_asks_for_a_job_waits_until_ranks_let_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everybody_who_asks_for_a_job_waits_until_ranks_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.vllm_ranks.LET_GO_TIMEOUT_S", 0.01)  # which is only when it is complained about
     asyncio.run(release_twice(tmp_path))
 
