@@ -135,7 +135,7 @@ class Connection:
         self._bulk = False
         self._receive_seq = self._send_seq = 0
         self._outgoing: list[Frame] = []
-        self._heard_at = self._pinged_at = now
+        self._began_at = self._heard_at = self._pinged_at = now
         if role is Role.SENDER:
             self._say(
                 Hello(
@@ -283,7 +283,7 @@ class Connection:
 
     def next_timer(self) -> float:
         """When on_timer() wants to be called."""
-        dead_at = self._heard_at + self._dead_after_s
+        dead_at = self._alive_at + self._dead_after_s
         if self.role is Role.SENDER and self.state is State.OPEN:
             return min(dead_at, self._pinged_at + PING_INTERVAL_S)
         return dead_at
@@ -293,14 +293,20 @@ class Connection:
 
         Only senders ping: it keeps idle connections alive, and tells the receiver, too, that its peer is alive.
         """
-        if now >= self._heard_at + self._dead_after_s:
+        if now >= self._alive_at + self._dead_after_s:
+            silent = "no whole greeting" if self.state is State.GREETING else "nothing heard"
             self.state = State.CLOSED
-            raise PeerLost(f"nothing heard for {now - self._heard_at:.1f} s")
+            raise PeerLost(f"{silent} for {now - self._alive_at:.1f} s")
         if self.role is not Role.SENDER or self.state is not State.OPEN:
             return
         if now >= self._pinged_at + PING_INTERVAL_S:
             self._pinged_at = now
             self._say(Ping(token=self._send_seq & 0xFFFFFFFF))
+
+    @property
+    def _alive_at(self) -> float:
+        """A greeting has to be whole in time: a stranger could drag it out for ever."""
+        return self._began_at if self.state is State.GREETING else self._heard_at
 
     # inside
 

@@ -52,6 +52,7 @@ class LandingResult:
 
 OnLanded = Callable[[LandingResult], None]
 SinkOf = Callable[[int], memoryview]
+Notices = list[tuple[int, Cancel]]  # connections, and what each is to be told
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -258,19 +259,18 @@ class Landings:
         reads, self._reads = self._reads, []
         return reads
 
-    def cancel(self, transfer_id: str, detail: str, now: float, code: Code = Code.CANCELLED) -> dict[int, Cancel]:
+    def cancel(self, transfer_id: str, detail: str, now: float, code: Code = Code.CANCELLED) -> Notices:
         """Ends a landing; returns what to tell which connection. Unknown or ended ids are fine."""
         landing = self._active.get(transfer_id)
-        return {} if landing is None else self._end(landing, Outcome(code, detail), now)
+        return [] if landing is None else self._end(landing, Outcome(code, detail), now)
 
-    def expire(self, now: float) -> dict[int, list[Cancel]]:
+    def expire(self, now: float) -> Notices:
         """Ends what is past its deadline or has been without a sender for too long."""
-        notices: dict[int, list[Cancel]] = {}
+        notices: Notices = []
         for landing in [x for x in self._active.values() if x.expires_at() <= now]:
             late = landing.deadline <= now
             outcome = Outcome(Code.DEADLINE if late else Code.SENDER_LOST, "nothing more came in time")
-            for who, notice in self._end(landing, outcome, now).items():
-                notices.setdefault(who, []).append(notice)
+            notices += self._end(landing, outcome, now)
         return notices
 
     def next_deadline(self) -> float:
@@ -339,18 +339,18 @@ class Landings:
         """The landing that a slot of a connection is bound to."""
         return self._slots[who].get(slot)
 
-    def abort(self, who: int, frame: Abort, now: float) -> dict[int, Cancel]:
+    def abort(self, who: int, frame: Abort, now: float) -> Notices:
         """The sender is through with a slot: with its part of the transfer, or with all of it."""
         landing = self._slots[who].pop(frame.slot, None)
         if landing is None:
-            return {}
+            return []
         if landing not in self._slots[who].values():
             landing.senders.discard(who)
             self._revoke(who, landing)
         if not landing.senders:
             landing.orphaned_at = now
         if frame.leave or landing.outcome is not None:
-            return {}
+            return []
         return self._end(landing, Outcome(Code.ABORTED, frame.detail), now)
 
     def begin(self, who: int, slot: int, start: int, stop: int, sink_of: SinkOf, now: float) -> Claim | Rivals | None:
@@ -385,25 +385,25 @@ class Landings:
         """A chunk that is not even written: it does not decode, or not to what is taken here."""
         self.counters[f"rejected:{code}"] += 1
         landing = self._slots[who].get(slot)
-        if landing is None or landing.outcome is not None:
+        if landing is None or (landing.outcome is not None and not landing.outcome.ok):
             return None
         landing.inbox.chunks += 1
         landing.inbox.rejected_chunks += 1
         return Nack(slot=slot, offset=start, length=length, code=code)
 
-    def fail(self, who: int, slot: int, code: Code, detail: str, now: float) -> dict[int, Cancel]:
+    def fail(self, who: int, slot: int, code: Code, detail: str, now: float) -> Notices:
         """Ends the landing that a slot is bound to, for a reason that another try will not cure."""
         landing = self._slots[who].get(slot)
-        return {} if landing is None else self._end(landing, Outcome(code, detail), now)
+        return [] if landing is None else self._end(landing, Outcome(code, detail), now)
 
-    def break_seal(self, who: int, slot: int, now: float) -> dict[int, Cancel]:
+    def break_seal(self, who: int, slot: int, now: float) -> Notices:
         """A chunk was not authentic, which ends its connection; too often, and it ends the landing."""
         landing = self._slots[who].get(slot)
         if landing is None:
-            return {}
+            return []
         landing.broken_seals += 1
         if landing.broken_seals <= MAX_REJECTED_CHUNKS:
-            return {}
+            return []
         return self.fail(who, slot, Code.SEAL, f"{landing.broken_seals} chunks were not authentic", now)
 
     def finish(self, claim: Claim, verified: bool, now: float, lossy_bytes: int = 0) -> Ack | Nack | None:
@@ -512,9 +512,10 @@ class Landings:
             self.counters["reads"] += 1
         return Accept(slot=frame.slot, missing=())
 
-    def _end(self, landing: Landing, outcome: Outcome, now: float) -> dict[int, Cancel]:
-        if self._active.pop(landing.transfer_id, None) is None:
-            return {}
+    def _end(self, landing: Landing, outcome: Outcome, now: float) -> Notices:
+        if self._active.get(landing.transfer_id) is not landing:  # over already; the id may be another one's by now
+            return []
+        del self._active[landing.transfer_id]
         landing.outcome = outcome
         landing.done_at = now
         self._ended[landing.transfer_id] = Ended.of(landing, outcome)
@@ -528,13 +529,13 @@ class Landings:
             landing.revoke_at = now + REVOKE_S
         self.counters["landed" if outcome.ok else f"failed:{outcome.code}"] += 1
         if outcome.ok:
-            return {}
-        return {
-            who: Cancel(slot=slot, code=outcome.code, detail=outcome.detail)
+            return []
+        return [
+            (who, Cancel(slot=slot, code=outcome.code, detail=outcome.detail))
             for who, slots in self._slots.items()
             for slot, bound in slots.items()
             if bound is landing
-        }
+        ]
 
 
 def write_id(segment: str, unique: str) -> str:

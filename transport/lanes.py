@@ -273,7 +273,9 @@ class LaneScheduler:
     def _active_flows(self) -> set[tuple[Urgency, str]]:
         return {(t.urgency, t.tenant) for t in self._transfers.values()}
 
-    def take_pieces(self, lane: int, may_leave: Callable[[Transfer], bool] = lambda _: True) -> list[Piece]:
+    def take_pieces(
+        self, lane: int, may_leave: Callable[[Transfer], bool] = lambda _: True, max_pieces: int = MAX_BATCH_CHUNKS
+    ) -> list[Piece]:
         """The next chunks for a lane, as far as its window has room; they are in flight on it from now on."""
         state = self._lanes[lane]
         sendable = [
@@ -282,7 +284,7 @@ class LaneScheduler:
         limit = self._chunk_limit(state, sendable)
         pieces: list[Piece] = []
         room = min(limit, self.window_bytes - state.in_flight_bytes)
-        while room > 0 and sendable and len(pieces) < MAX_BATCH_CHUNKS:
+        while room > 0 and sendable and len(pieces) < min(max_pieces, MAX_BATCH_CHUNKS):
             transfer = min(sendable, key=self._rank)
             chunk = transfer.outbox.take(room, lane)
             if chunk is None:

@@ -12,8 +12,8 @@ from itertools import count
 from transport.checksum import DIGEST_BYTES, Digest, Integrity, digest, transfer_seed
 from transport.connection import Connection, Role, State
 from transport.errors import TransportError
-from transport.frames import Abort, Ack, Cancel, Chunk, Code, Frame, Nack, Open, Welcome
-from transport.landings import Claim, Landing, Landings, OnLanded, Rivals
+from transport.frames import Abort, Ack, Chunk, Code, Frame, Nack, Open, Welcome
+from transport.landings import Claim, Landing, Landings, Notices, OnLanded, Rivals
 from transport.lanes import LaneScheduler, Transfer, Urgency
 from transport.transfer import Manifest, Outbox, RangeViews, proof_of
 
@@ -92,7 +92,7 @@ class Loopback:
         self.pump()
 
     def cancel(self, transfer_id: str) -> None:
-        for who, frame in self.landings.cancel(transfer_id, "", self.now).items():
+        for who, frame in self.landings.cancel(transfer_id, "", self.now):
             self.lanes[who].say(frame)
 
     def cut(self, lane_id: int, error: str = "cut") -> None:
@@ -111,9 +111,8 @@ class Loopback:
         while self._events and self._events[0][0] <= until and not stop():
             self.now, _, action = heapq.heappop(self._events)
             self.scheduler.expire(self.now)
-            for who, frames in self.landings.expire(self.now).items():
-                for frame in frames:
-                    self.lanes[who].say(frame)
+            for who, frame in self.landings.expire(self.now):
+                self.lanes[who].say(frame)
             action()
             self._settle()
         if not stop() and until < _MAX_VIRTUAL_S:
@@ -255,10 +254,9 @@ class _Lane:
             case _ if role is Role.SENDER:
                 link.scheduler.on_frame(self.lane_id, frame)
 
-    def _tell(self, notices: dict[int, Cancel]) -> None:
-        for who, frame in notices.items():
-            if who != self.lane_id:
-                self.link.lanes[who].say(frame)
+    def _tell(self, notices: Notices) -> None:
+        for who, frame in notices:
+            self.link.lanes[who].say(frame)
 
     # the receiver's chunk in progress
 

@@ -17,7 +17,7 @@ from transport.coder import LaneCoder
 from transport.connection import NONCE_BYTES, Connection, Role, State
 from transport.crypto import SEALED_PART_BYTES, SMALL_VIEW_BYTES, Seal, Sealing, Session, chunk_seal
 from transport.errors import ConnectionRefused, PeerLost, TransportError
-from transport.frames import MAX_LIST, Ack, CodedChunk, Frame, Open, Reference, Welcome
+from transport.frames import MAX_LIST, Abort, Ack, CodedChunk, Frame, Open, Reference, Welcome
 from transport.lanes import Batch, Piece, Transfer
 from transport.link import TcpInfo, tcp_info
 from transport.shm import ArenaSource, merge_extents, parts_of, pieces_of
@@ -89,7 +89,7 @@ class Outlet:
         self._sock: socket.socket | None = None
         self._sock_lock = threading.Lock()
         self._wake_lock = threading.Lock()
-        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._eventfd = -1  # while there is no thread
         self._thread: threading.Thread | None = None
         self._seeds: dict[int, int] = {}
         self._seals: dict[int, Seal] = {}
@@ -111,8 +111,10 @@ class Outlet:
         if self._thread is None and not self._peer.closing:
             thread = threading.Thread(target=self._run, name=f"kv-lane-{self.index}-{self._peer.address}", daemon=True)
             try:
+                if self._eventfd < 0:
+                    self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
                 thread.start()
-            except RuntimeError:  # out of threads: there may be one the next time
+            except (RuntimeError, OSError):  # out of threads or descriptors: there may be one the next time
                 self._peer.on_failed("lane")
                 return
             self._thread = thread
@@ -266,7 +268,7 @@ class Outlet:
         connection.received(size, time.monotonic())
         while (frame := connection.next_event()) is not None:
             if isinstance(frame, Welcome):
-                self._peer.lane_up(self)
+                self._peer.lane_up(self, connection.max_chunk_bytes)
                 continue
             if isinstance(frame, Ack):  # not before: what is welcomed, and breaks with the first chunk, has failed
                 self._failures = 0
@@ -303,6 +305,7 @@ class Outlet:
             self._coder.begin_batch()
             for notice in batch.notices:
                 outgoing.add(connection.send(notice))
+                self._forget(notice)
             for transfer in batch.opens:
                 outgoing.add(self._opening(connection, transfer))
             for piece in batch.pieces:
@@ -313,6 +316,12 @@ class Outlet:
         finally:
             reading, self._reading = self._reading, set()
             self._peer.let_go(reading)
+
+    def _forget(self, notice: Frame) -> None:
+        """The receiver hears that we are through with a slot: nothing leaves for it any more."""
+        if isinstance(notice, Abort):
+            self._seeds.pop(notice.slot, None)
+            self._seals.pop(notice.slot, None)
 
     def _opening(self, connection: Connection, transfer: Transfer) -> bytes:
         return connection.send(self._opening_frame(connection, transfer))

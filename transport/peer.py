@@ -304,8 +304,9 @@ class Peer:
         with self.lock:
             transfer.outbox.split(lane.key, start, at)
 
-    def lane_up(self, lane: "Outlet") -> None:
+    def lane_up(self, lane: "Outlet", max_chunk_bytes: int) -> None:
         with self.lock:
+            self.scheduler.chunk_bytes = min(self.scheduler.chunk_bytes, max_chunk_bytes)
             if not any(other.up for other in self._lanes):
                 self._up_since = time.monotonic()
             lane.up = True

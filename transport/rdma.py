@@ -129,7 +129,7 @@ class VerbsDevice:
 
     def __init__(self, verbs: _Verbs, name: str, options: RdmaOptions, port: int = 1) -> None:
         self.verbs, self.options, self.name, self.port = verbs, options, name, port
-        self._regions: list[Any] = []
+        self._regions: dict[int, Any] = {}  # by local key
         with verbs.errors():
             self.context: Any = verbs.device.Context(name=name)
         try:
@@ -162,14 +162,17 @@ class VerbsDevice:
     def register(self, address: int, length: int) -> Keys:
         with self.verbs.errors():
             region = self.verbs.mr.MR(self.domain, length, self.verbs.access, address=address)
-        self._regions.append(region)
+        self._regions[region.lkey] = region
         return Keys(region.lkey, region.rkey)
+
+    def deregister(self, keys: Keys) -> None:
+        _close(self._regions.pop(keys.local))
 
     def queue_pair(self) -> QueuePair:
         return VerbsQueuePair(self)
 
     def close(self) -> None:
-        for region in self._regions:
+        for region in self._regions.values():
             _close(region)
         self._regions.clear()
         for part in (self.scratch, self.domain, self.context):

@@ -91,6 +91,9 @@ class Device(Protocol):
 
     def register(self, address: int, length: int) -> Keys: ...
 
+    def deregister(self, keys: Keys) -> None:
+        """Raises nothing."""
+
     def queue_pair(self) -> QueuePair: ...
 
     def close(self) -> None:
@@ -142,11 +145,22 @@ class RdmaDevices:
             found = self._find(address, memory.nbytes)
             if found is not None:
                 return found
-            keys = {name: device.register(address, memory.nbytes) for name, device in self._devices.items()}
+            keys = self._register_with_all(address, memory.nbytes)
             # Only now: pages that nobody has touched yet lie nowhere.
             node = numa_node_of(address, self._numa_maps())
             self._regions.append(Region(address, memory.nbytes, node, keys))
             return self._regions[-1]
+
+    def _register_with_all(self, address: int, length: int) -> dict[str, Keys]:
+        keys: dict[str, Keys] = {}
+        try:
+            for name, device in self._devices.items():
+                keys[name] = device.register(address, length)
+        except RdmaError:
+            for name, registered in keys.items():
+                self._devices[name].deregister(registered)
+            raise
+        return keys
 
     def find(self, address: int, length: int) -> Region | None:
         """The registered memory that these bytes lie in."""

@@ -110,6 +110,10 @@ class LoopbackDevice:
             self.registrations += 1
         return Keys(key, key)
 
+    def deregister(self, keys: Keys) -> None:
+        with self.fabric.lock:
+            self.memory.pop(keys.local, None)
+
     def queue_pair(self) -> QueuePair:
         return LoopbackQueuePair(self)
 

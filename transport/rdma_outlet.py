@@ -209,6 +209,7 @@ class RdmaOutlet(Outlet):
                 self._held.append(notice)
                 continue
             self._said.append(notice)
+            self._forget(notice)
             if isinstance(notice, Abort):
                 self._slots.pop(notice.slot, None)
         return bool(openings or notices) or len(self._held) < len(held)
@@ -443,7 +444,8 @@ class RdmaOutlet(Outlet):
 
     def _take(self, running: _Running) -> bool:
         with self._peer.lock:
-            pieces = self._peer.scheduler.take_pieces(running.lane, self._may_be_written)
+            room = running.queue.chunks_free
+            pieces = self._peer.scheduler.take_pieces(running.lane, self._may_be_written, max_pieces=room)
             for piece in pieces:
                 piece.transfer.writing += 1
         for piece in pieces:

@@ -273,7 +273,12 @@ class SendQueue(Generic[K]):
     @property
     def wants_more(self) -> bool:
         """Whether the next chunk's writes could go out soon."""
-        return not self._waiting and self._unanswered < self._max_unanswered and len(self._posted) < self._room
+        return not self._waiting and self.chunks_free > 0 and len(self._posted) < self._room
+
+    @property
+    def chunks_free(self) -> int:
+        """Chunks that the peer has receives for, besides those that are out."""
+        return self._max_unanswered - self._unanswered
 
     @property
     def busy(self) -> bool:

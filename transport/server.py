@@ -21,7 +21,6 @@ from transport.crypto import Identity, Session, Sessions, grant_session, refuse_
 from transport.errors import Closed, TargetFailed
 from transport.frames import (
     MAX_CHUNK_BYTES,
-    Cancel,
     Chunk,
     Code,
     CodedChunk,
@@ -35,6 +34,7 @@ from transport.landings import (
     Claim,
     Landing,
     Landings,
+    Notices,
     OnLanded,
     ReadRequest,
     Rivals,
@@ -59,6 +59,7 @@ log = logging.getLogger(__name__)
 SESSION_LIFE_S: Final = 3600.0
 FOREVER: Final = float("inf")
 MAX_TURNED_AWAY: Final = 64
+KEEPER_PAUSE_S: Final = 1.0  # after an error of its own
 NOTICE_TIMEOUT_S: Final = 0.5  # one thread tells all connections: one that takes nothing must not hold it up
 T = TypeVar("T")
 
@@ -108,7 +109,7 @@ class TransferServer:
         self._inlets: dict[int, Inlet] = {}
         self._threads: list[threading.Thread] = []
         self._next_inlet = 0
-        self._notices: list[tuple[int, Cancel]] = []  # not said yet
+        self._notices: Notices = []  # not said yet
         self._turned_away: deque[socket.socket] = deque()
         self._closing = False
         self.received_bytes = 0
@@ -307,21 +308,29 @@ class TransferServer:
             self._turned_away.popleft().close()
 
     def _keep_time(self) -> None:
-        while True:
-            with self.changed:
-                if self._closing:
-                    return
-                wait = 0.0 if self._notices else self.landings.next_deadline() - time.monotonic()
-                self.changed.wait(None if wait == FOREVER else min(max(wait, 0.0), 3600.0))
-                notices = self.landings.expire(time.monotonic())
-                overdue = [self._inlets[who] for who in self.landings.overdue(time.monotonic()) if who in self._inlets]
-            for inlet in overdue:
-                inlet.stop()
-            for who, frames in notices.items():
-                for frame in frames:
-                    self.tell({who: frame})
-            self.settle()
-            self._say_notices()
+        while not self._closing:
+            try:
+                self._keep_deadlines()
+            except Exception:
+                log.exception("an error of the keeper of deadlines")
+                self.count("internal_errors")
+                with self.changed:
+                    self.changed.wait_for(lambda: self._closing, KEEPER_PAUSE_S)
+
+    def _keep_deadlines(self) -> None:
+        """Waits for the next, or for something to say, and does what it asks for."""
+        with self.changed:
+            if self._closing:
+                return
+            wait = 0.0 if self._notices else self.landings.next_deadline() - time.monotonic()
+            self.changed.wait(None if wait == FOREVER else min(max(wait, 0.0), 3600.0))
+            notices = self.landings.expire(time.monotonic())
+            overdue = [self._inlets[who] for who in self.landings.overdue(time.monotonic()) if who in self._inlets]
+        for inlet in overdue:
+            inlet.stop()
+        self.tell(notices)
+        self.settle()
+        self._say_notices()
 
     # for connections
 
@@ -355,10 +364,10 @@ class TransferServer:
         log.warning("refused a sender at %s: %s", who, detail)
         self.count(f"refused:{code}")
 
-    def tell(self, notices: dict[int, Cancel]) -> None:
+    def tell(self, notices: Notices) -> None:
         """Has connections told; never blocks, though they may take nothing."""
         with self.changed:
-            self._notices += notices.items()
+            self._notices += notices
             self.changed.notify_all()
 
     def _say_notices(self) -> None:

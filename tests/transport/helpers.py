@@ -1,7 +1,8 @@
 """Builders for transport tests."""
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +13,13 @@ from transport.server import TransferServer
 
 SECRET = b"one-time secret!"
 PATIENCE_S = 60.0  # what must happen may take this long on a machine that is busy with other things
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
+    give_up_at = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.002)
 
 
 def random_bytes(size: int, seed: int = 0) -> bytearray:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.transport.helpers import PATIENCE_S, SECRET, Memory, deliver
+from tests.transport.helpers import PATIENCE_S, SECRET, Memory, deliver, wait_for
 from tests.transport.raw_sender import RawSender
 from transport.checksum import DIGEST_BYTES, Integrity
 from transport.client import ClientOptions, TransferClient
+from transport.connection import Connection, Role
 from transport.crypto import Identity
-from transport.errors import ConnectionRefused
+from transport.errors import ConnectionRefused, LocalProtocolError, PeerLost
 from transport.frames import (
     Abort,
     Accept,
@@ -26,6 +27,7 @@ from transport.frames import (
     Refuse,
 )
 from transport.inlet import MAX_REFUSED, SINK_BYTES, Inlet
+from transport.landings import Notices
 from transport.server import ServerOptions, TransferServer
 
 MB = 1 << 20
@@ -205,3 +207,59 @@ def test_babble_is_answered_before_the_connection_ends(server: TransferServer) -
             answer += part
     assert b"protocol" in answer
     assert server.counters["rejected:protocol"] == 1
+
+
+def test_a_greeting_that_drips_in_is_not_waited_for_longer_than_silence() -> None:
+    connection = Connection(Role.RECEIVER, integrity=Integrity.NONE, nonce=b"n" * 16, now=0.0, max_chunk_bytes=MB)
+    hello = Connection(
+        Role.SENDER, integrity=Integrity.NONE, nonce=b"m" * 16, now=0.0, max_chunk_bytes=MB
+    ).data_to_send()
+    for now in range(9):
+        connection.receive_data(hello[now : now + 1], float(now))
+        connection.on_timer(float(now))
+    with pytest.raises(PeerLost, match="no whole greeting"):
+        connection.on_timer(connection.next_timer())
+
+
+def test_deadlines_hold_after_an_error_of_their_keeper(server: TransferServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(now: float) -> Notices:
+        monkeypatch.undo()
+        raise RuntimeError("once")
+
+    monkeypatch.setattr(server.landings, "expire", fails)
+    landing = server.expect("t", SECRET, [10], Memory([10]), deadline_s=0.01)
+    wait_for(lambda: landing.outcome is not None)
+    assert server.counters["internal_errors"] == 1
+
+
+def test_a_frame_for_a_connection_that_its_own_thread_has_just_closed_is_dropped(
+    server: TransferServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(frame: Frame) -> bytes:
+        raise LocalProtocolError("Cancel cannot be sent in state CLOSED")
+
+    with RawSender.to(server.address):
+        inlet = inlet_of(server)
+        monkeypatch.setattr(inlet._connection, "send", closed)
+        inlet.say(Cancel(slot=0, code="cancelled"))
+        wait_for(lambda: not server.num_connections)
+
+
+def test_a_listener_that_takes_smaller_chunks_gets_them() -> None:
+    with TransferServer(options=ServerOptions(max_chunk_bytes=MB)) as server, TransferClient() as client:
+        delivery = deliver(server, client, [16 * MB])
+        pushed, _ = delivery.wait()
+        assert pushed is not None
+        assert pushed.ok
+        assert delivery.equal
+        assert not server.counters["rejected:protocol"]
+
+
+def test_a_connection_keeps_nothing_of_transfers_that_are_over(server: TransferServer) -> None:
+    with TransferClient(options=ClientOptions(connections=1)) as client:
+        for n in range(20):
+            pushed, _ = deliver(server, client, [1000], transfer_id=str(n)).wait()
+            assert pushed is not None
+            assert pushed.ok
+        (peer,) = client._peers.values()
+        assert len(peer._lanes[0]._seeds) <= 1, "the last one's end has not been said yet"

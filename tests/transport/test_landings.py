@@ -7,7 +7,7 @@ import pytest
 
 from tests.transport.helpers import SECRET
 from transport.errors import RemoteProtocolError
-from transport.frames import Abort, Accept, Ack, Open, Refuse
+from transport.frames import Abort, Accept, Ack, Code, Nack, Open, Refuse
 from transport.landings import Claim, Landings, Segment, write_id
 from transport.transfer import Manifest, proof_of
 
@@ -81,7 +81,7 @@ def test_a_sender_that_comes_late_hears_how_it_ended() -> None:
     claim = landings.begin(2, 7, 0, 30, sink_of, 2.0)  # it was on its way already
     assert isinstance(claim, Claim)
     assert landings.finish(claim, True, 2.0) == Ack(slot=7, ranges=((0, 30),))
-    assert landings.abort(2, Abort(slot=7, leave=True), 2.0) == {}
+    assert landings.abort(2, Abort(slot=7, leave=True), 2.0) == []
     assert landings.open(2, opening(sizes, slot=8, secret=b"guess"), NONCES, 2.0) == Refuse(slot=8, code="bad_secret")
     assert landings.open(2, opening([30], slot=8), NONCES, 2.0) == Refuse(slot=8, code="manifest_mismatch")
     assert landings.counters["landed"] == 1
@@ -115,3 +115,34 @@ def test_one_write_too_many_is_named_as_such(monkeypatch: pytest.MonkeyPatch) ->
     for slot, answer in enumerate((Accept(slot=0, missing=((0, 10),)), Refuse(slot=1, code="too_many_connections"))):
         frame = opening([10], slot, write_id("kv", str(slot)), placement=((0, 10),))
         assert landings.open(1, frame, NONCES, 0.0) == answer
+
+
+def test_a_late_chunk_of_a_landing_that_ended_does_not_end_the_next_of_its_name() -> None:
+    landings = registry(1, 2)
+    landings.expect("t", SECRET, [10], [[sink_of(10)]], on_done=None, deadline=1e9)
+    assert isinstance(landings.open(2, opening([10]), NONCES, 0.0), Accept)
+    land(landings, [10])
+    again = landings.expect("t", SECRET, [10], [[sink_of(10)]], on_done=None, deadline=5.0)
+    late = landings.begin(2, 0, 0, 10, sink_of, 1.0)
+    assert isinstance(late, Claim)
+    landings.finish(late, True, 1.0)
+    assert again.outcome is None
+    landings.expire(6.0)
+    assert again.outcome is not None
+
+
+def test_every_slot_of_a_landing_hears_that_it_is_over() -> None:
+    landings = registry(1, 2)
+    landings.expect("t", SECRET, [10], [[sink_of(10)]], on_done=None, deadline=1e9)
+    for who, slot in ((1, 0), (1, 1), (2, 0), (2, 5)):
+        landings.open(who, opening([10], slot), NONCES, 0.0)
+    told = landings.abort(2, Abort(slot=5, leave=False), 1.0)
+    assert [(who, cancel.slot) for who, cancel in told] == [(1, 0), (1, 1), (2, 0)]
+
+
+def test_a_coded_chunk_that_comes_again_and_is_damaged_is_answered_so_that_it_leaves_once_more() -> None:
+    landings = registry(1, 2)
+    landings.expect("t", SECRET, [10], [[sink_of(10)]], on_done=None, deadline=1e9)
+    assert isinstance(landings.open(2, opening([10]), NONCES, 0.0), Accept)
+    land(landings, [10])
+    assert landings.reject(2, 0, 0, 10, Code.CODEC) == Nack(slot=0, offset=0, length=10, code=Code.CODEC)

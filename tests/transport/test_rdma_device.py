@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from transport.rdma import RdmaOptions
-from transport.rdma_device import PROOF, RECEIVE_DEPTH, Completion, RdmaDevices, RdmaError, address_of
-from transport.rdma_loopback import LoopbackFabric, LoopbackQueuePair
+from transport.rdma_device import PROOF, RECEIVE_DEPTH, Completion, Keys, RdmaDevices, RdmaError, address_of
+from transport.rdma_loopback import LoopbackDevice, LoopbackFabric, LoopbackQueuePair
 from transport.rdma_rails import Posting, Write
+from transport.rdma_topology import ANY_NODE, Nic
 
 
 def connected(fabric: LoopbackFabric) -> tuple[LoopbackQueuePair, LoopbackQueuePair]:
@@ -31,6 +32,20 @@ def test_memory_is_registered_once_with_every_nic() -> None:
     assert [nic.registrations for nic in nics] == [1, 1]
     devices.close()
     assert devices.find(region.address, 1) is None
+
+
+def test_memory_that_one_nic_does_not_take_is_given_back_by_the_others() -> None:
+    class Full(LoopbackDevice):
+        def register(self, address: int, length: int) -> Keys:
+            raise RdmaError("no more memory to lock")
+
+    fabric = LoopbackFabric()
+    good = fabric.device("a")
+    devices = RdmaDevices([good, Full(fabric, Nic(name="b", fabric="loop", numa_node=ANY_NODE))])
+    for _ in range(3):
+        with pytest.raises(RdmaError, match="no more memory"):
+            devices.register(memoryview(bytearray(1000)))
+    assert not good.memory
 
 
 def test_nics_near_to_the_memory_are_preferred() -> None:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.transport.helpers import PATIENCE_S, SECRET, Memory, random_bytes
+from tests.transport.helpers import PATIENCE_S, SECRET, Memory, random_bytes, wait_for
+from transport.checksum import Integrity
 from transport.client import ClientOptions, TransferClient
 from transport.errors import LocalProtocolError
 from transport.frames import MAX_LIST
@@ -93,6 +94,31 @@ def test_ranges_that_do_not_touch_in_the_arena_take_several_references(tmp_path:
         assert result.stats.bytes_sent == count * size
         assert target == b"".join(bytes(source(i)[0]) for i in range(count))
         assert not server.counters["lost_connections"]
+
+
+@pytest.mark.parametrize("integrity", [Integrity.NONE, Integrity.CHECKSUM])
+def test_memory_that_its_owner_had_back_before_it_was_copied_does_not_count(
+    integrity: Integrity, tmp_path: Path
+) -> None:
+    sizes = [1000, 300_000]
+    arena, target = Arena(tmp_path / "arena", sizes), Memory(sizes, seed=2)
+    options = ServerOptions(arena_dirs=(str(tmp_path),), integrity=integrity)
+    client_options = ClientOptions(connections=1, integrity=integrity)
+    with TransferServer(options=options) as server, TransferClient(options=client_options) as client:
+        landing = server.expect("t", SECRET, sizes, target)
+        push = client.open(server.address, "t", SECRET, sizes, arena.source, same_host=True)
+        push.ready(0)
+        wait_for(lambda: push.stats.bytes_acked == sizes[0])
+        with server.lock:  # the receiver is late
+            push.ready(1)
+            wait_for(lambda: push.stats.bytes_sent == sum(sizes))
+            push.abort("the engine died", keep_landing=True)
+            assert push.wait(PATIENCE_S) is not None
+            arena.map[:] = bytes(len(arena.map))
+        wait_for(lambda: not landing.senders)
+        assert server.counters["rejected:checksum"]
+        assert landing.bytes_landed == sizes[0]
+    arena.close()
 
 
 def test_an_arena_outside_the_allowed_places_is_not_read(arena: Arena) -> None:
