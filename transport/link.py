@@ -27,6 +27,8 @@ ESTIMATES_KEPT: Final = 20
 MIN_RTT_MEMORY_S: Final = 10.0
 MIN_RTT_AGAIN: Final = 1.1  # times the smallest: a round trip up to here says that it still holds
 LAN_RTT_S: Final = 1e-3  # below it, round trips measure the scheduler and not the link
+# Below it a link is idle: a lone message is acknowledged up to 40 ms late, which is no queue.
+TRICKLE_BYTES_PER_S: Final = 128e3
 RTT_INFLATION_LIMIT: Final = 2.0  # times min RTT: the queue before the bottleneck holds a round trip
 RETRANSMIT_LIMIT: Final = 0.02
 
@@ -113,9 +115,10 @@ class LinkState:
     @property
     def congested(self) -> bool:
         """The early signal: the link loses or queues more than it should."""
-        # On a loopback or a LAN a few ms of scheduling noise multiply min RTT without meaning anything.
+        # Within a host or a LAN, and by a few ms anywhere, what grows is the scheduler's delay: no queue is before a link.
         inflated = self.rtt_inflation > RTT_INFLATION_LIMIT and self.queueing_delay_s > 0.01
-        return inflated or self.retransmit_ratio > RETRANSMIT_LIMIT
+        queues = inflated and self.min_rtt_s >= LAN_RTT_S
+        return queues or self.retransmit_ratio > RETRANSMIT_LIMIT
 
     @property
     def drain_s(self) -> float:
@@ -229,10 +232,11 @@ class LinkMonitor:
             info.bytes_retransmitted - self._before(lane, "bytes_retransmitted") for lane, info in infos.items()
         )
         keep = math.exp(-elapsed / SMOOTHING_S)
-        self._see_min_rtt(infos, now)
-        rtt_s = self._rtt_s(infos, keep)
-        self._last, self._last_at = dict(infos), now
         goodput, arriving = self._rates(old.bytes_total + max(0, acked), now)
+        carries = goodput > TRICKLE_BYTES_PER_S
+        self._see_min_rtt(infos, now, carries)
+        rtt_s = self._rtt_s(infos, keep, carries)
+        self._last, self._last_at = dict(infos), now
         ratio = _blend(old.retransmit_ratio, resent / sent if sent else 0.0, keep)
         self._line_bytes_per_s = _available(infos, self._line_bytes_per_s, goodput, keep)
         self._state = LinkState(
@@ -256,7 +260,7 @@ class LinkMonitor:
         )
         return self._state
 
-    def _see_min_rtt(self, infos: Mapping[int, TcpInfo], now: float) -> None:
+    def _see_min_rtt(self, infos: Mapping[int, TcpInfo], now: float, carries: bool) -> None:
         """From what was acknowledged since the last sample.
 
         The kernel's own minimum is 300 s old at worst: it only counts when a connection is new, and on a LAN, where
@@ -269,17 +273,17 @@ class LinkMonitor:
                 continue
             if lane not in self._last or info.min_rtt_s < LAN_RTT_S:
                 self._min_rtt.add(info.min_rtt_s, now)
-            elif info.bytes_delivered != self._last[lane].bytes_delivered:
+            elif carries and info.bytes_delivered != self._last[lane].bytes_delivered:
                 self._min_rtt.add(info.rtt_s, now)
 
-    def _rtt_s(self, infos: Mapping[int, TcpInfo], keep: float) -> float:
+    def _rtt_s(self, infos: Mapping[int, TcpInfo], keep: float, carries: bool) -> float:
         """The median of connections that carry something. When none does, no queue of ours is left."""
         working = [
             info.rtt_s
             for lane, info in infos.items()
             if info.rtt_s and (info.in_flight_bytes or info.bytes_delivered != self._before(lane, "bytes_delivered"))
         ]
-        if working:
+        if working and carries:
             return sorted(working)[len(working) // 2]
         return _blend(self._state.rtt_s or self._min_rtt.seconds, self._min_rtt.seconds, keep)
 

@@ -19,6 +19,9 @@ from transport.link import (
 )
 
 
+CARRIED_BYTES = 20_000  # by a lane that is at work, in 10 ms
+
+
 def info(**fields: object) -> TcpInfo:
     base = TcpInfo(
         rtt_s=0.05, min_rtt_s=0.04, delivery_rate=1e6, app_limited=False, bytes_delivered=0, bytes_sent=0,
@@ -117,7 +120,7 @@ def test_a_drained_pipe_shows_how_long_the_route_has_become() -> None:
     monitor, congested = LinkMonitor("p"), []
     for i in range(3_000):
         rtt_s = 0.04 if i < 1_000 else 0.1  # the kernel keeps the old minimum for 300 s
-        state = monitor.sample({0: info(rtt_s=rtt_s, min_rtt_s=0.04, bytes_delivered=i)}, i * 0.01)
+        state = monitor.sample({0: info(rtt_s=rtt_s, min_rtt_s=0.04, bytes_delivered=i * CARRIED_BYTES)}, i * 0.01)
         congested.append(state.congested)
     assert congested.index(True) == 1_000
     assert congested.count(True) == pytest.approx(MIN_RTT_MEMORY_S / 0.01, abs=1)
@@ -127,12 +130,31 @@ def test_a_drained_pipe_shows_how_long_the_route_has_become() -> None:
 def test_what_an_idle_link_said_last_is_not_what_it_is_like_now() -> None:
     monitor = LinkMonitor("p")
     for i in range(100):
-        state = monitor.sample({0: info(rtt_s=0.2, bytes_delivered=i)}, i * 0.01)
+        state = monitor.sample({0: info(rtt_s=0.2, bytes_delivered=i * CARRIED_BYTES)}, i * 0.01)
     assert state.congested
-    monitor.sample({0: info(rtt_s=0.2, bytes_delivered=99)}, 3.0)
-    state = monitor.sample({0: info(rtt_s=0.2, bytes_delivered=99)}, 100.0)
+    monitor.sample({0: info(rtt_s=0.2, bytes_delivered=99 * CARRIED_BYTES)}, 3.0)
+    state = monitor.sample({0: info(rtt_s=0.2, bytes_delivered=99 * CARRIED_BYTES)}, 100.0)
     assert (state.congested, state.min_rtt_s) == (False, 0.04)
     assert state.rtt_s == pytest.approx(0.04)
+
+
+@pytest.mark.parametrize(
+    ("min_rtt_s", "carried_bytes", "congested"),
+    [
+        pytest.param(0.004, CARRIED_BYTES, True, id="a queue before the link"),
+        pytest.param(0.0009, CARRIED_BYTES, False, id="a receiver on a LAN that waits for a core"),
+        pytest.param(0.004, 20, False, id="pings that are acknowledged late"),
+    ],
+)
+def test_round_trips_that_grow_are_a_queue_only_where_there_can_be_one(
+    min_rtt_s: float, carried_bytes: int, congested: bool
+) -> None:
+    monitor = LinkMonitor("p")
+    for i in range(200):
+        lane = info(rtt_s=min_rtt_s if i < 100 else 0.04, min_rtt_s=min_rtt_s, bytes_delivered=i * carried_bytes)
+        state = monitor.sample({0: lane}, i * 0.01)
+    assert state.congested is congested
+    assert state.min_rtt_s == min_rtt_s
 
 
 def test_on_a_lan_the_smallest_round_trip_is_the_kernels() -> None:
