@@ -18,7 +18,6 @@ from transport.link import (
     together,
 )
 
-
 CARRIED_BYTES = 20_000  # by a lane that is at work, in 10 ms
 
 
