@@ -375,18 +375,10 @@ class RdmaOutlet(Outlet):
                 continue
             for number, chunk in running.queue.completed(completion.wr_id):
                 self._arrived(running, chunk, number)
-        self._watch(running, bool(completions), now)
-        return bool(completions)
-
-    def _watch(self, running: _Running, moved: bool, now: float) -> None:
-        """A NIC that is silent for longer than it may try has forgotten what it was given."""
-        rail = running.rail
-        if rail.state is not RailState.UP:
-            return
-        if not running.queue.busy:
-            self._table.waits(rail, float("inf"))
-        elif moved or rail.due_by == float("inf"):
-            self._table.waits(rail, now + self._devices.device(rail.plan.local).silent_after_s)
+        moved = bool(completions)
+        silent_after_s = self._devices.device(running.rail.plan.local).silent_after_s
+        self._table.watch(running.rail, now, silent_after_s, busy=running.queue.busy, moved=moved)
+        return moved
 
     def _prove(self, running: _Running) -> None:
         self._table.proved(running.rail)

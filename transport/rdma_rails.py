@@ -174,9 +174,14 @@ class RailTable:
         rail.times_up += 1
         rail.due_by = float("inf")
 
-    def waits(self, rail: Rail, give_up_at: float) -> None:
-        """Chunks are on it, of which one must have moved by then; never, when there are none."""
-        rail.due_by = give_up_at
+    def watch(self, rail: Rail, now: float, silent_after_s: float, *, busy: bool, moved: bool) -> None:
+        """A NIC that says nothing of the chunks on a rail for longer than it may try has forgotten them."""
+        if rail.state is not RailState.UP:
+            return
+        if not busy:
+            rail.due_by = float("inf")
+        elif moved or rail.due_by == float("inf"):
+            rail.due_by = now + silent_after_s
 
     def carried(self, rail: Rail, num_bytes: int) -> None:
         """Bytes of a chunk have arrived over it."""

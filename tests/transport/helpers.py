@@ -15,7 +15,7 @@ SECRET = b"one-time secret!"
 PATIENCE_S = 60.0  # what must happen may take this long on a machine that is busy with other things
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
+def wait_for(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
     give_up_at = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up_at

@@ -1,13 +1,12 @@
 """Batches of one-sided writes and reads."""
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.transport.helpers import PATIENCE_S, random_bytes
+from tests.transport.helpers import PATIENCE_S, random_bytes, wait_for
 from transport.batch import BatchEngine, Read, TaskState, Write
 from transport.certificates import Authority
 from transport.checksum import Integrity
@@ -25,13 +24,6 @@ def wait(engine: BatchEngine, batch: int) -> TaskState:
         assert time.monotonic() < deadline
         time.sleep(0.002)
     return state
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def engine_of(integrity: Integrity, folder: Path) -> BatchEngine:
@@ -115,7 +107,7 @@ def test_reads_fetch_what_lies_where_they_ask() -> None:
             assert near.status(batch, i).transferred_bytes == 1 << 17
             assert target[i << 17 : (i + 1) << 17] == source[(7 - i) << 18 : ((7 - i) << 18) + (1 << 17)]
         near.free_batch(batch)
-        until(lambda: not far._served)
+        wait_for(lambda: not far._served)
 
 
 @pytest.mark.parametrize("integrity", list(Integrity))
@@ -191,9 +183,9 @@ def test_unregistering_ends_reads_and_waits_for_them() -> None:
         ref = far.register_memory("kv", memoryview(bytearray(8 << 20)), remote_read=True)
         batch = near.allocate_batch(1)
         near.submit(batch, [Read(memoryview(target), ref, 0)])
-        until(lambda: far._served and near._server.bytes_received)
+        wait_for(lambda: far._served and near._server.bytes_received)
         far.unregister_memory("kv")
-        until(lambda: not far._served)
+        wait_for(lambda: not far._served)
         assert wait(near, batch) is TaskState.FAILED
         assert near.status(batch, 0).reason == "aborted"
 
@@ -217,7 +209,7 @@ def test_unregistering_waits_for_the_writes_under_way() -> None:
         ref = far.register_memory("kv", memoryview(memory))
         batch = near.allocate_batch(1)
         near.submit(batch, [Write(memoryview(b"x" * (8 << 20)), ref, 0)])
-        until(lambda: any(memory))
+        wait_for(lambda: any(memory))
         far.unregister_memory("kv")
         left = bytes(memory)
         assert wait(near, batch) is TaskState.FAILED

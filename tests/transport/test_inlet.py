@@ -214,11 +214,13 @@ def test_a_greeting_that_drips_in_is_not_waited_for_longer_than_silence() -> Non
     hello = Connection(
         Role.SENDER, integrity=Integrity.NONE, nonce=b"m" * 16, now=0.0, max_chunk_bytes=MB
     ).data_to_send()
+    deadline = connection.next_timer()
     for now in range(9):
         connection.receive_data(hello[now : now + 1], float(now))
         connection.on_timer(float(now))
+        assert connection.next_timer() == deadline
     with pytest.raises(PeerLost, match="no whole greeting"):
-        connection.on_timer(connection.next_timer())
+        connection.on_timer(deadline)
 
 
 def test_deadlines_hold_after_an_error_of_their_keeper(server: TransferServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from tests.transport.helpers import PATIENCE_S, SECRET, Memory, deliver
+from tests.transport.helpers import PATIENCE_S, SECRET, Memory, deliver, wait_for
 from tests.transport.proxy import Proxy
 from transport.client import ClientOptions, TransferClient
 from transport.connection import Connection, Role
@@ -56,19 +56,12 @@ def process(code: str, *args: str) -> Iterator[subprocess.Popen[str]]:
         child.communicate()
 
 
-def wait_until(condition: object, timeout_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_a_killed_sender_is_replaced_and_only_the_rest_is_sent() -> None:
     target, done = Memory(SIZES, seed=2), threading.Event()
     with TransferServer() as server:
         landing = server.expect("t", SECRET, SIZES, target, on_done=lambda _: done.set())
         with process(SENDER, server.address) as sender:
-            wait_until(lambda: landing.bytes_landed > 6 * MB)
+            wait_for(lambda: landing.bytes_landed > 6 * MB)
             os.kill(sender.pid, signal.SIGKILL)
         source = Memory(SIZES, fill=True, seed=1)
         with TransferClient() as client:
@@ -89,9 +82,9 @@ def test_a_killed_sender_that_nobody_replaces_is_noticed() -> None:
             "t", SECRET, SIZES, Memory(SIZES), on_done=lambda r: results.append(r.reason), orphan_timeout_s=0.2
         )
         with process(SENDER, server.address) as sender:
-            wait_until(lambda: landing.bytes_landed > 2 * MB)
+            wait_for(lambda: landing.bytes_landed > 2 * MB)
             os.kill(sender.pid, signal.SIGKILL)
-            wait_until(lambda: results)
+            wait_for(lambda: results)
     assert results == ["sender_lost"]
 
 
@@ -103,7 +96,7 @@ def test_a_killed_receiver_is_noticed_and_a_new_one_at_the_same_address_served()
         with TransferClient(options=options) as client:
             push = client.open(address, "t", SECRET, SIZES, Memory(SIZES, fill=True))
             push.ready_all()
-            wait_until(lambda: push.stats.bytes_acked > 4 * MB)
+            wait_for(lambda: push.stats.bytes_acked > 4 * MB)
             os.kill(receiver.pid, signal.SIGKILL)
             result = push.wait(PATIENCE_S)
             assert result is not None
@@ -126,7 +119,7 @@ def test_a_stopped_receiver_is_not_waited_for_for_ever() -> None:
         assert receiver.stdout is not None
         push = client.open(receiver.stdout.readline().strip(), "t", SECRET, SIZES, Memory(SIZES, fill=True))
         push.ready_all()
-        wait_until(lambda: push.stats.bytes_acked > 2 * MB)
+        wait_for(lambda: push.stats.bytes_acked > 2 * MB)
         os.kill(receiver.pid, signal.SIGSTOP)
         result = push.wait(PATIENCE_S)
         assert result is not None
@@ -165,7 +158,7 @@ def test_half_open_connections_are_given_up_and_the_rest_goes_over_new_ones() ->
         assert all(result is not None and result.ok for result in delivery.wait())
         assert delivery.equal
         assert len(proxy.pairs) > len(silent)
-        wait_until(lambda: server.num_connections <= 3, 60)
+        wait_for(lambda: server.num_connections <= 3, 60)
 
 
 def test_peers_that_connect_and_stop_speaking_are_dropped() -> None:
@@ -176,7 +169,7 @@ def test_peers_that_connect_and_stop_speaking_are_dropped() -> None:
             for sock, words in zip(socks, (b"", hello[:7], hello, b"\x16\x03\x01") * 10, strict=True):
                 sock.sendall(words)
             socks[0].shutdown(socket.SHUT_WR)
-            wait_until(lambda: server.num_connections == 0, 60)
+            wait_for(lambda: server.num_connections == 0, 60)
         finally:
             for sock in socks:
                 sock.close()
@@ -216,9 +209,9 @@ def test_a_sender_that_stood_still_goes_on() -> None:
     with TransferServer(options=options) as server:
         landing = server.expect("t", SECRET, SIZES, target, on_done=lambda _: done.set())
         with process(SENDER, server.address) as sender:
-            wait_until(lambda: landing.bytes_landed > 4 * MB, 60)
+            wait_for(lambda: landing.bytes_landed > 4 * MB, 60)
             os.kill(sender.pid, signal.SIGSTOP)
-            wait_until(lambda: server.num_connections == 0, 60)
+            wait_for(lambda: server.num_connections == 0, 60)
             assert not done.is_set()
             os.kill(sender.pid, signal.SIGCONT)
             assert done.wait(PATIENCE_S)

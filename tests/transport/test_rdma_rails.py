@@ -201,11 +201,14 @@ def test_a_rail_with_chunks_on_it_has_to_move() -> None:
     rails = table(0, 0)
     bring_up(rails, 0, 1)
     assert rails.late(1e9) == []
-    rails.waits(rails.rails[0], 3.0)
-    assert rails.next_timer() == 3.0
+    for now in (1.0, 2.0):  # the second time nothing has moved
+        rails.watch(rails.rails[0], now, 2.0, busy=True, moved=False)
+        assert rails.next_timer() == 3.0
     assert rails.late(2.9) == []
     assert indexes(rails.late(3.0)) == [0]
-    rails.waits(rails.rails[0], float("inf"))
+    rails.watch(rails.rails[0], 2.5, 2.0, busy=True, moved=True)
+    assert rails.next_timer() == 4.5
+    rails.watch(rails.rails[0], 2.6, 2.0, busy=False, moved=True)
     assert rails.late(1e9) == []
 
 
