@@ -533,7 +533,7 @@ class Inlet(threading.Thread):
 
     def _count_written(self, frame: Written) -> None:
         """A chunk was written into its place by the sender."""
-        arrived = self._rails.has_arrived(frame) or self._server.options.integrity is not Integrity.NONE
+        arrived = self._rails.has_arrived(frame)
         with self._server.lock:
             granted = self._server.landings.is_granted(self.who, frame.slot)
         claim = self._server.claim(self.who, frame, self._sink_of) if granted else None
@@ -542,7 +542,7 @@ class Inlet(threading.Thread):
             return
         self._server.received_bytes += frame.length
         unchecked = self._server.options.integrity is Integrity.NONE
-        self._finish(frame, claim, arrived and (unchecked or self._is_as_sent(frame, claim)))
+        self._finish(frame, claim, arrived if unchecked else self._is_as_sent(frame, claim))
 
     def _arena_fd(self, slot: int) -> int | None:
         path = self._arenas.get(slot, "")
