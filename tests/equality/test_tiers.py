@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 BLOCK = 64
 LENGTHS = (66, 128, 129, 130, 400, 1025)
+ATTEMPTS = 40
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -39,15 +40,46 @@ async def served(bench: Bench, prompt: list[int]) -> tuple[int, bool]:
     return int(record["cached"]), done.token_ids == expected
 
 
+async def serve_from_disk(bench: Bench, prompts: list[list[int]], prefixes: list[int]) -> None:
+    """Serves all prompts at once, again and again, until every prefix has come from the disk in the end.
+
+    The prefixes are short, so computing one takes milliseconds: on a busy machine a read may take longer. Such a read is
+    given up and counted, and the tokens of that answer are right all the same.
+    """
+    for _ in range(ATTEMPTS):
+        await bench.crowd_out("far")
+        before = await given_up(bench)
+        answers = await asyncio.gather(*(served(bench, prompt) for prompt in prompts))
+        assert all(correct for _, correct in answers)
+        cached = [tokens for tokens, _ in answers]
+        if cached == prefixes:
+            return
+        missed = [index for index, prefix in enumerate(prefixes) if cached[index] != prefix]
+        assert [cached[index] for index in missed] == [0] * len(missed)
+        assert len(missed) <= await given_up(bench) - before
+        prompts = [prompts[index] for index in missed]
+        prefixes = [reusable(len(prompt)) for prompt in prompts]  # of what has been computed now
+    raise AssertionError(f"prefixes of {prefixes} tokens did not come from the disk in {ATTEMPTS} attempts")
+
+
+async def given_up(bench: Bench) -> int:
+    """Reads that were not waited for, or not begun, by what the node says."""
+    promotions = (await bench.describe("far")).ssd.promotions
+    return sum(promotions[reason] for reason in ("late", "slow", "busy", "no_room"))
+
+
+def reusable(num_tokens: int) -> int:
+    """Tokens that a prompt of that length leaves to a later one like it, whose last token is computed in any case."""
+    return (num_tokens - 1) // BLOCK * BLOCK
+
+
 def test_prefixes_come_back_from_disk(bench: Bench) -> None:
     async def scenario() -> None:
         prompts = [bench.prompt(length, seed=length) for length in LENGTHS]
-        prefixes = [(length - 1) // BLOCK * BLOCK for length in LENGTHS]
+        prefixes = [reusable(length) for length in LENGTHS]
         assert await asyncio.gather(*(served(bench, prompt) for prompt in prompts)) == [(0, True)] * len(prompts)
         for tail in ([], bench.prompt(100, seed=7)):
-            await bench.crowd_out("far")
-            again = await asyncio.gather(*(served(bench, [*prompt, *tail]) for prompt in prompts))
-            assert again == [(prefix, True) for prefix in prefixes]
+            await serve_from_disk(bench, [[*prompt, *tail] for prompt in prompts], prefixes)
         report = (await bench.describe("far")).ssd
         assert report.promotions["ok"] >= len(prompts)
         assert (report.events["corrupt"], report.promotions["damaged"]) == (0, 0)
