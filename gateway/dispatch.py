@@ -162,6 +162,7 @@ class Dispatcher:
             kv_bytes=self._clusters.served.layout.kv_bytes,
             tie=_tie(request.leg_id),
             home=home or self._home,
+            unshared=request.call.options.is_unshared,
         )
         nodes, links = self._clusters.views(request.prompt, exclude), self._clusters.links()
         try:

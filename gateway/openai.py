@@ -60,6 +60,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     stop: str | list[str] | None = None
     logit_bias: dict[str, float] | None = None
     user: str | None = None
+    echo: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=-1)] | None = None
+    cache_salt: str | None = None
 
     @property
     def output_tokens(self) -> int | None:
@@ -69,6 +72,17 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def wants_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def is_unshared(self) -> bool:
+        """Whether an engine computes this prompt whole, whatever is cached: each token's log probability is asked for, or
+        the client keeps a prefix cache of its own."""
+        return self.prompt_logprobs is not None or bool(self.echo and self.echoes_logprobs) or bool(self.cache_salt)
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """Whether an echo of the prompt comes with log probabilities."""
+        return False
 
 
 class ChatOptions(Options, frozen=True, kw_only=True):
@@ -85,14 +99,21 @@ class ChatOptions(Options, frozen=True, kw_only=True):
     def output_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
+    @property
+    def echoes_logprobs(self) -> bool:
+        return self.top_logprobs is not None
+
 
 class CompletionOptions(Options, frozen=True, kw_only=True):
     """`/v1/completions`."""
 
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
     add_special_tokens: bool | None = None
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        return self.logprobs is not None
 
 
 OPTIONS: Final[dict[Endpoint, type[ChatOptions] | type[CompletionOptions]]] = {

@@ -49,6 +49,7 @@ class Reason(StrEnum):
     NO_LOCAL_PREFILL = "no_local_prefill"  # at most t, but no PD prefill node is ready
     NO_PREFILL = "no_prefill"  # nobody prefills but the decode node
     SINGLE_TOKEN = "single_token"  # nothing to hand over: the decode side computes the last token anyway
+    UNSHARED = "unshared"  # nothing to hand over: the decode side computes this prompt whole, whatever is there
 
     __hash__ = str.__hash__
 
@@ -212,6 +213,8 @@ def route_among(
         raise NoReadyNode("no decode node is ready")
     at_home = [node for node in decodes if node.cluster == request.home] if request.home else []
     decode = choose_decode(at_home or decodes, policy.placement)
+    if request.unshared:
+        return _on_decode_node(request, decode, Reason.UNSHARED, policy, cached_tokens=0)
     if request.num_tokens <= 1:
         return _on_decode_node(request, decode, Reason.SINGLE_TOKEN, policy)
     local = _Side(prefills.get(decode.cluster, []), decodes, decode.cluster)
@@ -372,13 +375,16 @@ def _with_other_cluster(request: RouteRequest, choice: PrefillChoice, other: _Si
     return PrefillChoice(choice.node, holder.movable_tokens, choice.ttft_s - saved_s, holder.node_id)
 
 
-def _on_decode_node(request: RouteRequest, decode: NodeView, reason: Reason, policy: RoutingPolicy) -> Route:
+def _on_decode_node(
+    request: RouteRequest, decode: NodeView, reason: Reason, policy: RoutingPolicy, cached_tokens: int | None = None
+) -> Route:
+    cached = decode.cached_tokens if cached_tokens is None else cached_tokens
     return Route(
         target=Target.DECODE,
         reason=reason,
         decode_node=decode.node_id,
         prefill_node=None,
-        uncached_tokens=request.num_tokens - decode.cached_tokens,
-        cached_tokens=decode.cached_tokens,
+        uncached_tokens=request.num_tokens - cached,
+        cached_tokens=cached,
         threshold_tokens=policy.threshold_tokens,
     )

@@ -105,12 +105,14 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     transfers with.
     `tie` in [0, 1) is drawn from a hash of the request id: the only chance that routing knows.
     `home` names the PD cluster that should decode; None lets load decide.
+    `unshared` requests have no use for KVCache that was computed for anybody, here or elsewhere.
     """
 
     num_tokens: int
     kv_bytes: Callable[[int], float] | None = None
     tie: float = 0.0
     home: str | None = None
+    unshared: bool = False
 
 
 class PrefillCost:

@@ -88,6 +88,18 @@ async def test_one_token_and_no_prefill_node_are_left_to_the_decode_node() -> No
 
 
 @on_loop
+async def test_prompt_logprobs_are_left_to_the_decode_node_which_needs_all_of_the_prompt() -> None:
+    async with world() as w:
+        response = await w.complete(LONG, prompt_logprobs=1)
+        assert response.headers["x-prfaas-route"].endswith("; reason=unshared")
+        (record,) = await w.records()
+        assert (record["prefill_node"], record["decode_node"], record["cached"]) == ("d0", "d0", 0)
+        (body,) = w.nodes.decode[0].bodies
+        assert body["prompt_logprobs"] == 1
+        assert set(body["kv_transfer_params"]) == {"salt"}
+
+
+@on_loop
 async def test_a_prefix_known_to_be_cached_makes_a_long_prompt_local() -> None:
     async with world(local=1) as w:
         await w.complete(LONG)

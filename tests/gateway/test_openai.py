@@ -176,6 +176,26 @@ def test_the_message_names_type_and_field() -> None:
     assert str(failure.value) == "Invalid value for 'max_tokens': Expected `int | null`, got `str`."
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "unshared"),
+    [
+        (Endpoint.COMPLETIONS, {"logprobs": 1}, False),
+        (Endpoint.COMPLETIONS, {"echo": True}, False),
+        (Endpoint.COMPLETIONS, {"echo": True, "logprobs": 0}, True),
+        (Endpoint.COMPLETIONS, {"prompt_logprobs": 0}, True),
+        (Endpoint.COMPLETIONS, {"cache_salt": "mine"}, True),
+        (Endpoint.CHAT, {"echo": True, "logprobs": True}, False),
+        (Endpoint.CHAT, {"echo": True, "logprobs": True, "top_logprobs": 0}, True),
+        (Endpoint.CHAT, {"prompt_logprobs": -1}, True),
+    ],
+)
+def test_some_prompts_are_computed_whole_whatever_is_cached(
+    endpoint: Endpoint, fields: dict[str, object], unshared: bool
+) -> None:
+    body = json.dumps({"model": "m", endpoint.prompt_field: [], **fields})
+    assert parse(endpoint, body.encode()).options.is_unshared is unshared
+
+
 def test_a_request_id_is_taken_over_only_if_harmless() -> None:
     assert request_id_or("abc-1", "mine") == "abc-1"
     assert request_id_or("a b", "mine") == request_id_or("x" * 200, "mine") == request_id_or(None, "mine") == "mine"

@@ -138,6 +138,13 @@ def test_what_is_missing_is_replaced_and_named(num_tokens, nodes, links, expecte
     assert decided(num_tokens, nodes, links) == expected
 
 
+def test_a_prompt_that_shares_nothing_is_computed_where_it_is_decoded():
+    nodes = [prfaas(), pd_prefill(), pd_decode(cached_tokens=8_000)]
+    chosen = route(request(30_000, unshared=True), nodes, [link()], policy())
+    assert (chosen.target, chosen.reason, chosen.prefill_node) == (Target.DECODE, Reason.UNSHARED, None)
+    assert (chosen.cached_tokens, chosen.uncached_tokens) == (0, 30_000)
+
+
 def test_without_a_decode_node_nobody_answers():
     with pytest.raises(NoReadyNode):
         route(request(10), [prfaas(), pd_decode(ready=False)], [link()], policy())

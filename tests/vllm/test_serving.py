@@ -126,6 +126,23 @@ def test_bytes_leave_while_prefill_runs(bench: Bench) -> None:
     bench.run(scenario())
 
 
+def test_prompt_logprobs_are_those_of_one_server_alone(bench: Bench) -> None:
+    async def scenario() -> None:
+        prompt, name = bench.prompt(700, seed=91), bench.name()
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "prompt_logprobs": 0}
+        answers = []
+        for url, headers in ((bench.system.api_url, {"x-request-id": name}), (one_server(bench), {})):
+            async with bench.session.post(f"{url}/v1/completions", json=body, headers=headers) as answer:
+                (choice,) = (await answer.json())["choices"]
+                answers.append((choice["text"], choice["prompt_logprobs"]))
+        assert answers[0] == answers[1]
+        assert len(answers[0][1]) == len(prompt)
+        record = await bench.record(name)
+        assert (record["reason"], record["prefill_node"], record["fallbacks"]) == ("unshared", "decode0", [])
+
+    bench.run(scenario())
+
+
 def test_six_at_once(bench: Bench) -> None:
     async def scenario() -> None:
         prompts = [bench.prompt(length, seed=50 + length) for length in (40, 250, 320, 640, 900, 1300)]
