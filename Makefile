@@ -9,7 +9,7 @@ VLLM_VENV  := .venv-vllm
 VLLM_BIN   := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: setup demo up test fuzz soak test-rdma test-equality test-vllm lint format proto wheel clean help
+.PHONY: setup demo up test test-e2e fuzz soak test-rdma test-equality test-vllm lint format proto wheel clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -30,8 +30,11 @@ demo: $(STAMP)   ## Build a tiny hybrid model, start both clusters, replay real 
 up: $(STAMP)     ## The demo's topology, left running until Ctrl-C
 	@$(BIN)/prfaas up
 
-test: $(STAMP)   ## The tests
-	$(BIN)/python -m pytest -m "not slow and not vllm"
+test: $(STAMP)   ## The tests, about seven minutes; those that take long have targets of their own
+	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm"
+
+test-e2e: $(STAMP)  ## Whole systems: nodes killed, connections cut, certificates replaced, disks that lie, prefixes on the move
+	$(BIN)/python -m pytest -m e2e tests/e2e
 
 fuzz: $(STAMP)   ## A million inputs of strangers to the frame parser, the handshake and what is behind them
 	$(BIN)/python -m tests.transport.fuzz --inputs 1000000

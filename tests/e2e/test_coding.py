@@ -9,6 +9,8 @@ from tests.conftest import Models
 from tests.e2e.harness import Bench, topology_document
 from transport.codec import zstd_module
 
+pytestmark = pytest.mark.e2e
+
 ZSTD = {"compression": "zstd"}
 LOSSLESS = {"full_attention": ZSTD, "sliding_window": ZSTD, "linear_state": ZSTD}
 QUANTISED = {

@@ -16,6 +16,8 @@ from tests.conftest import Models
 from tests.e2e.harness import Bench, free_port, topology_document
 from tests.transport.proxy import Proxy
 
+pytestmark = pytest.mark.e2e
+
 LONG = 2000
 MARK_LANDED = 200_000
 """Bytes after which a transfer of LONG tokens (about 870 KB) is certainly under way and certainly not over."""

@@ -8,6 +8,8 @@ import pytest
 from tests.conftest import Models
 from tests.e2e.harness import Bench, topology_document
 
+pytestmark = pytest.mark.e2e
+
 PREFIX, CACHED = 513, 512
 ATTEMPTS = 5
 TIMEOUT_S = 280.0

@@ -15,6 +15,8 @@ from transport.certificates import Authority
 from transport.proto import node_pb2 as pb
 from transport.proto import node_pb2_grpc as rpc
 
+pytestmark = pytest.mark.e2e
+
 FILES = ("{name}.pem", "{name}.key")
 
 

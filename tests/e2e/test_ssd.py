@@ -14,6 +14,8 @@ from tests.e2e.harness import Bench, topology_document
 from transport.proto import node_pb2 as pb
 from transport.proto import node_pb2_grpc as rpc
 
+pytestmark = pytest.mark.e2e
+
 LENGTH, CACHED = 400, 384
 TIMEOUT_S = 280.0
 
