@@ -21,6 +21,7 @@ from transport.frames import (
     CHUNK_BODY_BYTES,
     FLAG_SEALED,
     HEADER,
+    LEAST_CHUNK_LIMIT,
     MAX_BODY_BYTES,
     PAYLOAD_KINDS,
     VERSION_MAX,
@@ -423,8 +424,8 @@ class Connection:
             raise RemoteProtocolError(f"cannot go on with version {welcome.version}, {welcome.integrity}")
         if len(welcome.nonce) != NONCE_BYTES:
             raise RemoteProtocolError("bad nonce")
-        if not welcome.max_chunk_bytes:
-            raise RemoteProtocolError("chunks of no bytes")
+        if welcome.max_chunk_bytes < LEAST_CHUNK_LIMIT:
+            raise RemoteProtocolError(f"chunks of at most {welcome.max_chunk_bytes} bytes")
         self.peer_nonce, self.version = welcome.nonce, welcome.version
         self.max_chunk_bytes = min(self.max_chunk_bytes, welcome.max_chunk_bytes)
         if not self._agree_on_keys():

@@ -54,6 +54,7 @@ CODED_BODY_BYTES: Final = CODED.size - HEADER.size
 
 MAX_BODY_BYTES: Final = 64 << 10
 MAX_CHUNK_BYTES: Final = 16 << 20
+LEAST_CHUNK_LIMIT: Final = 64 << 10  # of a receiver: what cuts a sender's bytes smaller costs it more than it is worth
 MAX_TRANSFER_BYTES: Final = 1 << 46
 MAX_RANGES: Final = 1 << 24
 MAX_LIST: Final = 4000  # entries of an Ack, an Accept or a Reference: 16 bytes each keep a body under its limit

@@ -12,7 +12,7 @@ from itertools import count
 from transport.checksum import DIGEST_BYTES, Digest, Integrity, digest, transfer_seed
 from transport.connection import Connection, Role, State
 from transport.errors import TransportError
-from transport.frames import Abort, Ack, Chunk, Code, Frame, Nack, Open, Welcome
+from transport.frames import MAX_CHUNK_BYTES, Abort, Ack, Chunk, Code, Frame, Nack, Open, Welcome
 from transport.landings import Claim, Landing, Landings, Notices, OnLanded, Rivals
 from transport.lanes import LaneScheduler, Transfer, Urgency
 from transport.transfer import Manifest, Outbox, RangeViews, proof_of
@@ -154,7 +154,7 @@ class _Lane:
                 integrity=Integrity.CHECKSUM,
                 nonce=role.name[:1].encode() * 8 + lane_id.to_bytes(8, "little"),
                 now=link.now,
-                max_chunk_bytes=link.chunk_bytes,
+                max_chunk_bytes=link.chunk_bytes if role is Role.SENDER else MAX_CHUNK_BYTES,
             )
             for role in Role
         }

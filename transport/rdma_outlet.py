@@ -286,6 +286,8 @@ class RdmaOutlet(Outlet):
 
     def _plan(self, remote: tuple[Nic, ...]) -> None:
         """Which pairs of NICs to connect: those near to the memory of what is to be sent, at both ends."""
+        if self._remote is not None:  # rails of the first answer may be at work
+            raise RemoteProtocolError("NICs are told once")
         self._remote = remote
         for slot in self._slots.values():
             self._register(slot)

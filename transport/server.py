@@ -20,6 +20,7 @@ from transport.coding import CodecAccounts
 from transport.crypto import Identity, Session, Sessions, grant_session, refuse_tls
 from transport.errors import Closed, TargetFailed
 from transport.frames import (
+    LEAST_CHUNK_LIMIT,
     MAX_CHUNK_BYTES,
     Chunk,
     Code,
@@ -78,8 +79,8 @@ class ServerOptions:
     tcp: TcpOptions = field(default_factory=TcpOptions)
 
     def __post_init__(self) -> None:
-        if not 0 < self.max_chunk_bytes <= MAX_CHUNK_BYTES:
-            raise ValueError(f"max_chunk_bytes {self.max_chunk_bytes}: 1 to {MAX_CHUNK_BYTES}")
+        if not LEAST_CHUNK_LIMIT <= self.max_chunk_bytes <= MAX_CHUNK_BYTES:
+            raise ValueError(f"max_chunk_bytes {self.max_chunk_bytes}: {LEAST_CHUNK_LIMIT} to {MAX_CHUNK_BYTES}")
         if self.integrity is Integrity.AEAD and self.identity is None:
             raise ValueError(f"integrity {self.integrity} needs an identity")
 

@@ -3,8 +3,8 @@
 An input is what one read may bring: frames of every kind with their fields chosen at random or at the edges, then cut,
 spliced and flipped; headers before noise; noise. It goes to an end that is being greeted or is open, plain or sealed,
 and what it takes for a frame goes on to the registry of landings or to the scheduler of lanes, as a driver would hand
-it over. One in a hundred goes to a real listener over a socket (see fuzz_inlet). Allowed are frames and
-TransportErrors; anything else, an input that takes long, or memory that grows, fails.
+it over. One in a hundred goes to a real listener over a socket (see fuzz_inlet), one in two hundred to a real sender (see
+fuzz_outlet). Allowed are frames and TransportErrors; anything else, an input that takes long, or memory that grows, fails.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from typing import Final
 
 from tests.transport.fuzz_inlet import RealInlets
 from tests.transport.fuzz_inputs import SECRET, SEGMENT, SEGMENT_BYTES, SIZES, any_frame, spoil
+from tests.transport.fuzz_outlet import RealOutlets
 from transport import frames
 from transport.checksum import Integrity
 from transport.connection import Connection, Role, State
@@ -30,7 +31,8 @@ from transport.lanes import LaneScheduler, Transfer
 from transport.transfer import Manifest, Outbox
 
 INPUTS_PER_END: Final = 50
-INPUTS_PER_REAL_ONE: Final = 100
+INPUTS_PER_REAL_ONE: Final = 100  # to a listener
+INPUTS_PER_REAL_SENDER: Final = 200
 SLOW_S: Final = 1.0  # of processor time, which other work on the machine does not stretch; a usual input takes 0.1 ms
 MAX_GROWTH_BYTES: Final = 64 << 20
 WARM_INPUTS: Final = 2000
@@ -171,6 +173,7 @@ class Report:
     slowest_s: float
     growth_bytes: int
     listeners: Counter[str]  # what the real ones have counted
+    senders: Counter[str]  # how the pushes of the real ones ended
 
     def __add__(self, other: "Report") -> "Report":
         return Report(
@@ -180,16 +183,17 @@ class Report:
             max(self.slowest_s, other.slowest_s),
             max(self.growth_bytes, other.growth_bytes),
             self.listeners + other.listeners,
+            self.senders + other.senders,
         )
 
 
 def fuzz(num_inputs: int, seed: int) -> Report:
     """Raises whatever an end should not have raised; AssertionError for one that hangs or hoards."""
-    with RealInlets(seed) as inlets:
-        return _fuzz(num_inputs, seed, inlets)
+    with RealInlets(seed) as inlets, RealOutlets(seed) as outlets:
+        return _fuzz(num_inputs, seed, inlets, outlets)
 
 
-def _fuzz(num_inputs: int, seed: int, inlets: RealInlets) -> Report:
+def _fuzz(num_inputs: int, seed: int, inlets: RealInlets, outlets: RealOutlets) -> Report:
     rng = random.Random(seed)
     taken, slowest_s, refused, end = 0, 0.0, Counter[str](), End(rng)
     at_first = 0
@@ -198,6 +202,9 @@ def _fuzz(num_inputs: int, seed: int, inlets: RealInlets) -> Report:
             end = End(rng)
         if number == WARM_INPUTS:
             at_first = _peak_bytes()
+        if number % INPUTS_PER_REAL_SENDER == 1:
+            outlets.feed(number)
+            continue
         if number % INPUTS_PER_REAL_ONE == 0:
             inlets.feed(number)
             continue
@@ -218,7 +225,7 @@ def _fuzz(num_inputs: int, seed: int, inlets: RealInlets) -> Report:
         assert slowest_s < SLOW_S, f"seed {seed}, input {number} took {slowest_s:.1f} CPU s"
     growth = _peak_bytes() - at_first if at_first else 0
     assert growth < MAX_GROWTH_BYTES, f"memory grew by {growth / (1 << 20):.0f} MiB"
-    return Report(num_inputs, taken, refused, slowest_s, growth, inlets.counters)
+    return Report(num_inputs, taken, refused, slowest_s, growth, inlets.counters, outlets.ends)
 
 
 def _peak_bytes() -> int:
@@ -246,7 +253,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         + f"; nothing else raised, slowest input {1000 * total.slowest_s:.1f} CPU ms, "
         f"memory +{total.growth_bytes / (1 << 20):.1f} MiB; "
         f"{seconds:.0f} s, {cpu.ru_utime + cpu.ru_stime:.0f} CPU s\n"
-        "real listeners: " + ", ".join(f"{count:,} {name}" for name, count in total.listeners.most_common())
+        "real listeners: " + ", ".join(f"{count:,} {name}" for name, count in total.listeners.most_common()) + "\n"
+        "pushes of real senders: " + ", ".join(f"{count:,} {name}" for name, count in total.senders.most_common())
     )
     return 0
 

@@ -335,7 +335,7 @@ def test_a_certificate_whose_key_is_not_there_yet_leaves_the_old_pair_in_service
 def pair() -> Iterator[Connection]:
     for role in Role:
         yield Connection(
-            role, integrity=Integrity.AEAD, nonce=role.name[:1].encode() * 16, now=0.0, max_chunk_bytes=1000,
+            role, integrity=Integrity.AEAD, nonce=role.name[:1].encode() * 16, now=0.0, max_chunk_bytes=1 << 16,
             session_secret=lambda _: b"secret" * 5,
         )  # fmt: skip
 

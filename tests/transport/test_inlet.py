@@ -14,7 +14,7 @@ from transport.checksum import DIGEST_BYTES, Integrity
 from transport.client import ClientOptions, TransferClient
 from transport.connection import Connection, Role
 from transport.crypto import Identity
-from transport.errors import ConnectionRefused, LocalProtocolError, PeerLost
+from transport.errors import ConnectionRefused, LocalProtocolError, PeerLost, RemoteProtocolError
 from transport.frames import (
     Abort,
     Accept,
@@ -255,6 +255,20 @@ def test_a_listener_that_takes_smaller_chunks_gets_them() -> None:
         assert pushed.ok
         assert delivery.equal
         assert not server.counters["rejected:protocol"]
+
+
+def test_a_listener_cannot_have_the_bytes_in_crumbs() -> None:
+    with pytest.raises(ValueError, match="max_chunk_bytes 1000"):
+        ServerOptions(max_chunk_bytes=1000)
+    sender, receiver = (
+        Connection(role, integrity=Integrity.CHECKSUM, nonce=b"n" * 16, now=0.0, max_chunk_bytes=1000)
+        for role in (Role.SENDER, Role.RECEIVER)
+    )
+    receiver.receive_data(sender.data_to_send(), 0.0)
+    receiver.next_event()
+    sender.receive_data(receiver.data_to_send(), 0.0)
+    with pytest.raises(RemoteProtocolError, match="chunks of at most 1000 bytes"):
+        sender.next_event()
 
 
 def test_a_connection_keeps_nothing_of_transfers_that_are_over(server: TransferServer) -> None:

@@ -1,12 +1,18 @@
 """Transfers over RDMA, with NICs in memory: everything but the verbs themselves."""
 
+import socket
+from contextlib import suppress
+
 import pytest
 
-from tests.transport.helpers import SECRET, Memory, wait_for
-from tests.transport.rdma_worlds import RdmaWorld, rdma_world
+from tests.transport.helpers import PATIENCE_S, SECRET, Memory, wait_for
+from tests.transport.rdma_worlds import PinnedMemory, RdmaWorld, rdma_world
 from transport.checksum import Integrity
 from transport.client import ClientOptions, TransferClient
+from transport.connection import Connection, Role
 from transport.errors import LocalProtocolError
+from transport.frames import AskRails, Nics, RailOffer
+from transport.rdma_topology import format_nics
 from transport.server import ServerOptions
 
 SIZES = [300_000, 0, 20_480, 1, 3_000_000] * 3
@@ -252,6 +258,35 @@ def test_closing_either_end_in_mid_transfer_leaves_nothing() -> None:
             delivery = world.deliver([MIB] * 64)
             getattr(world, first).close()
             assert not delivery.wait().ok or delivery.equal
+
+
+def test_a_receiver_that_tells_its_nics_twice_is_left_and_so_are_its_rails() -> None:
+    with rdma_world() as world, socket.create_server(("127.0.0.1", 0)) as listener:
+        source = PinnedMemory([MIB], fill=True)
+        address = "{}:{}".format(*listener.getsockname())
+        push = world.client.open(address, "t", SECRET, [MIB], source.source, over_rdma=True)
+        sock, _ = listener.accept()
+        with sock:
+            sock.settimeout(PATIENCE_S)
+            receiver = Connection(
+                Role.RECEIVER, integrity=Integrity.CHECKSUM, nonce=b"n" * 16, now=0.0, max_chunk_bytes=MIB
+            )
+            offers: list[RailOffer] = []
+            while len(offers) < 2:
+                receiver.receive_data(sock.recv(1 << 16), 0.0)
+                while (frame := receiver.next_event()) is not None:
+                    if isinstance(frame, AskRails):
+                        sock.sendall(receiver.send(Nics(nics=format_nics(world.far.nics))))
+                    elif isinstance(frame, RailOffer):
+                        offers.append(frame)
+                if said := receiver.data_to_send():
+                    sock.sendall(said)
+            sock.sendall(receiver.send(Nics(nics=format_nics(world.far.nics[:1]))))
+            with suppress(ConnectionResetError):
+                while sock.recv(1 << 16):
+                    pass
+            wait_for(lambda: not any(nic.open_queue_pairs for nic in world.near_nics))
+        push.abort()
 
 
 def test_rdma_needs_nics_and_an_arena() -> None:
