@@ -205,6 +205,14 @@ class Bench:
 
         await self.wait_until(written)
 
+    async def reads_given_up(self, name: str) -> int:
+        """How often a node did not wait for its disk, or did not ask it: computing was sooner done, or there was no room.
+
+        Prefixes of tests are short, so computing one takes milliseconds, and on a busy machine a read may take longer.
+        """
+        promotions = (await self.describe(name)).ssd.promotions
+        return sum(promotions[reason] for reason in ("late", "slow", "busy", "no_room"))
+
     async def kill(self, name: str) -> None:
         """kill -9 of a whole node: the agent, and the engine with it."""
         engine = (await self.describe(name)).engine_pid

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.e2e
 
 LENGTH, CACHED = 400, 384
 TIMEOUT_S = 280.0
+ATTEMPTS = 20
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +72,24 @@ async def served(bench: Bench, prompt: list[int]) -> dict[str, object]:
     return record
 
 
+async def served_from_disk(bench: Bench, prompt: list[int]) -> dict[str, object]:
+    """The record of a request for `prompt`, which is on disk alone and is waited for: reads that were not are counted."""
+    for _ in range(ATTEMPTS):
+        await bench.crowd_out("far")
+        assert await media(bench, prompt) == {pb.MEDIUM_SSD}
+        before = await bench.reads_given_up("far")
+        record = await served(bench, prompt)
+        if record["cached"]:
+            return record
+        assert await bench.reads_given_up("far") > before
+    raise AssertionError(f"the prefix did not come from the disk in {ATTEMPTS} attempts")
+
+
 def test_a_prefix_that_left_memory_is_hit_on_disk(bench: Bench) -> None:
     async def scenario() -> None:
         prompt = bench.prompt(LENGTH, seed=1)
         assert (await served(bench, prompt))["cached"] == 0
-        await bench.crowd_out("far")
-        assert await media(bench, prompt) == {pb.MEDIUM_SSD}
-        record = await served(bench, prompt)
+        record = await served_from_disk(bench, prompt)
         assert (record["prefill_node"], record["reason"], record["cached"]) == ("far", "remote_prefix", CACHED)
         assert (await ssd(bench)).promotions["ok"] >= 1
 

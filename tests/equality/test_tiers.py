@@ -41,14 +41,10 @@ async def served(bench: Bench, prompt: list[int]) -> tuple[int, bool]:
 
 
 async def serve_from_disk(bench: Bench, prompts: list[list[int]], prefixes: list[int]) -> None:
-    """Serves all prompts at once, again and again, until every prefix has come from the disk in the end.
-
-    The prefixes are short, so computing one takes milliseconds: on a busy machine a read may take longer. Such a read is
-    given up and counted, and the tokens of that answer are right all the same.
-    """
+    """Serves all prompts at once, and again those whose read was given up, until every prefix has come from the disk."""
     for _ in range(ATTEMPTS):
         await bench.crowd_out("far")
-        before = await given_up(bench)
+        before = await bench.reads_given_up("far")
         answers = await asyncio.gather(*(served(bench, prompt) for prompt in prompts))
         assert all(correct for _, correct in answers)
         cached = [tokens for tokens, _ in answers]
@@ -56,16 +52,10 @@ async def serve_from_disk(bench: Bench, prompts: list[list[int]], prefixes: list
             return
         missed = [index for index, prefix in enumerate(prefixes) if cached[index] != prefix]
         assert [cached[index] for index in missed] == [0] * len(missed)
-        assert len(missed) <= await given_up(bench) - before
+        assert len(missed) <= await bench.reads_given_up("far") - before
         prompts = [prompts[index] for index in missed]
         prefixes = [reusable(len(prompt)) for prompt in prompts]  # of what has been computed now
     raise AssertionError(f"prefixes of {prefixes} tokens did not come from the disk in {ATTEMPTS} attempts")
-
-
-async def given_up(bench: Bench) -> int:
-    """Reads that were not waited for, or not begun, by what the node says."""
-    promotions = (await bench.describe("far")).ssd.promotions
-    return sum(promotions[reason] for reason in ("late", "slow", "busy", "no_room"))
 
 
 def reusable(num_tokens: int) -> int:
