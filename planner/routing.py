@@ -214,7 +214,7 @@ def route_among(
     at_home = [node for node in decodes if node.cluster == request.home] if request.home else []
     decode = choose_decode(at_home or decodes, policy.placement)
     if request.unshared:
-        return _on_decode_node(request, decode, Reason.UNSHARED, policy, cached_tokens=0)
+        return _on_decode_node(request, decode, Reason.UNSHARED, policy)
     if request.num_tokens <= 1:
         return _on_decode_node(request, decode, Reason.SINGLE_TOKEN, policy)
     local = _Side(prefills.get(decode.cluster, []), decodes, decode.cluster)
@@ -375,10 +375,8 @@ def _with_other_cluster(request: RouteRequest, choice: PrefillChoice, other: _Si
     return PrefillChoice(choice.node, holder.movable_tokens, choice.ttft_s - saved_s, holder.node_id)
 
 
-def _on_decode_node(
-    request: RouteRequest, decode: NodeView, reason: Reason, policy: RoutingPolicy, cached_tokens: int | None = None
-) -> Route:
-    cached = decode.cached_tokens if cached_tokens is None else cached_tokens
+def _on_decode_node(request: RouteRequest, decode: NodeView, reason: Reason, policy: RoutingPolicy) -> Route:
+    cached = 0 if request.unshared else decode.cached_tokens
     return Route(
         target=Target.DECODE,
         reason=reason,

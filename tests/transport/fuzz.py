@@ -31,7 +31,7 @@ from transport.lanes import LaneScheduler, Transfer
 from transport.transfer import Manifest, Outbox
 
 INPUTS_PER_END: Final = 50
-INPUTS_PER_REAL_ONE: Final = 100  # to a listener
+INPUTS_PER_REAL_LISTENER: Final = 100
 INPUTS_PER_REAL_SENDER: Final = 200
 SLOW_S: Final = 1.0  # of processor time, which other work on the machine does not stretch; a usual input takes 0.1 ms
 MAX_GROWTH_BYTES: Final = 64 << 20
@@ -205,7 +205,7 @@ def _fuzz(num_inputs: int, seed: int, inlets: RealInlets, outlets: RealOutlets) 
         if number % INPUTS_PER_REAL_SENDER == 1:
             outlets.feed(number)
             continue
-        if number % INPUTS_PER_REAL_ONE == 0:
+        if number % INPUTS_PER_REAL_LISTENER == 0:
             inlets.feed(number)
             continue
         data = any_input(rng, end)
