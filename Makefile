@@ -9,7 +9,19 @@ VLLM_VENV  := .venv-vllm
 VLLM_BIN   := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: setup demo up test test-e2e fuzz soak test-rdma test-equality test-vllm lint format proto wheel clean help
+# SAMPLE=N runs N tests of a long suite that cover every pair of what they differ in (0: as few as do), the rest drawn by SEED;
+# what is left out is printed. LIMITS="--sample-limit D=K" keeps K values of a dimension that costs a start each. Without SAMPLE a
+# suite runs whole.
+SAMPLE ?=
+SEED   ?= $(shell git rev-parse --short=12 HEAD 2>/dev/null || echo 0)
+LIMITS ?=
+sampled = $(if $(SAMPLE),--sample $(SAMPLE) --sample-seed $(SEED) $(LIMITS))
+
+INPUTS       ?= 1000000
+STORM_FAULTS ?= 500
+STORM_S      ?= 600
+
+.PHONY: setup demo up test test-all test-e2e test-storm fuzz soak test-rdma test-equality test-vllm lint format proto wheel clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -30,27 +42,34 @@ demo: $(STAMP)   ## Build a tiny hybrid model, start both clusters, replay real 
 up: $(STAMP)     ## The demo's topology, left running until Ctrl-C
 	@$(BIN)/prfaas up
 
-test: $(STAMP)   ## The tests, about seven minutes; those that take long have targets of their own
+test: $(STAMP)   ## The tests, about six minutes; those that take long have targets of their own
 	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm"
 
+# CI runs samples of the long ones, others for every commit; this is all of them, for releases: two hours.
+test-all: lint test test-e2e fuzz soak test-storm test-rdma test-vllm test-equality wheel demo  ## Everything, whole
+
 test-e2e: $(STAMP)  ## Whole systems: nodes killed, connections cut, certificates replaced, disks that lie, prefixes on the move
-	$(BIN)/python -m pytest -m e2e tests/e2e
+	$(BIN)/python -m pytest -m e2e tests/e2e $(sampled)
+
+test-storm: $(STAMP)  ## A system under traffic while its processes, links, disk and memory fail at random; nobody helps it
+	$(BIN)/python -m tests.storm --faults $(STORM_FAULTS) --seconds $(STORM_S) --seed $(SEED)
 
 fuzz: $(STAMP)   ## A million inputs of strangers to the frame parser, the handshake and what is behind them
-	$(BIN)/python -m tests.transport.fuzz --inputs 1000000
+	$(BIN)/python -m tests.transport.fuzz --inputs $(INPUTS)
 
 soak: $(STAMP)   ## A thousand transfers while connections die at random: every byte right, no thread or file left
 	TRANSPORT_TRANSFERS=1000 $(BIN)/python -m pytest tests/transport/test_processes.py -k dying_at_random
 
 # Status 77: no such machine can run here, and the reason has been printed.
 test-rdma: $(STAMP)  ## RDMA over soft-RoCE in a small virtual machine (Debian bookworm, root; else skipped with the reason)
-	@tests/rdma_vm/run $(BIN)/python -m pytest -p no:cacheprovider -o faulthandler_timeout=0 -m rdma tests/rdma_vm || test $$? -eq 77
+	@tests/rdma_vm/run $(BIN)/python -m pytest -p no:cacheprovider -o faulthandler_timeout=0 -m rdma tests/rdma_vm $(sampled) || test $$? -eq 77
 
-test-equality: $(STAMP)  ## Token equality with transformers.generate: every architecture, all lengths (slow)
-	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=1800 tests/equality tests/engine
+test-equality: export PRFAAS_SAMPLE_SEED = $(SEED)
+test-equality: $(STAMP)  ## Token equality with transformers.generate: every architecture, route, prefix and border, all lengths (slow)
+	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=1800 tests/equality tests/engine $(sampled)
 
 test-vllm: $(VLLM_STAMP)  ## vLLM with our connector: the matrix of models, and real API servers behind our gateway
-	$(VLLM_BIN)/python -m pytest -m vllm -o faulthandler_timeout=600 tests/vllm
+	$(VLLM_BIN)/python -m pytest -m vllm -o faulthandler_timeout=600 tests/vllm $(sampled)
 
 $(VLLM_STAMP): tests/vllm/requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "vLLM needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V)"; exit 1; }
@@ -70,8 +89,8 @@ format: $(STAMP) ## Apply formatting and safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-proto: $(STAMP)  ## Regenerate the gRPC code from transport/proto/*.proto
-	$(BIN)/python -m transport.proto.generate
+proto: $(STAMP)  ## Regenerate the gRPC code from transport/control/proto/*.proto
+	$(BIN)/python -m transport.control.proto.generate
 
 wheel: $(STAMP)  ## Build the wheel, install it into a clean venv and start the CLI from there
 	./.ci/check-wheel

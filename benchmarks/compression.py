@@ -27,15 +27,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks.trained import smollm2
-from engine.embedded import EmbeddedEngine, EmbeddedSequence
-from engine.models import ARCHITECTURES, build_model
+from engine.model.embedded import EmbeddedEngine, EmbeddedSequence
+from engine.model.tiny import ARCHITECTURES, build_model
 from engine.pages import Arena, JobKV
 from hybrid_cache.layout import ModelLayout, RangeKey, transfer_ranges
 from hybrid_cache.spec import LinearState
 from node.coding import runs_of
-from transport.codec import LOSSY, Codec, Decoder, Encoder, Part, decodable, parts_of
-from transport.elements import to_floats
-from transport.messages import JobPages
+from transport.coding.codec import LOSSY, Codec, Decoder, Encoder, Part, decodable, parts_of
+from transport.coding.elements import to_floats
+from transport.control.messages import JobPages
 
 CHUNK_BYTES = 4 << 20
 PREFILL_TOKENS = 256

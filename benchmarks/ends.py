@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from transport.checksum import Integrity
-from transport.client import ClientOptions, Push, TransferClient
-from transport.crypto import Identity
-from transport.link import LinkState
-from transport.server import ServerOptions, TransferServer
-from transport.tcp import TcpOptions
+from transport.path.link import LinkState
+from transport.path.tcp import TcpOptions
+from transport.receive.options import ServerOptions
+from transport.receive.server import TransferServer
+from transport.send.client import ClientOptions, Push, TransferClient
+from transport.send.spec import TransferSpec
+from transport.wire.checksum import Integrity
+from transport.wire.identity import Identity
 
 SECRET = b"benchmark"
 SAMPLE_S = 0.05
@@ -129,11 +131,15 @@ class Sender:
         base, address = request.get("base", 0), request["address"]
         before = client.link(address)
         started = time.monotonic()
-        push = client.open(
-            address, request["push"], SECRET, [size] * n,
-            lambda i: [self.memory[base + i * size : base + (i + 1) * size]],
-            tenant=request.get("tenant", ""), weight=request.get("weight", 1.0),
-        )  # fmt: skip
+        spec = TransferSpec(
+            address,
+            request["push"],
+            SECRET,
+            [size] * n,
+            tenant=request.get("tenant", ""),
+            weight=request.get("weight", 1.0),
+        )
+        push = client.open(spec, lambda i: [self.memory[base + i * size : base + (i + 1) * size]])
         self._pushes[request["push"]] = push
         compute_s = request.get("compute_s", 0.0)
         if compute_s:

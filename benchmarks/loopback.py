@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks import peers
 from benchmarks.processes import End, our_argv, peer_argv
-from transport.certificates import Authority
+from transport.control.certificates import Authority
 
 MODES = {"plain": "none", "checksum": "xxh3", "aead": "aes-128-gcm"}
 CHUNK_BYTES = 16 << 20  # the most there is: each chunk costs some tenths of a millisecond at both ends together

@@ -17,17 +17,18 @@ from pathlib import Path
 
 import numpy as np
 
-from planner.placement import PlacementPolicy
-from planner.plan import Options, best_cut, make_plan, pose
-from planner.profile import DecodeProfile, KvSize, PrefillCurve
-from planner.routing import RoutingPolicy
+from planner.decisions.placement import PlacementPolicy
+from planner.decisions.routing import RoutingPolicy
+from planner.decisions.views import ClusterKind
+from planner.model.profile import DecodeProfile, KvSize, PrefillCurve
+from planner.model.site import load_site
+from planner.model.workload import Trace, poisson, read_trace
 from planner.simulator.outcome import Outcome
 from planner.simulator.scenario import Pool, Scenario
+from planner.simulator.trials import Setting, Trial, scenario_of
 from planner.simulator.world import simulate
-from planner.site import load_site
-from planner.trials import Setting, Trial, scenario_of
-from planner.views import ClusterKind
-from planner.workload import Trace, poisson, read_trace
+from planner.solve.plan import make_plan
+from planner.solve.problem import Options, best_cut, pose
 
 CONFIG = Path(__file__).parents[1] / "configs" / "case_study.toml"
 

@@ -34,9 +34,9 @@ import numpy as np
 
 from benchmarks.processes import End
 from benchmarks.wanem import ADDRESSES, Wan, why_not
-from engine.models import build_model
-from engine.vllm_launch import ServerOptions, environment, installed_version, server_command
-from node.supervisor import die_with_parent
+from engine.model.tiny import build_model
+from engine.vllm.launch import ServerOptions, environment, installed_version, server_command
+from node.children import ending_with_us
 from prfaas.toml import dump_toml
 from tests.e2e.harness import free_port
 
@@ -66,14 +66,13 @@ class Child:
     ) -> None:
         self._log = log
         self.process = subprocess.Popen(
-            argv,
+            ending_with_us(argv, signal.SIGTERM),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if talks else log.open("w"),
             stderr=log.open("a"),
             text=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1", "GRPC_VERBOSITY": "ERROR", **(env or {})},
             start_new_session=True,
-            preexec_fn=die_with_parent,
         )
 
     def says(self, prefix: str) -> dict[str, str]:
@@ -155,7 +154,7 @@ class Place:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", default="llama", help="of engine.models; the model is tiny and runs in fp32")
+    parser.add_argument("--arch", default="llama", help="of engine.model.tiny; the model is tiny and runs in fp32")
     parser.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS), help="prompt tokens")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--wan", action="store_true", help="an emulated link between the two servers; needs root")

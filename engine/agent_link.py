@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 from engine.errors import AgentGone, PagesInvalid, TransferError
 from engine.pages import Arena, JobKV
 from hybrid_cache.layout import ModelLayout
-from transport.messages import (
+from transport.control.messages import (
     BeginPrefill,
     ClaimLanding,
     Delivered,
@@ -168,7 +168,8 @@ class AgentLink:
 
     async def wait_connected(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._welcomed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._welcomed.wait()
         return self.connected
 
     async def run(self) -> None:
@@ -205,6 +206,21 @@ class AgentLink:
                 num_tokens=num_tokens,
                 tokens_digest=tokens_digest,
                 ticket=ticket,
+            )
+        )
+        return job
+
+    def offer_answer(self, request_id: str, hashes: bytes, num_tokens: int) -> AgentJob:
+        """Asks for pages for what a prompt and its answer left in the model. Raises AgentGone when there is no agent."""
+        job = self._new_job()
+        self.send(
+            BeginPrefill(
+                job=job.job,
+                request_id=request_id,
+                hashes=hashes,
+                num_tokens=num_tokens,
+                tokens_digest=b"",  # for tickets
+                computed=True,
             )
         )
         return job
@@ -284,10 +300,15 @@ class AgentLink:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         buffer = MessageBuffer()
-        # Only the first answer is waited for: a connection that stays silent is not an agent.
-        while data := await asyncio.wait_for(reader.read(READ_BYTES), None if self.connected else WELCOME_TIMEOUT_S):
+        while data := await self._some(reader):
             for body in buffer.feed(data):
                 self._hear(decode_from_agent(body))
+
+    async def _some(self, reader: asyncio.StreamReader) -> bytes:
+        """Only the first answer is waited for: a connection that stays silent is not an agent."""
+        # Not wait_for: in Python 3.11 it forgets a cancellation that comes with the bytes, and the link would go on for ever.
+        async with asyncio.timeout(None if self.connected else WELCOME_TIMEOUT_S):
+            return await reader.read(READ_BYTES)
 
     def _hear(self, message: Message) -> None:
         match message:

@@ -1,7 +1,7 @@
 """What the scheduler and the server need from an engine, whatever computes behind it."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,9 @@ from hybrid_cache.layout import ModelLayout
 
 Logits = NDArray[np.float32]
 
+# A millisecond of copying: what an answer's KVCache may cost the tokens of other requests, once per round.
+KEEP_BYTES: Final = 4 << 20
+
 
 class SequenceState(Protocol):
     """The KVCache of one running sequence, inside the engine."""
@@ -18,6 +21,11 @@ class SequenceState(Protocol):
     @property
     def num_tokens(self) -> int:
         """Tokens whose KVCache is there."""
+        ...
+
+    @property
+    def marked_tokens(self) -> int:
+        """The longest prefix, on a block border, that `Engine.keep` could put into pages; 0: none."""
         ...
 
     cancelled: bool  # set from another thread; the running computation then raises PrefillAborted
@@ -53,15 +61,13 @@ class Engine(Protocol):
         """Appends one token and returns the logits [vocab_size] of the next one."""
         ...
 
+    def begin_answer(self, sequence: Any) -> None:
+        """From here on `decode` remembers, at every block border, what of the sequence will be gone after it."""
+        ...
 
-class Tokenizer(Protocol):
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
+    def keep(self, sequence: Any, kv: JobKV) -> Iterator[None]:
+        """Writes the first `marked_tokens` tokens into pages of as many, a piece of at most KEEP_BYTES with each step.
 
-    def encode(self, text: str) -> list[int]: ...
-
-    def encode_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]: ...
-
-    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
-
-    def token_text(self, token: int) -> str: ...
+        What the pages say is cached is left out. The sequence must not be computed on meanwhile.
+        """
+        ...

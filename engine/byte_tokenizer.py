@@ -4,11 +4,15 @@
 only a model can choose, so that the output of random weights reads like a language nobody speaks.
 """
 
+from datetime import datetime
 from pathlib import Path
 from typing import Final
 
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from prompts.template import ChatTemplate
+from prompts.tokenizer import TextTokenizer
 
 VOCAB_SIZE: Final = 512
 PAD, BOS, EOS, UNK = range(4)
@@ -36,6 +40,13 @@ def byte_tokenizer(size: int = VOCAB_SIZE) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     return tokenizer
+
+
+def byte_text() -> TextTokenizer:
+    """What a model directory with this tokenizer would be read as."""
+    special = {"bos_token": SPECIAL_TOKENS[BOS], "eos_token": SPECIAL_TOKENS[EOS]}
+    template = ChatTemplate(CHAT_TEMPLATE, special, datetime.now)
+    return TextTokenizer(byte_tokenizer(), template, eos_token_ids=(EOS,))
 
 
 def save_byte_tokenizer(directory: Path, max_tokens: int) -> None:

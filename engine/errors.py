@@ -2,7 +2,6 @@
 
 EngineError
 ├── ModelError            a model directory cannot be built, read or run
-│   └── TokenizerError    its tokenizer or chat template cannot be used
 ├── RequestError          the client is told: HTTP status, OpenAI error code, offending parameter
 ├── TransferError         KVCache that should have arrived or left did not; carries a reason label
 │   └── AgentGone         the connection to the node's agent broke
@@ -17,10 +16,6 @@ class EngineError(Exception):
 
 class ModelError(EngineError):
     """A model directory cannot be built, read or run."""
-
-
-class TokenizerError(ModelError):
-    """The tokenizer or the chat template of a model cannot be used."""
 
 
 class RequestError(EngineError):

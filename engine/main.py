@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import sys
 import time
@@ -17,22 +18,25 @@ from aiohttp import web
 
 from engine.agent_link import AgentLink
 from engine.base import Engine
-from engine.byte_tokenizer import BOS, CHAT_TEMPLATE, EOS, SPECIAL_TOKENS, byte_tokenizer
-from engine.emulated import GROUPS, EmulatedEngine, EmulatedTimes, emulated_layout
+from engine.byte_tokenizer import byte_text
 from engine.errors import EngineError, ModelError
+from engine.identity import default_memory, model_type
 from engine.metrics import EngineMetrics
-from engine.model_thread import ModelThread
-from engine.openai_server import MAX_BODY_BYTES, OpenAIServer
-from engine.scheduler import MAX_RUNNING, Scheduler
+from engine.model.emulated import GROUPS, EmulatedEngine, EmulatedTimes, emulated_layout
+from engine.model.scheduler import MAX_RUNNING, Scheduler
+from engine.model.thread import ModelThread
+from engine.model.tiny import RECIPES
+from engine.openai.server import MAX_BODY_BYTES, OpenAIServer
 from engine.serving import MAX_REQUESTS, Service
-from engine.tokenizer import TextTokenizer
-from transport.messages import Welcome
+from prompts.errors import TokenizerUnreadable
+from prompts.tokenizer import TextTokenizer
+from transport.control.messages import Welcome
 
 log = logging.getLogger(__name__)
 
 DEFAULT_BLOCK_SIZE: Final = 64
 DEFAULT_CHUNK_TOKENS: Final = 512
-AGENT_WAIT_S: Final = 30.0
+AGENT_TIMEOUT_S: Final = 30.0
 DRAIN_TIMEOUT_S: Final = 600.0
 # The event loop shares the interpreter with the model's thread; 5 ms, Python's default, would be felt in every stream.
 SWITCH_INTERVAL_S: Final = 0.0005
@@ -56,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         model = _load(args)
-    except EngineError as exc:
+    except (EngineError, TokenizerUnreadable) as exc:
         print(f"engine: {exc}", file=sys.stderr)
         return EXIT_USAGE
     try:
@@ -69,9 +73,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _serve(model: LoadedModel, args: argparse.Namespace) -> int:
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
+    stop, orphaned, parent = asyncio.Event(), asyncio.Event(), os.getppid()
+
+    def told_to_stop() -> None:
+        # The kernel says SIGTERM for a supervisor that was killed: nobody waits for the rest, and its successor needs the port.
+        if os.getppid() != parent:
+            orphaned.set()
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, told_to_stop)
     scheduler = Scheduler(
         model.engine, model.tokenizer, time.monotonic, chunk_tokens=args.chunk_tokens, max_running=args.max_running
     )
@@ -93,14 +104,25 @@ async def _serve(model: LoadedModel, args: argparse.Namespace) -> int:
             if not stop.is_set():
                 print(f"engine ready url={url}", flush=True)
             await stop.wait()
-            log.info("draining %d requests", service.active)
-            if not await service.drain(args.drain_timeout_s):
-                log.warning("%d requests cut off after %g s", service.active, args.drain_timeout_s)
+            await _drain(service, args.drain_timeout_s, orphaned)
     finally:
+        await service.close()
         await runner.cleanup()
         died = not thread.alive
         thread.stop(timeout_s=5.0)
     return EXIT_MODEL_DIED if died else 0
+
+
+async def _drain(service: Service, timeout_s: float, orphaned: asyncio.Event) -> None:
+    log.info("draining %d requests", service.active)
+    waits = [asyncio.create_task(service.drain(timeout_s)), asyncio.create_task(orphaned.wait())]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    await asyncio.gather(*waits, return_exceptions=True)
+    if service.active:
+        why = "the supervisor is gone" if orphaned.is_set() else f"{timeout_s:g} s have passed"
+        log.warning("%d requests cut off: %s", service.active, why)
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
@@ -137,16 +159,16 @@ async def _agent_link(
     service.link = link
     task = asyncio.create_task(link.run(), name="agent link")
     try:
-        yield await _answered(link, stop)
+        yield await _answered(link, args.agent_timeout_s, stop)
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
 
 
-async def _answered(link: AgentLink, stop: asyncio.Event) -> bool:
+async def _answered(link: AgentLink, timeout_s: float, stop: asyncio.Event) -> bool:
     """Waits for the agent, or for being told to stop (which is no complaint)."""
-    waits = [asyncio.create_task(link.wait_connected(AGENT_WAIT_S)), asyncio.create_task(stop.wait())]
+    waits = [asyncio.create_task(link.wait_connected(timeout_s)), asyncio.create_task(stop.wait())]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
@@ -169,31 +191,47 @@ def _load(args: argparse.Namespace) -> LoadedModel:
     if args.model is None:
         raise ModelError("--model DIR is needed (or --emulate ARCH)")
     # torch and transformers take seconds to import: only now, when they are needed for sure.
-    from engine.embedded import EmbeddedEngine
+    from engine.model.embedded import EmbeddedEngine
 
     tokenizer = TextTokenizer.load(args.model)
     engine = EmbeddedEngine.load_directory(
-        args.model, block_size=args.block_size, max_model_len=args.max_model_len, threads=args.threads
+        args.model,
+        block_size=args.block_size,
+        max_model_len=args.max_model_len,
+        threads=args.threads,
+        revision=args.model_revision,
+        digests=default_memory(),
     )
     return LoadedModel(engine, tokenizer, args.model_name or args.model.resolve().name)
 
 
 def _load_emulated(args: argparse.Namespace) -> LoadedModel:
+    arch, directory = _emulated_model(args.emulate)
+    directory = args.model or directory
     times = EmulatedTimes(args.prefill_base_s, args.prefill_per_token_s, args.decode_step_s)
-    tokenizer = _byte_text() if args.model is None else TextTokenizer.load(args.model)
+    tokenizer = byte_text() if directory is None else TextTokenizer.load(directory)
     engine = EmulatedEngine(
-        emulated_layout(args.emulate, args.block_size),
+        emulated_layout(arch, args.block_size),
         time.sleep,
         times,
         max_model_len=args.max_model_len or 32768,
         vocab_size=tokenizer.vocab_size,
     )
-    return LoadedModel(engine, tokenizer, args.model_name or f"emulated-{args.emulate}")
+    return LoadedModel(engine, tokenizer, args.model_name or f"emulated-{arch}")
 
 
-def _byte_text() -> TextTokenizer:
-    special = {"bos_token": SPECIAL_TOKENS[BOS], "eos_token": SPECIAL_TOKENS[EOS]}
-    return TextTokenizer(byte_tokenizer(), special, CHAT_TEMPLATE)
+def _emulated_model(model: str) -> tuple[str, Path | None]:
+    """What `--emulate` names: an architecture, or a model directory, whose architecture and tokenizer it takes."""
+    if model in GROUPS:
+        return model, None
+    directory = Path(model)
+    if not directory.is_dir():
+        raise ModelError(f"--emulate {model}: neither a directory nor one of {', '.join(GROUPS)}")
+    kind = model_type(directory)
+    found = [arch for arch, recipe in RECIPES.items() if recipe["model_type"] == kind and arch in GROUPS]
+    if not found:
+        raise ModelError(f"{directory} is a {kind}, which is not emulated; emulated are {', '.join(GROUPS)}")
+    return found[0], directory
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -204,6 +242,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=_port, default=8000, help="0 picks a free one (default: %(default)s)")
     parser.add_argument("--agent-socket", type=Path, metavar="PATH", help="Unix socket of the node's agent")
+    parser.add_argument(
+        "--agent-timeout-s",
+        type=float,
+        default=AGENT_TIMEOUT_S,
+        metavar="S",
+        help="how long to wait for its first answer (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--model-revision",
+        default="",
+        metavar="NAME",
+        help="stands for the weights' contents, which are hashed unless given",
+    )
     parser.add_argument("--model-name", help="name in the API (default: the directory's)")
     parser.add_argument("--max-model-len", type=_positive, metavar="TOKENS", help="context (default: the model's)")
     parser.add_argument("--block-size", type=_positive, default=DEFAULT_BLOCK_SIZE, metavar="TOKENS")
@@ -220,8 +271,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-body-bytes", type=_positive, default=MAX_BODY_BYTES, metavar="BYTES")
     parser.add_argument("--drain-timeout-s", type=float, default=DRAIN_TIMEOUT_S, metavar="S")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
-    emulation = parser.add_argument_group("emulation: no model, invented tokens (see engine.emulated)")
-    emulation.add_argument("--emulate", choices=sorted(GROUPS), metavar="ARCH", help=f"one of {', '.join(GROUPS)}")
+    emulation = parser.add_argument_group("emulation: no model, invented tokens (see engine.model.emulated)")
+    emulation.add_argument(
+        "--emulate", metavar="ARCH", help=f"one of {', '.join(GROUPS)}, or the directory of a model of one of them"
+    )
     emulation.add_argument("--prefill-base-s", type=float, default=0.0, metavar="S", help="per chunk")
     emulation.add_argument("--prefill-per-token-s", type=float, default=0.0, metavar="S")
     emulation.add_argument("--decode-step-s", type=float, default=0.0, metavar="S")

@@ -21,6 +21,8 @@ class EngineMetrics:
         self._generated = self._counter("generation_tokens", "Tokens generated")
         self._requests = self._counter("requests", "Requests by kind and outcome", "kind", "outcome")
         self._fallbacks = self._counter("kv_fallbacks", "Prefills computed without the KVCache hoped for", "reason")
+        self._kept = self._counter("answers_kept", "Answers by whether their blocks became prefix cache", "outcome")
+        self._kept_tokens = self._counter("answer_tokens_kept", "Tokens of answers in blocks that became prefix cache")
         self._legs = self._counter("prefill_legs", "Prefill legs by outcome", "outcome")
         self._sent = self._counter("kv_bytes_sent", "KVCache bytes that prefill legs delivered")
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token")
@@ -63,6 +65,11 @@ class EngineMetrics:
 
     def on_fallback(self, reason: str) -> None:
         self._fallbacks.labels(reason).inc()
+
+    def on_answer(self, outcome: str, num_tokens: int = 0) -> None:
+        """`num_tokens` were added to the prefix cache."""
+        self._kept.labels(outcome).inc()
+        self._kept_tokens.inc(num_tokens)
 
     def on_leg(self, outcome: str, bytes_sent: int = 0) -> None:
         self._legs.labels(outcome).inc()

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from engine.errors import PagesInvalid
 from hybrid_cache.layout import ModelLayout, Segment
 from hybrid_cache.spec import FullAttention, LinearState, SlidingWindow
-from transport.messages import JobPages
+from transport.control.messages import JobPages
 
 Bytes = NDArray[np.uint8]
 
@@ -95,6 +95,7 @@ class JobKV:
         self._on_state = on_state
         self.num_tokens: Final = pages.num_tokens
         self.cached_tokens: Final = pages.cached_tokens
+        self.exact: Final = pages.exact  # else what is computed on top of it is for its own request only
         self._revoked = False
         self._writing = threading.Lock()
         self._check()

@@ -4,6 +4,7 @@
     prefill leg   same, with a ticket: the agent pushes layers while they are computed ─ wait until delivered
     decode leg    wait for the landing ─ load it ─ give back ─ decode          landing fails: go on as local
 
+What an answer adds is offered to the agent as prefix cache when it has ended (engine.keeping).
 Without an agent the local path is just computation. Every detour has a reason and is counted.
 """
 
@@ -17,14 +18,15 @@ from typing import Any, Final
 from engine.agent_link import AgentJob, AgentLink
 from engine.base import Engine
 from engine.errors import RequestError, TransferError
+from engine.keeping import AnswerKeeper
 from engine.metrics import EngineMetrics
-from engine.model_thread import ModelThread
-from engine.openai_api import Transfer
+from engine.model.sampling import SamplingParams
+from engine.model.scheduler import Event, Failed, Finished, NewToken, Prefilled, Work
+from engine.model.thread import ModelThread
+from engine.openai.api import Transfer
 from engine.pages import JobKV
-from engine.sampling import SamplingParams
-from engine.scheduler import Event, Failed, Finished, NewToken, Prefilled, Work
 from hybrid_cache.hashing import block_hashes, tokens_digest
-from transport.messages import Delivered
+from transport.control.messages import Delivered
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +45,12 @@ class Request:
     arrived_s: float
     cached_tokens: int = 0
     recomputed: str | None = None  # why KVCache that should have come was computed here
-    tokens_out: int = 0
+    answer: list[int] = field(default_factory=list, repr=False)
     last_token_s: float = field(default=0.0, repr=False)
+
+    @property
+    def tokens_out(self) -> int:
+        return len(self.answer)
 
     @property
     def prefill_tokens(self) -> int:
@@ -96,6 +102,7 @@ class Service:
         self.link: AgentLink | None = None
         self.draining = False
         self.active = 0
+        self._keeper = AnswerKeeper(model, engine.layout.block_size, metrics)
         self._max_requests = max_requests
         self._idle = asyncio.Event()
         self._idle.set()
@@ -146,6 +153,10 @@ class Service:
         except TimeoutError:
             return False
         return True
+
+    async def close(self) -> None:
+        """Gives up what no client waits for."""
+        await self._keeper.close()
 
     def report_load(self) -> None:
         load = self.model.load
@@ -280,6 +291,7 @@ class Service:
             emit=lambda event: _from_model(loop, inbox, event),
             kv=kv,
             load_tokens=load_tokens,
+            keeps=self.link is not None and request.params is not None and (kv is None or kv.exact),
         )
         if pushing is not None:
             pushing.on_failure = lambda error: inbox.put_nowait(Failed(error))
@@ -290,8 +302,17 @@ class Service:
                 if isinstance(event, Failed):
                     raise event.error
                 yield event
+            if event.sequence is not None:
+                self._keep_answer(request, event.sequence)
         finally:
             work.abort()
+
+    def _keep_answer(self, request: Request, sequence: Any) -> None:
+        if self.link is None or self.draining:
+            self.metrics.on_answer("draining")
+            return
+        tokens = [*request.prompt, *request.answer]
+        self._keeper.keep(self.link, request.id, tokens, request.transfer.salt, sequence)
 
     # Bookkeeping
 
@@ -357,7 +378,7 @@ class Service:
             self.metrics.on_next_token(event.at_s - request.last_token_s)
         else:
             self.metrics.on_first_token(event.at_s - request.arrived_s)
-        request.tokens_out += 1
+        request.answer.append(event.sampled.token)
         request.last_token_s = event.at_s
 
     def _note_fallback(self, request: Request, error: TransferError) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from engine.base import Tokenizer
+from prompts.tokenizer import TextTokenizer
 
 REPLACEMENT: Final = "\ufffd"
 MAX_PENDING_TOKENS: Final = 4  # a UTF-8 character has at most four bytes; after that, bytes are simply invalid
@@ -18,7 +18,7 @@ class IncrementalDecoder:
         tokens   | ... emitted ... | window start .. read | pending |
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._window = 0
@@ -85,7 +85,7 @@ class StopStrings:
 class OutputText:
     """The text of one request's output."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: TextTokenizer, stops: Sequence[str]) -> None:
         self._decoder = IncrementalDecoder(tokenizer)
         self._stops = StopStrings(stops)
 

@@ -9,15 +9,15 @@ import grpc
 import grpc.aio
 
 from gateway.errors import NodeError
-from gateway.tokens import Prompt
+from gateway.prompts import Prompt
 from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
 from hybrid_cache.hashing import HASH_BYTES, split_hashes
-from transport.control import MAX_CONTROL_BYTES, REASON_KEY, ticket_info, ticket_message
-from transport.credentials import channel_credentials, channel_options
-from transport.crypto import Identity
-from transport.messages import TicketInfo
-from transport.proto import node_pb2 as pb
-from transport.proto.node_pb2_grpc import NodeAgentStub
+from transport.control.credentials import channel_credentials, channel_options
+from transport.control.messages import TicketInfo
+from transport.control.proto import node_pb2 as pb
+from transport.control.proto.node_pb2_grpc import NodeAgentStub
+from transport.control.tickets import MAX_CONTROL_BYTES, REASON_KEY, ticket_info, ticket_message
+from transport.wire.identity import Identity
 
 MAX_EVENT_HASHES: Final = 4096
 REASONS: Final = {
@@ -53,6 +53,7 @@ class NodeInfo:
     layout_fingerprint: str
     max_model_len: int
     boot_id: str
+    engine_pid: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,7 @@ class LinkLoad:
     congested: bool
     queued_bytes: int
     estimate_error: float
+    budget_bytes_per_s: float = 0.0  # 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +251,7 @@ def info_from(node: pb.NodeDescription) -> NodeInfo:
         layout_fingerprint=node.layout_fingerprint,
         max_model_len=node.max_model_len,
         boot_id=node.boot_id,
+        engine_pid=node.engine_pid,
     )
 
 
@@ -270,6 +273,7 @@ def load_from(load: pb.Load) -> NodeLoad:
                 congested=link.congested,
                 queued_bytes=link.queued_bytes,
                 estimate_error=link.estimate_error,
+                budget_bytes_per_s=link.budget_bytes_per_s,
             )
             for link in load.links
         ),

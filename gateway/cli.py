@@ -13,7 +13,8 @@ import uvloop
 from gateway.config import GatewayConfig, load
 from gateway.errors import ConfigError
 from gateway.server import serve
-from gateway.tokens import TextTokenizer
+from prompts.errors import TokenizerUnreadable
+from prompts.tokenizer import TextTokenizer
 
 BAD_CONFIG: Final = 2
 EXAMPLE: Final = """
@@ -48,17 +49,27 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the gateway until it is told to stop. 0: ended in peace; 2: the configuration is wrong, or a port taken."""
     arguments = parser().parse_args(argv)
+    # Until the server takes it, there is nothing to read again; left alone, it would end the process.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         config = load(arguments.config)
         check_identity(config)
-        tokenizer = TextTokenizer.load(config.tokenizer_dir)
+        tokenizer = read_tokenizer(config)
     except ConfigError as error:
         print(f"prfaas gateway: {error}", file=sys.stderr)
         return BAD_CONFIG
     if arguments.check:
         print(f"{arguments.config}: ok")
         return 0
-    return _run(config, tokenizer)
+    return _run(config, tokenizer, arguments.config)
+
+
+def read_tokenizer(config: GatewayConfig) -> TextTokenizer:
+    """The tokenizer that the configuration names. Raises ConfigError."""
+    try:
+        return TextTokenizer.load(config.tokenizer_dir)
+    except TokenizerUnreadable as error:
+        raise ConfigError(f"tokenizer_dir: {error}") from error
 
 
 def check_identity(config: GatewayConfig) -> None:
@@ -70,17 +81,18 @@ def check_identity(config: GatewayConfig) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _run(config: GatewayConfig, tokenizer: TextTokenizer) -> int:
+def _run(config: GatewayConfig, tokenizer: TextTokenizer, path: Path) -> int:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
     )
     try:
-        uvloop.run(serve(config, tokenizer, _announce))
+        uvloop.run(serve(config, tokenizer, _announce, lambda: load(path)))
     except ConfigError as error:
         print(f"prfaas gateway: {error}", file=sys.stderr)
         return BAD_CONFIG
-    # The loop's handlers are gone: a second SIGTERM must not turn a clean end into a kill.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # The loop's handlers are gone: a second signal must not turn a clean end into a kill.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     return 0
 
 

@@ -10,24 +10,25 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from gateway.agent import AgentClient, NodeEvent, NodeInfo, NodeLoad
 from gateway.errors import NodeError
-from gateway.tokens import Hashing, Prompt
+from gateway.prompts import Hashing, Model, Prompt
+from gateway.tasks import BACKOFF_S, TaskSet
 from hybrid_cache.errors import CacheError
 from hybrid_cache.events import CacheEvent
 from hybrid_cache.hashing import model_salt
 from hybrid_cache.index import PrefixIndex
 from hybrid_cache.layout import ModelLayout
-from planner.views import ClusterKind, LinkView, NodeView, Role
+from planner.decisions.views import ClusterKind, LinkView, NodeView, Role
 
 log = logging.getLogger("prfaas.gateway.clusters")
 
 LOAD_INTERVAL_S: Final = 0.25
 SILENCE_S: Final = 10.0  # a node that reports its load every quarter of a second has been dead for long
-BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
+DEATH_NEWS_S: Final = 1.0  # an agent sees its engine end within milliseconds, unless it went with it
 SUSPECT_S: Final = 2.0  # how long a node whose engine failed a leg is left alone; its agent knows better by then
 
 
@@ -41,9 +42,13 @@ class ServedModel:
     max_model_len: int
     hashing: Hashing
 
+    def as_read(self) -> Model:
+        """The model as reading a prompt sees it."""
+        return Model(names=(self.name, self.model_id), max_model_len=self.max_model_len, hashing=self.hashing)
+
 
 def salt_of(layout: ModelLayout, tenant: str = "") -> bytes:
-    """What block hashes of a tenant's prompts for a model start from; equal at every gateway."""
+    """What block hashes of prompts for a model start from; equal at every gateway. No gateway knows tenants yet: it is ""."""
     return model_salt(layout.fingerprint, tenant)
 
 
@@ -58,6 +63,7 @@ class Node:
         self.suspect_until = float("-inf")
         self.pending_tokens = 0
         self.pending_requests = 0
+        self.promised_bytes = 0.0  # KVCache that requests sent here for will send to another cluster
 
     def __repr__(self) -> str:
         return f"<Node {self.id} {self.role} {self.state}, {self.pending_requests} pending>"
@@ -75,20 +81,28 @@ class Node:
         """The node's own state, or `down` while its agent does not answer."""
         return self.info.state if self.connected and self.info else "down"
 
+    @property
+    def engine(self) -> tuple[str, int]:
+        """Which engine process this is: another value says that the one before is gone."""
+        return (self.info.boot_id, self.info.engine_pid) if self.info else ("", 0)
+
     def is_ready(self, now: float) -> bool:
         """Whether new work may be sent here."""
         return self.state == "ready" and now >= self.suspect_until
 
     @contextmanager
-    def busy_with(self, uncached_tokens: int) -> Iterator[None]:
+    def busy_with(self, uncached_tokens: int, promised_bytes: float = 0.0) -> Iterator[None]:
         """Counts a request's work here from its routing on: the node's own report is a quarter of a second late."""
-        self.pending_tokens += uncached_tokens
-        self.pending_requests += 1
+        self._pend(1, uncached_tokens, promised_bytes)
         try:
             yield
         finally:
-            self.pending_tokens -= uncached_tokens
-            self.pending_requests -= 1
+            self._pend(-1, -uncached_tokens, -promised_bytes)
+
+    def _pend(self, requests: int, tokens: int, promised_bytes: float) -> None:
+        self.pending_requests += requests
+        self.pending_tokens += tokens
+        self.promised_bytes = self.promised_bytes + promised_bytes if self.pending_requests else 0.0
 
 
 class Clusters:
@@ -102,6 +116,7 @@ class Clusters:
         served_model: str = "",
         decode_slots: int = 16,
         link_bytes_per_s: float = 0.0,
+        tasks: TaskSet,
         on_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.nodes = [Node(agent) for agent in agents]
@@ -113,15 +128,14 @@ class Clusters:
         self._on_lost = on_lost
         self._index: PrefixIndex | None = None
         self._changed = asyncio.Event()
-        self._watches: list[asyncio.Task[None]] = []
+        self._tasks = tasks
 
     def start(self) -> None:
-        self._watches = [asyncio.create_task(self._watch(node), name=f"watch {node.id}") for node in self.nodes]
+        for node in self.nodes:
+            self._tasks.start(self._watch(node), "watch")
 
     async def close(self) -> None:
-        for watch in self._watches:
-            watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
+        await self._tasks.cancel()
         await asyncio.gather(*(node.agent.close() for node in self.nodes))
 
     # What decisions ask
@@ -158,15 +172,23 @@ class Clusters:
         """
         known = [node for node in self.nodes if node.info and node.connected]
         destinations = {node.info.cluster for node in known if node.info and node.info.cluster_kind == ClusterKind.PD}
-        senders: dict[str, list[NodeLoad]] = defaultdict(list)
+        senders: dict[str, list[Node]] = defaultdict(list)
         for node in known:
             if node.info and node.info.cluster_kind == ClusterKind.PRFAAS:
-                senders[node.info.cluster].append(node.load)
+                senders[node.info.cluster].append(node)
         return [
-            _link(source, to, loads, self._link_bytes_per_s)
-            for source, loads in senders.items()
+            _link(source, to, nodes, self._link_bytes_per_s)
+            for source, nodes in senders.items()
             for to in sorted(destinations)
         ]
+
+    async def has_died(self, node: Node, engine: tuple[str, int]) -> bool:
+        """Whether the process that was the `engine` of `node` is gone; the news of it may take a moment."""
+
+        def is_gone() -> bool:
+            return node.state in ("down", "engine_down", "starting") or node.engine != engine
+
+        return is_gone() or await self.wait_for(is_gone, DEATH_NEWS_S)
 
     def suspect(self, node: Node) -> None:
         """Leaves a node alone for a moment after it failed a request."""
@@ -221,6 +243,9 @@ class Clusters:
                 if node.connected or not failures:
                     log.warning("node %s is down: %s", node.id, error)
                 self._on_lost(error.reason if isinstance(error, NodeError) else "bad_event")
+            except Exception as error:
+                self._tasks.unforeseen("watch", error)
+                self._on_lost("unforeseen")
             self._lost(node)
             await asyncio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S) - 1)])
             failures += 1
@@ -254,7 +279,6 @@ class Clusters:
                 log.warning("node %s has another layout than the model served; it is not used", info.node_id)
                 return
             self.served = None
-        lengths = [info.max_model_len] + ([self.served.max_model_len] if self.served else [])
         layout = self.served.layout if self.served else ModelLayout.from_json(info.layout_json)
         if self._index is None or self._index.layout != layout:
             self._index = PrefixIndex(layout)
@@ -262,9 +286,14 @@ class Clusters:
             name=self._served_name or info.model_id,
             model_id=info.model_id,
             layout=layout,
-            max_model_len=min(lengths),
+            max_model_len=self._max_model_len(layout) or info.max_model_len,
             hashing=Hashing(layout.block_size, salt_of(layout)),
         )
+
+    def _max_model_len(self, layout: ModelLayout) -> int:
+        """The longest context that every connected node of this layout takes; 0 without any."""
+        peers = [node.info for node in self.nodes if node.connected and node.info]
+        return min((p.max_model_len for p in peers if p.layout_fingerprint == layout.fingerprint), default=0)
 
     def _cache_event(self, node: Node, event: CacheEvent) -> None:
         if self._index is not None and self._serves(node):
@@ -275,6 +304,8 @@ class Clusters:
         node.load = NodeLoad()
         if self._index is not None:
             self._index.drop(node.id)
+        if self.served is not None and (longest := self._max_model_len(self.served.layout)):
+            self.served = replace(self.served, max_model_len=longest)
         self._changed.set()
 
 
@@ -286,8 +317,10 @@ def _check(info: NodeInfo, others: Collection[Node]) -> None:
         raise ValueError(f"another node is called {info.node_id!r}, too")
 
 
-def _link(source: str, destination: str, loads: Collection[NodeLoad], unmeasured_bytes_per_s: float) -> LinkView:
-    links = [link for load in loads for link in load.links if link.peer == destination]
+def _link(source: str, destination: str, nodes: Collection[Node], unmeasured_bytes_per_s: float) -> LinkView:
+    links = [link for node in nodes for link in node.load.links if link.peer == destination]
+    budgets = [link.budget_bytes_per_s for link in links]
+    queued = sum(link.queued_bytes for link in links)
     available = sum(link.available_bytes_per_s for link in links)
     # The senders share the line: the one that sees the longest queue is right about it.
     worst = max(links, key=lambda link: (link.congested, link.rtt_s - link.min_rtt_s), default=None)
@@ -295,11 +328,14 @@ def _link(source: str, destination: str, loads: Collection[NodeLoad], unmeasured
         source=source,
         destination=destination,
         available_bytes_per_s=available or unmeasured_bytes_per_s or None,
+        budget_bytes_per_s=sum(budgets) if all(budgets) else None,
         utilisation=max((link.utilisation for link in links), default=0.0),
         retransmit_ratio=max((link.retransmit_ratio for link in links), default=0.0),
         congested=worst is not None and worst.congested,
         rtt_s=worst.rtt_s if worst else 0.0,
         min_rtt_s=worst.min_rtt_s if worst else 0.0,
         estimate_error=max((link.estimate_error for link in links), default=0.0),
-        queued_bytes=sum(link.queued_bytes for link in links),
+        queued_bytes=queued,
+        # What is queued already was promised before.
+        promised_bytes=max(0.0, sum(node.promised_bytes for node in nodes) - queued),
     )

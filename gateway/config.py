@@ -12,15 +12,16 @@ agent = "127.0.0.1:7001"      # cluster, role and URLs are asked of the agent
 """
 
 import tomllib
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from difflib import get_close_matches
+from ipaddress import ip_address
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, get_args
+from typing import Any, Final, Self, get_args
 
 from gateway.errors import ConfigError
-from planner.placement import PLACERS
-from transport.crypto import Identity
+from planner.decisions.placement import PLACERS
+from transport.wire.identity import Identity
 
 MAX_BODY_BYTES: Final = 10 * 1024 * 1024
 # type -> (what TOML may give, how the message calls it)
@@ -32,6 +33,7 @@ _KINDS: Final = MappingProxyType[Any, tuple[tuple[type, ...], str]](
         bool: ((bool,), "true or false"),
         Path: ((str,), "a path"),
         Path | None: ((str,), "a path"),
+        tuple[str, ...]: ((list,), "a list of strings"),
     }
 )
 
@@ -95,6 +97,7 @@ class Timeouts:
     stream_idle_s: float = 120.0
     client_stall_s: float = 120.0
     body_s: float = 60.0
+    read_s: float = 120.0
     answer_s: float = 1800.0
     reservation_ttl_s: float = 660.0
     drain_s: float = 600.0
@@ -106,10 +109,54 @@ class Timeouts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Strangers:
+    """What anybody may take who reaches the port, before a request of theirs is served.
+
+    At most `max_connections` are open, 0: as many as descriptors allow. A further one takes the place of the one that has
+    been without a request for longest. `max_connections_per_address` and `max_bodies_per_address` (under way at once) do not
+    hold for this host and for `trusted_proxies`, which speak for many; `max_receiving_bytes` is for all together.
+    A request's head must be there `header_s` after the connection or, on one that has been used, after `idle_s`. A body has
+    `body_grace_s`, and a second more for every `min_body_bytes_per_s` bytes that have come, up to `timeouts.body_s`.
+    """
+
+    max_connections: int = 0
+    max_connections_per_address: int = 512
+    max_bodies_per_address: int = 128
+    max_receiving_bytes: int = 512 * 1024 * 1024
+    trusted_proxies: tuple[str, ...] = ()
+    header_s: float = 15.0
+    idle_s: float = 75.0
+    body_grace_s: float = 5.0
+    min_body_bytes_per_s: int = 4096
+
+    def __post_init__(self) -> None:
+        _require(self.max_connections >= 0, "max_connections", self.max_connections, "an integer of at least 0")
+        for name in ("max_connections_per_address", "max_bodies_per_address", "max_receiving_bytes"):
+            _require(getattr(self, name) > 0, name, getattr(self, name), "an integer above 0")
+        for name in ("header_s", "idle_s", "body_grace_s", "min_body_bytes_per_s"):
+            _require(getattr(self, name) > 0, name, getattr(self, name), "a number above 0")
+        for address in self.trusted_proxies:
+            _require(_is_address(address), "trusted_proxies", address, "a list of IP addresses")
+
+    def trusts(self, address: str) -> bool:
+        """Whether requests from `address` are those of many clients."""
+        return address in self.trusted_proxies or (_is_address(address) and ip_address(address).is_loopback)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
     """`[gateway]`. `threshold_tokens` is the paper's t, in uncached tokens.
 
-    `port` 0 takes any free port; `metrics_port` 0 serves /metrics on the API port only.
+    `port` 0 takes any free port; `metrics_port` 0 serves /metrics and /prfaas/requests on the API port, any other value on
+    that port alone, with descriptors of its own.
     `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS.
     """
 
@@ -131,6 +178,7 @@ class GatewayConfig:
     authority: Path | None = None
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     timeouts: Timeouts = field(default_factory=Timeouts)
+    strangers: Strangers = field(default_factory=Strangers)
 
     def __post_init__(self) -> None:
         for name in ("port", "metrics_port"):
@@ -148,6 +196,15 @@ class GatewayConfig:
         _require(bool(agents), "nodes", agents, "at least one [[gateway.nodes]] table")
         _require(len(set(agents)) == len(agents), "nodes", agents, "every agent once")
 
+    def with_changes_of(self, other: Self) -> Self:
+        """This configuration with what `other` has different and a running gateway can take over."""
+        routing = replace(self.routing, **{name: getattr(other.routing, name) for name in CHANGEABLE_ROUTING})
+        return replace(self, routing=routing, **{name: getattr(other, name) for name in CHANGEABLE})
+
+    def differences(self, other: Self) -> list[str]:
+        """The keys in which `other` differs."""
+        return [each.name for each in fields(self) if getattr(self, each.name) != getattr(other, each.name)]
+
     @property
     def identity(self) -> Identity | None:
         """Who the gateway is to agents; None: it talks to them in plain text."""
@@ -156,6 +213,10 @@ class GatewayConfig:
         return Identity(certificate=self.certificate, key=self.key, authority=self.authority)
 
 
+CHANGEABLE: Final = ("threshold_tokens", "max_in_flight", "log_level")
+CHANGEABLE_ROUTING: Final = (
+    "prefill_tokens_per_s", "placement", "home_cluster", "cross_cluster_cache", "fetch_bytes_per_s"
+)  # fmt: skip
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 IDENTITY_KEYS: Final = ("certificate", "key", "authority")
 
@@ -185,7 +246,7 @@ def parse(table: dict[str, Any], base: Path = Path()) -> GatewayConfig:
         raise ConfigError("gateway: missing, a [gateway] table is needed")
     values = dict(gateway)
     values["nodes"] = _nodes(values.get("nodes", []))
-    for name, cls in (("routing", RoutingConfig), ("timeouts", Timeouts)):
+    for name, cls in (("routing", RoutingConfig), ("timeouts", Timeouts), ("strangers", Strangers)):
         if name in values:
             values[name] = _build(cls, values[name], f"gateway.{name}", base)
     config: GatewayConfig = _build(GatewayConfig, values, "gateway", base)

@@ -5,17 +5,23 @@ GatewayError
 │   └── CannotListen          a port that it names is not to be had
 ├── ApiError                  becomes the client's answer, in OpenAI's shape
 │   ├── BadRequest            400: the client's own mistake, `param` names the field
-│   ├── Overloaded            429: too many requests in flight
-│   └── Unavailable           503: nothing can serve this now, `retry_after_s` says when to ask again
-├── NodeError                 an agent did not do what was asked over gRPC, `reason` is a metric label
-└── LegFailed                 an engine did not do what was asked over HTTP, `reason` is a metric label
-    ├── PrefillFailed
+│   ├── Overloaded            429: too many requests in flight, or too much from one address
+│   ├── Unavailable           503: nothing can serve this now, `retry_after_s` says when to ask again
+│   ├── ReaderDied            500: the process that read the body did not survive it
+│   ├── KillsEngines          500: neither did two engines
+│   └── InternalError         500: an error of ours
+└── NodeFailure               a node did not do what was asked; `gateway.retries` says what follows
+    ├── NodeError             its agent, over gRPC
+    ├── PrefillFailed         its engine, over HTTP
     └── DecodeFailed
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
+
+from gateway.retries import Failure, failure_of
 
 RETRY_AFTER_S: Final = 1.0
 
@@ -44,6 +50,7 @@ class ApiError(GatewayError):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
+        is_final: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -52,6 +59,7 @@ class ApiError(GatewayError):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.is_final = is_final  # the client is told not to try again, whatever the status
 
     def body(self) -> bytes:
         """The JSON body of the answer."""
@@ -68,11 +76,10 @@ class BadRequest(ApiError):
 
 
 class Overloaded(ApiError):
-    """More requests are in flight than this gateway accepts."""
+    """More is under way than this gateway accepts, in all or from one address."""
 
-    def __init__(self, limit: int) -> None:
-        message = f"The gateway already serves {limit} requests, its limit. Please retry."
-        super().__init__(429, message, type="rate_limit_error", code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
+    def __init__(self, message: str, code: str = "rate_limit_exceeded") -> None:
+        super().__init__(429, message, type="rate_limit_error", code=code, retry_after_s=RETRY_AFTER_S)
 
 
 class Unavailable(ApiError):
@@ -82,41 +89,45 @@ class Unavailable(ApiError):
         super().__init__(503, message, type="server_error", code=code, retry_after_s=retry_after_s)
 
 
-class NodeError(GatewayError):
+class ReaderDied(ApiError):
+    """The process that read this body ended, or took too long: what did that to one would do it to the next."""
+
+    def __init__(self) -> None:
+        super().__init__(500, "The body could not be read.", type="server_error", code="reader_died", is_final=True)
+
+
+class KillsEngines(ApiError):
+    """Engines died under this request one after the other. Nobody is to carry it to a third."""
+
+    def __init__(self, nodes: Sequence[str]) -> None:
+        message = f"{len(nodes)} engines died while they worked on this request; it is not tried again."
+        super().__init__(500, message, type="server_error", code="kills_engines", is_final=True)
+
+
+class InternalError(ApiError):
+    """An error of the gateway's own, which has been logged and counted."""
+
+    def __init__(self) -> None:
+        super().__init__(500, "Internal error.", type="server_error", code="internal_error")
+
+
+class NodeFailure(GatewayError):
+    """A node did not do what was asked. `reason` is a metric label, `failure` what the retry table knows it as."""
+
+    def __init__(self, node: str, reason: str, detail: str = "", failure: Failure | None = None) -> None:
+        super().__init__(f"{node}: {reason}{': ' + detail if detail else ''}")
+        self.node = node
+        self.reason = reason
+        self.failure = failure or failure_of(reason)
+
+
+class NodeError(NodeFailure):
     """A gRPC call to an agent failed."""
 
-    def __init__(self, node: str, reason: str, detail: str = "") -> None:
-        super().__init__(f"{node}: {reason}{': ' + detail if detail else ''}")
-        self.node = node
-        self.reason = reason
 
-    @property
-    def blames_node(self) -> bool:
-        """Whether the node is likely to fail the next request as well, until it says otherwise."""
-        return self.reason in ("unreachable", "timeout")
+class PrefillFailed(NodeFailure):
+    """The KVCache of a prompt was not delivered."""
 
 
-class LegFailed(GatewayError):
-    """An HTTP leg failed before it gave a usable answer."""
-
-    def __init__(self, node: str, reason: str, detail: str = "") -> None:
-        super().__init__(f"{node}: {reason}{': ' + detail if detail else ''}")
-        self.node = node
-        self.reason = reason
-
-    @property
-    def blames_node(self) -> bool:
-        """Whether the node is likely to fail the next request as well; a full or refusing node is not."""
-        return self.reason in ("unreachable", "connection_lost")
-
-
-class PrefillFailed(LegFailed):
-    """The KVCache of a prompt was not delivered. `retryable`: another node may succeed where this one did not."""
-
-    def __init__(self, node: str, reason: str, detail: str = "", *, retryable: bool = True) -> None:
-        super().__init__(node, reason, detail)
-        self.retryable = retryable
-
-
-class DecodeFailed(LegFailed):
-    """The decode node gave no token."""
+class DecodeFailed(NodeFailure):
+    """The decode node gave no token, or no more of them."""

@@ -7,19 +7,18 @@ decode leg     the client's body, with the transfer id                          
 import asyncio
 import io
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import aiohttp
 import msgspec
 from msgspec import Raw
 
-from gateway.clusters import Node, ServedModel
+from gateway.clusters import Node
 from gateway.config import Timeouts
 from gateway.errors import DecodeFailed, PrefillFailed
 from gateway.request import PrefillOutcome, Request
-from transport.messages import TicketInfo
+from gateway.retries import SAME_EVERYWHERE, Failure
+from transport.control.messages import TicketInfo
 
 READ_BUFFER_BYTES: Final = 256 * 1024
 MAX_WHOLE_BODY_BYTES: Final = 512 * 1024
@@ -31,11 +30,6 @@ NOT_FOR_PREFILL: Final = frozenset(
 )
 # The engine's own trouble, not the request's: another node may do better.
 RETRYABLE: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-# Every engine would say the same: it comes to other tokens than the gateway did, the request makes no sense to it, or
-# (vLLM's) the prompt's KVCache is not that of its tokens alone. Only the decode node's own can go on.
-SAME_EVERYWHERE: Final = frozenset(
-    {"digest_mismatch", "layout_mismatch", "bad_request", "lora", "multimodal", "cache_salt", "prompt_embeds"}
-)
 MAX_LABEL_CHARS: Final = 40
 
 
@@ -66,6 +60,7 @@ class DecodeAnswer:
         self.content_type = response.headers.get("Content-Type", "application/json")
         self.first = first
         self._node = node
+        self._response = response
         self._content = response.content
 
     async def read(self) -> bytes:
@@ -76,6 +71,10 @@ class DecodeAnswer:
             raise DecodeFailed(self._node.id, "stream_idle") from error
         except (aiohttp.ClientError, OSError) as error:
             raise DecodeFailed(self._node.id, "stream_broken", str(error)) from error
+
+    def close(self) -> None:
+        """Lets go of the node: it stops if it has more to say."""
+        self._response.release() if self._content.at_eof() else self._response.close()
 
 
 class Legs:
@@ -94,15 +93,15 @@ class Legs:
     async def close(self) -> None:
         await self._session.close()
 
-    async def prefill(self, node: Node, request: Request, served: ServedModel, ticket: TicketInfo) -> PrefillOutcome:
+    async def prefill(self, node: Node, request: Request, ticket: TicketInfo) -> PrefillOutcome:
         """Has `node` compute the prompt and push its KVCache to the holder of `ticket`. Raises PrefillFailed."""
         params = {
             "do_remote_decode": True,
             "do_remote_prefill": False,
             "ticket": ticket,
-            "salt": served.hashing.salt.hex(),
+            "salt": request.served.hashing.salt.hex(),
         }
-        values = _common(request, served, params) | {"stream": _FALSE, "max_tokens": 1}
+        values = _common(request, params) | {"stream": _FALSE, "max_tokens": 1}
         body = request.call.body(values, drop=NOT_FOR_PREFILL)
         try:
             async with asyncio.timeout(self.timeouts.prefill_s), self._post(node, request, body) as response:
@@ -113,19 +112,16 @@ class Legs:
             raise PrefillFailed(node.id, _reason(error), str(error)) from error
         return _outcome(node, response.status, answer)
 
-    @asynccontextmanager
-    async def decode(
-        self, node: Node, request: Request, served: ServedModel, transfer_id: str | None
-    ) -> AsyncIterator[DecodeAnswer]:
-        """The answer of `node`, from its first token on. Raises DecodeFailed if none comes.
+    async def decode(self, node: Node, request: Request, transfer_id: str | None) -> DecodeAnswer:
+        """The answer of `node`, to be closed, from its first token on. Raises DecodeFailed if none comes.
 
         Without a `transfer_id` the node computes the prompt itself.
         """
-        params: dict[str, Any] = {"salt": served.hashing.salt.hex()}
+        params: dict[str, Any] = {"salt": request.served.hashing.salt.hex()}
         if transfer_id is not None:
             params |= {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer_id}
             params["timeout_s"] = self.timeouts.prefill_s
-        body = request.call.body(_common(request, served, params))
+        body = request.call.body(_common(request, params))
         try:
             async with asyncio.timeout(self._first_bytes_s(request)):
                 response = await self._post(node, request, body)
@@ -134,12 +130,11 @@ class Legs:
             raise DecodeFailed(node.id, "timeout") from error
         except (aiohttp.ClientError, OSError) as error:
             raise DecodeFailed(node.id, _reason(error), str(error)) from error
-        async with response:
-            if response.connection is not None and response.connection.protocol is not None:
-                # From here on the pause between two chunks is bounded, by a timer that costs nothing per chunk.
-                response.connection.protocol.read_timeout = self.timeouts.stream_idle_s
-                response.connection.protocol.start_timeout()
-            yield DecodeAnswer(node, response, first)
+        if response.connection is not None and response.connection.protocol is not None:
+            # From here on the pause between two chunks is bounded, by a timer that costs nothing per chunk.
+            response.connection.protocol.read_timeout = self.timeouts.stream_idle_s
+            response.connection.protocol.start_timeout()
+        return DecodeAnswer(node, response, first)
 
     def _first_bytes_s(self, request: Request) -> float:
         # An answer that is not streamed comes as a whole, so its first byte waits for its last token.
@@ -167,10 +162,10 @@ class Legs:
         return self._session.post(node.info.engine_url + request.call.endpoint, data=data, headers=headers)
 
 
-def _common(request: Request, served: ServedModel, params: dict[str, Any]) -> dict[str, Any]:
+def _common(request: Request, params: dict[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {"kv_transfer_params": params}
-    if request.call.options.model != served.model_id:
-        values["model"] = served.model_id
+    if request.call.options.model != request.served.model_id:
+        values["model"] = request.served.model_id
     return values
 
 
@@ -178,15 +173,14 @@ def _outcome(node: Node, status: int, answer: bytes) -> PrefillOutcome:
     if status != 200:
         error = _error(answer)
         code = _label(error, status)
-        retryable = status in RETRYABLE and code not in SAME_EVERYWHERE
-        raise PrefillFailed(node.id, code, error.message, retryable=retryable)
+        others_too = status not in RETRYABLE or code in SAME_EVERYWHERE
+        raise PrefillFailed(node.id, code, error.message, Failure.REQUEST if others_too else None)
     try:
         outcome = _PREFILL.decode(answer).kv_transfer_params
     except msgspec.MsgspecError as error:
         raise PrefillFailed(node.id, "bad_answer", str(error)) from error
     if outcome is None or not outcome.delivered:
-        reason = (outcome and outcome.reason) or "not_delivered"
-        raise PrefillFailed(node.id, reason, retryable=reason not in SAME_EVERYWHERE)
+        raise PrefillFailed(node.id, (outcome and outcome.reason) or "not_delivered")
     return outcome
 
 

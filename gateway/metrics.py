@@ -1,9 +1,11 @@
 """What Prometheus is told. Values are handed in; no other module of the gateway knows the library."""
 
+from collections.abc import Collection
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from gateway.clusters import Node
 from gateway.request import Request, cached_tokens
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -55,6 +57,18 @@ class Metrics:
             "prfaas_node_watch_failures", "Times that an agent could not be watched (on), by reason", ["reason"],
             registry=registry,
         )  # fmt: skip
+        self._unforeseen = Counter(
+            "prfaas_unforeseen_errors", "Errors of the gateway's own, by the work that they ended", ["work"],
+            registry=registry,
+        )  # fmt: skip
+        self._reloads = Counter(
+            "prfaas_config_reloads", "SIGHUPs, by what came of them", ["outcome"], registry=registry
+        )
+        self._turned_away = Counter(
+            "prfaas_connections_turned_away", "Connections that the gateway closed, by listener and reason",
+            ["listener", "reason"], registry=registry,
+        )  # fmt: skip
+        self.connections = Gauge("prfaas_connections", "Open connections, by listener", ["listener"], registry=registry)
         self._moves = Counter(
             "prfaas_prefix_moves", "Prefixes sent from node to node, by what for and outcome", ["reason", "outcome"],
             registry=registry,
@@ -66,15 +80,26 @@ class Metrics:
             "prfaas_event_loop_lag_seconds", "Delay of the event loop", registry=registry, buckets=LAG_BUCKETS_S
         )
         self.in_flight = Gauge("prfaas_requests_in_flight", "Requests being served", registry=registry)
-        self.nodes = Gauge("prfaas_nodes", "Nodes by role and state", ["cluster", "role", "state"], registry=registry)
-        self.egress = Gauge(
+        self._nodes = Gauge("prfaas_nodes", "Nodes by role and state", ["cluster", "role", "state"], registry=registry)
+        self._egress = Gauge(
             "prfaas_node_egress_bytes", "KVCache bytes a node said it has sent", ["cluster", "node"], registry=registry
         )
+
+    def observe_nodes(self, nodes: Collection[Node]) -> None:
+        """Takes down what the nodes say of themselves."""
+        self._nodes.clear()
+        self._egress.clear()
+        for node in nodes:
+            cluster = node.info.cluster if node.info else "unknown"
+            self._nodes.labels(cluster, node.role, node.state).inc()
+            self._egress.labels(cluster, node.id).set(node.load.egress_bytes_total)
 
     def finished(self, request: Request, status: int, code: str = "none") -> None:
         """Counts a request that is over, however it ended; `code` is why, if it was not even routed."""
         route = request.route_label
         self._requests.labels(route, request.reason_label if request.route else code, str(status)).inc()
+        if outcome := request.outcome:  # it has travelled, whatever came of the answer
+            self._kv_bytes.labels(route, outcome.link or "unknown").inc(outcome.bytes_total)
         if status != 200:
             return
         timeline = request.timeline
@@ -88,15 +113,13 @@ class Metrics:
         self._count_tokens(request)
 
     def _count_tokens(self, request: Request) -> None:
-        if request.prompt is None or request.route is None:
+        if request.route is None:
             return
-        outcome, cached = request.outcome, cached_tokens(request)
+        cached = cached_tokens(request)
         self._prompt_tokens.labels("cache").inc(cached)
         self._prompt_tokens.labels("computed").inc(max(0, request.prompt.num_tokens - cached))
         self._uncached.observe(max(0, request.prompt.num_tokens - cached))
         self._output.observe(request.output_tokens)
-        if outcome:
-            self._kv_bytes.labels(request.route_label, outcome.link or "unknown").inc(outcome.bytes_total)
 
     def rejected(self, code: str, status: int) -> None:
         """Counts a request that was answered with an error before any decision."""
@@ -107,6 +130,15 @@ class Metrics:
 
     def node_lost(self, reason: str) -> None:
         self._lost.labels(reason).inc()
+
+    def unforeseen(self, work: str) -> None:
+        self._unforeseen.labels(work).inc()
+
+    def reloaded(self, outcome: str) -> None:
+        self._reloads.labels(outcome).inc()
+
+    def turned_away(self, listener: str, reason: str) -> None:
+        self._turned_away.labels(listener, reason).inc()
 
     def moved(self, reason: str, outcome: str, size: int = 0) -> None:
         """Counts a prefix move that has ended, or was not begun."""

@@ -41,13 +41,15 @@ class Move:
 class Moves:
     """Carries moves out, `limit` at a time; the rest is refused."""
 
-    def __init__(self, metrics: Metrics, clock: Callable[[], float], *, limit: int, timeout_s: float) -> None:
+    def __init__(
+        self, metrics: Metrics, tasks: TaskSet, clock: Callable[[], float], *, limit: int, timeout_s: float
+    ) -> None:
         self._metrics = metrics
         self._clock = clock
         self._limit = limit
         self._timeout_s = timeout_s
         self._running: dict[tuple[str, bytes], asyncio.Task[str]] = {}
-        self._tasks = TaskSet()
+        self._tasks = tasks
 
     def __len__(self) -> int:
         return len(self._running)
@@ -69,7 +71,7 @@ class Moves:
         if len(self._running) >= self._limit or move.key in self._running:
             self._metrics.moved(move.reason, "busy")
             return None
-        self._running[move.key] = task = self._tasks.start(self._run(move))
+        self._running[move.key] = task = self._tasks.start(self._run(move), "move")
         return task
 
     async def _run(self, move: Move) -> str:
@@ -99,7 +101,7 @@ class Moves:
             sent = await move.source.agent.load(name, move.hashes, ticket, self._timeout_s)
             await move.target.agent.commit(ticket.transfer_id, self._timeout_s)
         except BaseException:
-            self._tasks.start(_abort(move.target, ticket.transfer_id))
+            self._tasks.start(_abort(move.target, ticket.transfer_id), "abort")
             raise
         return sent
 

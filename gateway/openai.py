@@ -17,6 +17,8 @@ from msgspec import Meta, Raw
 from gateway.errors import BadRequest
 
 MAX_REQUEST_ID_CHARS: Final = 128
+MAX_FIELDS: Final = 256  # of a body; the APIs of this family know about a hundred
+MAX_OPTION_BYTES: Final = 512 * 1024  # of a field in `Options`: those are decoded on the event loop
 
 
 class Endpoint(StrEnum):
@@ -121,10 +123,11 @@ OPTIONS: Final[dict[Endpoint, type[ChatOptions] | type[CompletionOptions]]] = {
     Endpoint.CHAT: ChatOptions,
     Endpoint.COMPLETIONS: CompletionOptions,
 }
-# Decoded where they are used: the large ones off the event loop.
-DEFERRED: Final = frozenset({"messages", "prompt", "tools", "documents", "chat_template_kwargs"})
 # Ours to set: a client that could name a transfer could read another client's prompt from its KVCache.
 RESERVED: Final = ("kv_transfer_params", "chat_template")
+
+# msgspec maps neither text that is no UTF-8 nor nesting without end to an error of its own.
+NOT_JSON: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _FIELDS: Final = msgspec.json.Decoder(dict[str, Raw])
 _OPTIONS: Final = {endpoint: msgspec.json.Decoder(options) for endpoint, options in OPTIONS.items()}
@@ -157,24 +160,31 @@ def parse(endpoint: Endpoint, body: bytes) -> Call:
         fields = _FIELDS.decode(body)
     except msgspec.ValidationError as error:
         raise BadRequest("The body must be a JSON object.") from error
-    except (msgspec.DecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from error
+    if len(fields) > MAX_FIELDS:
+        raise BadRequest(f"The body has {len(fields)} fields, more than {MAX_FIELDS}.", code="too_many_fields")
     for name in RESERVED:
         if name in fields:
             raise BadRequest(f"'{name}' cannot be set by a client of this gateway.", param=name, code="unsupported")
     if endpoint.prompt_field not in fields:
         raise _missing(endpoint.prompt_field)
-    return Call(endpoint=endpoint, options=_parse_options(endpoint, fields), fields=fields)
+    return call_of(endpoint, fields)
 
 
-def _parse_options(endpoint: Endpoint, fields: dict[str, Raw]) -> ChatOptions | CompletionOptions:
-    small = msgspec.json.encode({name: raw for name, raw in fields.items() if name not in DEFERRED})
+def call_of(endpoint: Endpoint, fields: dict[str, Raw]) -> Call:
+    """The call whose top-level fields are `fields`. Raises BadRequest."""
+    known = {name: raw for name in OPTIONS[endpoint].__struct_fields__ if (raw := fields.get(name)) is not None}
+    for name, raw in known.items():
+        if len(raw) > MAX_OPTION_BYTES:
+            raise BadRequest(f"Invalid value for '{name}': it is too long.", param=name, code="invalid_value")
     try:
-        return _OPTIONS[endpoint].decode(small)
+        options = _OPTIONS[endpoint].decode(msgspec.json.encode(known))
     except msgspec.ValidationError as error:
         raise bad_field(error) from error
-    except (msgspec.DecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from error
+    return Call(endpoint=endpoint, options=options, fields=fields)
 
 
 def bad_field(error: msgspec.ValidationError, within: str = "") -> BadRequest:

@@ -5,17 +5,14 @@ become cold is left to its node's eviction.
 """
 
 import asyncio
-import logging
 from collections.abc import Callable
 from typing import Final
 
 from gateway.clusters import Clusters, Node
 from gateway.moves import Move, Moves
-from gateway.tokens import Prompt
+from gateway.prompts import Prompt
 from hybrid_cache.store import PrefixStore, Replicate, StoreConfig
-from planner.views import Role
-
-log = logging.getLogger("prfaas.gateway.replicas")
+from planner.decisions.views import Role
 
 TICK_S: Final = 5.0
 MAX_TRACKED: Final = 256  # prefixes per cluster whose demand is followed: a tick looks at each of them
@@ -34,10 +31,7 @@ class Replicas:
         """Decides every TICK_S, for ever."""
         while True:
             await asyncio.sleep(TICK_S)
-            try:
-                self.tick()
-            except Exception:  # hot prefixes are worth having, not dying for
-                log.exception("no replicas decided")
+            self.tick()
 
     def wanted(self, prompt: Prompt, prefill_node: str) -> None:
         """A request for `prompt` is prefilled on that node."""

@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from gateway.clusters import ServedModel
 from gateway.openai import Call
-from gateway.tokens import Prompt
-from planner.routing import Route
+from gateway.prompts import Prompt
+from planner.decisions.routing import Route
 
 
 @dataclass(slots=True)
@@ -66,18 +67,22 @@ class Request:
     id: str
     leg_id: str
     call: Call
+    prompt: Prompt
+    served: ServedModel
     timeline: Timeline
     trace_headers: dict[str, str] = field(default_factory=dict)
-    prompt: Prompt | None = None
     route: Route | None = None
     prefill_node: str = ""
+    is_remote: bool = False  # whether that node, which may not be the one first chosen, is in a PrfaaS cluster
     outcome: PrefillOutcome | None = None
     fallbacks: list[str] = field(default_factory=list)
     fetched_from: str = ""  # the node whose prefix was sent to the prefill node for this request
     events: int = 0  # SSE events relayed
     completion_tokens: int | None = None  # as the answer's usage says; a stream need not have one
+    is_between_events: bool = True  # of the stream: the last one relayed was whole
     writing_since: float | None = None  # when the client was last offered bytes that it has not taken yet
     stream_error: str = ""  # why a stream ended before its end
+    deaths: list[str] = field(default_factory=list)  # nodes whose engine died while it worked on this
     is_recomputed: bool = False  # the decode node computed a prompt whose KVCache should have come
 
     def forget_prefill(self) -> None:
@@ -100,7 +105,7 @@ class Request:
         """`local`, `remote`, or `none` before a decision. A prefill on the decode node is local."""
         if self.route is None:
             return "none"
-        return "remote" if self.route.target == "remote" else "local"
+        return "remote" if self.is_remote else "local"
 
     @property
     def reason_label(self) -> str:
@@ -150,7 +155,7 @@ def cached_tokens(request: Request) -> int:
 def record_of(request: Request, seq: int, status: int, error: str = "") -> RequestRecord:
     """The record of `request` once it is over. `cached` is what the prefill reused, `uncached` what it computed."""
     route, outcome, timeline = request.route, request.outcome, request.timeline
-    total = request.prompt.num_tokens if request.prompt else 0
+    total = request.prompt.num_tokens
     cached = cached_tokens(request)
     sent = outcome.bytes_total if outcome else 0
     return RequestRecord(

@@ -3,42 +3,68 @@
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
-from aiohttp import web
-
+from gateway.accounts import Accounts
+from gateway.admit import Admission
 from gateway.agent import AgentClient
-from gateway.app import FrontDoor, build_app, build_metrics_app
+from gateway.app import FrontDoor, Rooms, build_app, build_operators_app
 from gateway.clusters import Clusters
 from gateway.config import GatewayConfig
+from gateway.connections import Gate
+from gateway.decide import Decider
 from gateway.dispatch import Dispatcher
-from gateway.errors import CannotListen
+from gateway.errors import ConfigError
 from gateway.legs import Legs
+from gateway.listen import OPERATORS, Listener, client_connections, descriptor_limit, raise_descriptor_limit
 from gateway.metrics import Metrics
+from gateway.moves import Moves
+from gateway.pages import Pages
+from gateway.read import Reader
+from gateway.receive import Receiver
 from gateway.records import Records
-from gateway.tokens import PromptReader, TextTokenizer
+from gateway.relay import Relay
+from gateway.replicas import Replicas
+from gateway.reserve import Reservations
+from gateway.run import Runner
+from gateway.tasks import TaskSet
+from prompts.tokenizer import TextTokenizer
 
 log = logging.getLogger("prfaas.gateway")
 
 BEAT_S: Final = 0.25
-CLIENT_KEEPALIVE_S: Final = 75.0
+CLOSE_S: Final = 1.0
 
 
+@dataclass(slots=True)
 class Gateway:
     """A running gateway; `url` is where it answers."""
 
-    def __init__(self, door: FrontDoor, url: str, metrics_url: str) -> None:
-        self.door = door
-        self.url = url
-        self.metrics_url = metrics_url
+    config: GatewayConfig
+    door: FrontDoor
+    admission: Admission
+    decider: Decider
+    clusters: Clusters
+    replicas: Replicas | None
+    url: str
+    metrics_url: str
 
     def __repr__(self) -> str:
-        return f"<Gateway {self.url} [{self.door.in_flight} in flight]>"
+        return f"<Gateway {self.url} [{self.admission.in_flight} in flight]>"
+
+    def reload(self, config: GatewayConfig) -> list[str]:
+        """Takes over what may change while it runs; the keys that differ and may not are returned."""
+        possible = self.config.with_changes_of(config)
+        self.decider.configure(possible)
+        self.admission.limit = possible.max_in_flight
+        logging.getLogger().setLevel(possible.log_level.upper())
+        self.config = possible
+        return possible.differences(config)
 
 
 @asynccontextmanager
@@ -47,6 +73,8 @@ async def running(
 ) -> AsyncIterator[Gateway]:
     """A gateway that answers inside the block."""
     metrics = Metrics()
+    now = asyncio.get_running_loop().time
+    chores, watches, afterwards, requests = (TaskSet(metrics.unforeseen) for _ in range(4))
     agents = [AgentClient(node.agent, config.timeouts.rpc_s, config.identity, node.name) for node in config.nodes]
     clusters = Clusters(
         agents,
@@ -54,52 +82,86 @@ async def running(
         served_model=config.served_model,
         decode_slots=config.routing.decode_slots,
         link_bytes_per_s=config.routing.link_bytes_per_s,
+        tasks=watches,
         on_lost=metrics.node_lost,
     )
-    reader = PromptReader(tokenizer, config.tokenise_threads)
-    legs = Legs(config.timeouts, max_connections=2 * config.max_in_flight)
-    dispatcher = Dispatcher(config, clusters, reader, legs, metrics, clock)
     records = Records(config.kept_records)
-    door = FrontDoor(config, clusters, dispatcher, metrics, records, clock, int(datetime.now(UTC).timestamp()))
+    accounts = Accounts(metrics, records, clock)
+    decider = Decider(config, clusters)
+    legs = Legs(config.timeouts, max_connections=2 * config.max_in_flight)
+    moves = Moves(metrics, afterwards, clock, limit=config.routing.max_moves, timeout_s=config.routing.move_timeout_s)
+    replicas = Replicas(clusters, moves, clock) if config.routing.replicate else None
+    admission = Admission(config.max_in_flight, metrics.in_flight.set)
+    rooms = Rooms(
+        receiver=Receiver(config.strangers, config.max_body_bytes, config.timeouts.body_s, now),
+        admission=admission,
+        reader=Reader(tokenizer, afterwards, threads=config.tokenise_threads, timeout_s=config.timeouts.read_s),
+        dispatcher=Dispatcher(
+            clusters,
+            decider,
+            Reservations(clusters, afterwards, config.timeouts.reservation_ttl_s),
+            Runner(clusters, legs, moves, decider, accounts, requests, config.max_attempts),
+            accounts,
+            replicas,
+            config.max_attempts,
+        ),
+        relay=Relay(accounts, requests, clock),
+        accounts=accounts,
+    )
+    door = FrontDoor(config, rooms, clusters, metrics, requests, clock)
+    pages = Pages(clusters, admission, metrics, records, int(datetime.now(UTC).timestamp()))
+    gates = [
+        Gate("clients", client_connections(config, descriptor_limit()), config.strangers, metrics, now),
+        Gate("operators", OPERATORS, config.strangers, metrics, now),
+    ]
     clusters.start()
-    chores = [asyncio.create_task(_heartbeat(door, clock))]
-    if dispatcher.replicas:
-        chores.append(asyncio.create_task(dispatcher.replicas.run()))
-    runners: list[web.AppRunner] = []
-    try:
-        url = await _listen(runners, build_app(door), config.host, config.port)
-        metrics_url = f"{url}/metrics"
+    chores.keep(lambda: _heartbeat(door, gates, clock), "heartbeat")
+    if replicas:
+        chores.keep(replicas.run, "replicas")
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(rooms.reader.close)
+        stack.push_async_callback(clusters.close)
+        stack.push_async_callback(legs.close)
+        stack.push_async_callback(afterwards.join, max(config.timeouts.rpc_s, config.routing.move_timeout_s))
+        stack.push_async_callback(requests.join, CLOSE_S)
+        stack.push_async_callback(chores.cancel)
+        idle_s = config.strangers.idle_s
+        clients = await Listener.start(build_app(door, pages), gates[0], config.host, config.port, idle_s)
+        stack.push_async_callback(clients.close)
+        metrics_url = f"{clients.url}/metrics"
         if config.metrics_port:
-            metrics_url = await _listen(runners, build_metrics_app(door), config.host, config.metrics_port) + "/metrics"
-        yield Gateway(door, url, metrics_url)
-    finally:
-        for chore in chores:
-            chore.cancel()
-        await asyncio.gather(*chores, return_exceptions=True)
-        for runner in runners:
-            await runner.cleanup()
-        await door.close()
-        await dispatcher.close()
-        await legs.close()
-        await clusters.close()
-        reader.close()
+            app = build_operators_app(door, pages)
+            operators = await Listener.start(app, gates[1], config.host, config.metrics_port, idle_s)
+            stack.push_async_callback(operators.close)
+            metrics_url = f"{operators.url}/metrics"
+        yield Gateway(config, door, admission, decider, clusters, replicas, clients.url, metrics_url)
 
 
-async def serve(config: GatewayConfig, tokenizer: TextTokenizer, announce: Callable[[str], None]) -> None:
-    """Serves until SIGTERM or SIGINT, then until the running requests have ended; a second signal ends them too."""
+async def serve(
+    config: GatewayConfig,
+    tokenizer: TextTokenizer,
+    announce: Callable[[str], None],
+    read_again: Callable[[], GatewayConfig],
+) -> None:
+    """Serves until SIGTERM or SIGINT, then until the running requests have ended; a second signal ends them too.
+
+    SIGHUP has the configuration read again.
+    """
     loop = asyncio.get_running_loop()
     stop, stop_now = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
         (stop_now if stop.is_set() else stop).set()
 
+    raise_descriptor_limit()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     async with running(config, tokenizer, loop.time) as gateway:
+        loop.add_signal_handler(signal.SIGHUP, _reload, gateway, read_again)
         announce(f"gateway ready url={gateway.url}")
         await stop.wait()
-        log.info("stopping: %d requests in flight", gateway.door.in_flight)
-        draining = asyncio.create_task(gateway.door.drained(config.timeouts.drain_s))
+        log.info("stopping: %d requests in flight", gateway.admission.in_flight)
+        draining = asyncio.create_task(gateway.admission.drained(config.timeouts.drain_s))
         hurry = asyncio.create_task(stop_now.wait())
         await asyncio.wait([draining, hurry], return_when=asyncio.FIRST_COMPLETED)
         for task in (draining, hurry):
@@ -108,29 +170,27 @@ async def serve(config: GatewayConfig, tokenizer: TextTokenizer, announce: Calla
                 await task
 
 
-async def _listen(runners: list[web.AppRunner], app: web.Application, host: str, port: int) -> str:
-    runner = web.AppRunner(
-        app,
-        handler_cancellation=True,  # a client that leaves ends its request here and on the nodes
-        access_log=None,
-        keepalive_timeout=CLIENT_KEEPALIVE_S,
-        shutdown_timeout=1.0,
-    )
-    runners.append(runner)
-    await runner.setup()
+def _reload(gateway: Gateway, read_again: Callable[[], GatewayConfig]) -> None:
+    """SIGHUP: what can change while the gateway runs does; the log says what cannot."""
     try:
-        await web.TCPSite(runner, host, port, backlog=1024).start()
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise CannotListen(f"cannot listen on {host}:{port}: {reason}; choose another port") from error
-    bound_host, bound_port = runner.addresses[0][:2]
-    return f"http://[{bound_host}]:{bound_port}" if ":" in bound_host else f"http://{bound_host}:{bound_port}"
+        refused = gateway.reload(read_again())
+    except ConfigError as error:
+        gateway.door.metrics.reloaded("refused")
+        log.error("SIGHUP: the configuration stays as it was: %s", error)
+        return
+    gateway.door.metrics.reloaded("partial" if refused else "ok")
+    if refused:
+        log.warning("SIGHUP: reloaded, but for what only a restart changes: %s", ", ".join(refused))
+    else:
+        log.info("SIGHUP: configuration reloaded")
 
 
-async def _heartbeat(door: FrontDoor, clock: Callable[[], float]) -> None:
-    """Measures how late the event loop is, and ends what nobody reads."""
+async def _heartbeat(door: FrontDoor, gates: list[Gate], clock: Callable[[], float]) -> None:
+    """Measures how late the event loop is, and ends what nobody reads and connections nobody uses."""
     while True:
         due = clock() + BEAT_S
         await asyncio.sleep(BEAT_S)
         door.metrics.loop_lag(max(0.0, clock() - due))
         door.end_stalled(clock())
+        for gate in gates:
+            gate.sweep()

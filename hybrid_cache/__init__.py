@@ -1,1 +1,1 @@
-"""What is cached, where, and how much of it a request can reuse. Pure."""
+"""What is cached, where, and how much of it a request can reuse. Decisions are pure; only the disk tier does I/O, in a thread."""

@@ -42,7 +42,7 @@ class ContextCache:
         """Keeps the longest cached prefix of the prompt. Raises NotCached, TooManyContexts, DuplicateReservation."""
         if not self._cache.match(hashes, num_tokens).num_tokens:
             raise NotCached(f"nothing of context {context_id!r} is cached")
-        pinned = self._cache.pin(_name(context_id), hashes, num_tokens, now=now, ttl_s=ttl_s)
+        pinned = self._cache.pin(_name(context_id), hashes, num_tokens)
         report = self._cache.report()
         if report.pages_locked > self._max_share * report.pages_total:
             self._cache.release(_name(context_id), now)
@@ -54,7 +54,6 @@ class ContextCache:
         """Lets a context live until `now + ttl_s`. Raises UnknownReservation."""
         if context_id not in self._contexts:
             raise UnknownReservation(f"no context {context_id!r}")
-        self._cache.renew(_name(context_id), now=now, ttl_s=ttl_s)
         before = self._contexts[context_id]
         context = self._contexts[context_id] = Context(context_id, before.num_tokens, now + ttl_s)
         return context

@@ -16,6 +16,7 @@ waiting for a disk is fine.
 
 import errno
 import fcntl
+import logging
 import os
 import struct
 import threading
@@ -31,6 +32,8 @@ import xxhash
 from hybrid_cache.errors import DiskInUse
 from hybrid_cache.events import BlocksStored, CacheCleared, CacheEvent, EventLog, Medium
 from hybrid_cache.layout import ModelLayout
+
+log = logging.getLogger(__name__)
 
 MAGIC: Final = b"pfKV"
 HEADER: Final = struct.Struct("<4sIQ32s16s8s")
@@ -161,6 +164,7 @@ class DiskTier:
         self._work = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
         self._closing = False
+        self._ended = False  # the writer
         self._uses = 0  # since the order was saved
         self._save_every = max(1024, sum(self._slots) // 8)
         self._saves = 0
@@ -205,19 +209,28 @@ class DiskTier:
         size = sum(memoryview(part).nbytes for part in parts)
         if size != self.layout.block_bytes(key.group):
             raise ValueError(f"a block of group {key.group} has {self.layout.block_bytes(key.group)} bytes, not {size}")
-        if key in self:
-            return False
         with self._lock:
-            if self._closing or self._queued_bytes + size > self._queue_limit or not self._slots[key.group]:
-                self._counts["refused_writes"] += 1
+            if not self._takes(key, size):
+                return False
+        data = b"".join(parts)  # not under the lock: it is as long as the block
+        with self._lock:
+            if not self._takes(key, size):  # another thread may have been faster
                 return False
             self._queued_bytes += size
-        data = b"".join(parts)
-        with self._lock:
             self._pending[key] = data
             self._queue.append(key)
             self._events.stored(key.group, (key.block_hash,))
             self._work.notify()
+        return True
+
+    def _takes(self, key: BlockKey, size: int) -> bool:
+        """Whether a block may be queued; what there is no room for is counted. The caller holds the lock."""
+        if key in self._pending or key.block_hash in self._index[key.group]:
+            return False
+        room = self._queued_bytes + size <= self._queue_limit and self._slots[key.group]
+        if self._closing or self._ended or not room:
+            self._counts["refused_writes"] += 1
+            return False
         return True
 
     def get(self, key: BlockKey, into: Sequence[memoryview]) -> bool:
@@ -257,9 +270,9 @@ class DiskTier:
             self._forget(key, slot)
 
     def flush(self) -> None:
-        """Waits until the queue is written."""
+        """Waits until the queue is written, or nobody is left to write it."""
         with self._lock:
-            while self._pending:
+            while self._pending and not self._ended:
                 self._idle.wait()
 
     def close(self) -> None:
@@ -342,24 +355,27 @@ class DiskTier:
 
     def _load_order(self, group: int) -> dict[bytes, int]:
         """The position of each hash in the latest order that was saved whole."""
-        number, hashes = max(self._read_order(f"{self._names[group]}.lru{turn}") for turn in (0, 1))
+        saved = [self._read_order(f"{self._names[group]}.lru{turn}", self._slots[group]) for turn in (0, 1)]
+        number, hashes = max(saved)
         self._saves = max(self._saves, number)
         parts = (hashes[start : start + ORDER_BYTES] for start in range(0, len(hashes), ORDER_BYTES))
         return {part: position for position, part in enumerate(parts)}
 
-    def _read_order(self, name: str) -> tuple[int, bytes]:
+    def _read_order(self, name: str, most: int) -> tuple[int, bytes]:
+        """Number and hashes of a saved order. One of more blocks than there are slots, of a larger tier, counts as torn."""
+        header = bytearray(ORDER.size)
         try:
-            data = bytearray(self._disk.size(name))
-            self._disk.read(name, 0, [memoryview(data)])
+            size = self._disk.size(name)
+            self._disk.read(name, 0, [memoryview(header)])
+            magic, number, count, checksum = ORDER.unpack_from(header)
+            if magic != ORDER_MAGIC or count > most or ORDER.size + count * ORDER_BYTES > size:
+                return 0, b""
+            hashes = bytearray(count * ORDER_BYTES)
+            self._disk.read(name, ORDER.size, [memoryview(hashes)])
         except OSError:
             self._counts["read_errors"] += 1
             return 0, b""
-        if len(data) < ORDER.size:
-            return 0, b""
-        magic, number, count, checksum = ORDER.unpack_from(data)
-        hashes = bytes(data[ORDER.size : ORDER.size + count * ORDER_BYTES])
-        sound = magic == ORDER_MAGIC and checksum == _checksum([number.to_bytes(8), hashes])
-        return (number, hashes) if sound else (0, b"")
+        return (number, bytes(hashes)) if checksum == _checksum([number.to_bytes(8), hashes]) else (0, b"")
 
     def _save_order(self) -> None:
         self._saves += 1
@@ -377,17 +393,30 @@ class DiskTier:
     # The writer's thread
 
     def _write_queue(self) -> None:
-        while (key := self._next()) is not None:
-            try:
-                slot = self._take_slot(key.group)
-                self._write(key, slot, self._pending[key])
-            except OSError:  # a full or failing disk: the block is lost, the tier lives
-                self._done(key, slot, "write_errors")
-            else:
-                self._done(key, slot, None)
-            if self._uses >= self._save_every:
-                self._save_order()
-        self._save_order()
+        try:
+            while (key := self._next()) is not None:
+                self._write_block(key)
+                if self._uses >= self._save_every:
+                    self._save_order()
+            self._save_order()
+        finally:
+            with self._lock:
+                self._ended = True
+                self._idle.notify_all()
+
+    def _write_block(self, key: BlockKey) -> None:
+        """Writes one block of the queue. Whatever goes wrong, the block is lost and counted, and the tier lives."""
+        slot: int | None = None
+        try:
+            slot = self._take_slot(key.group)
+            self._write(key, slot, self._pending[key])
+        except OSError:  # a full or failing disk
+            self._done(key, slot, written=False)
+        except Exception:  # a bug: the other blocks are still to be written
+            log.exception("a block of group %d was not written to disk", key.group)
+            self._done(key, slot, written=False)
+        else:
+            self._done(key, slot, written=True)
 
     def _next(self) -> BlockKey | None:
         with self._lock:
@@ -412,15 +441,16 @@ class DiskTier:
         header[HEADER.size - 8 : HEADER.size] = _check(header)
         self._disk.write(name, offset, [bytes(header)])
 
-    def _done(self, key: BlockKey, slot: int, failure: str | None) -> None:
+    def _done(self, key: BlockKey, slot: int | None, *, written: bool) -> None:
         with self._lock:
             self._queued_bytes -= len(self._pending.pop(key))
-            if failure is None:
+            if written and slot is not None:
                 self._index[key.group][key.block_hash] = slot
                 self._uses += 1
             else:
-                self._counts[failure] += 1
-                self._free[key.group].append(slot)
+                self._counts["write_errors"] += 1
+                if slot is not None:
+                    self._free[key.group].append(slot)
                 self._events.removed(key.group, (key.block_hash,))
             if not self._pending:
                 self._idle.notify_all()

@@ -4,7 +4,7 @@ CacheError
 ├── LayoutError            a layout that cannot be built or does not match
 ├── OutOfPages             not enough free or evictable pages; nothing was changed
 ├── DuplicateReservation   the request id already holds a reservation
-├── UnknownReservation     no such reservation: never made, ended or expired
+├── UnknownReservation     no such reservation: never made, or ended
 ├── DiskInUse              another process, or another object, uses the disk tier's directory
 └── IntegrityError         the books do not balance: a bug, never an input
 """

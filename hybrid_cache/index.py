@@ -90,10 +90,6 @@ class PrefixIndex:
         missing = (i for i, block_hash in enumerate(hashes) if any(block_hash not in group for group in full))
         return next(missing, len(hashes))
 
-    def match_all(self, hashes: Sequence[bytes], num_tokens: int) -> dict[str, PrefixHit]:
-        """`match` for every node."""
-        return {node_id: self.match(node_id, hashes, num_tokens) for node_id in self.nodes()}
-
     def _bit(self, node_id: str, medium: Medium) -> int:
         key = (node_id, medium)
         if key not in self._bits:

@@ -135,11 +135,11 @@ class ModelLayout:
         return derive_page_bytes([self.block_bytes(g) for g in range(len(self.groups))])
 
     def pages_per_block(self, group: int) -> int:
-        return -(-self.block_bytes(group) // self.page_bytes)
+        return self._block_pages[group]
 
-    def waste_ratio(self, group: int) -> float:
-        """Share of a block's pages that holds nothing."""
-        return 1 - self.block_bytes(group) / (self.pages_per_block(group) * self.page_bytes)
+    @cached_property
+    def _block_pages(self) -> tuple[int, ...]:
+        return tuple(-(-self.block_bytes(group) // self.page_bytes) for group in range(len(self.groups)))
 
     def kv_bytes(self, num_tokens: int) -> int:
         """S_kv: bytes that prefill of `num_tokens` leaves behind (PrfaaS §3.1), block padding not included."""

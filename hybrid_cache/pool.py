@@ -1,6 +1,9 @@
 """The pages of one arena: which are free, which are handed out."""
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
+
+import numpy as np
 
 from hybrid_cache.errors import IntegrityError, OutOfPages
 
@@ -39,10 +42,10 @@ class PagePool:
 
     def check_integrity(self, held: Iterable[int]) -> None:
         """Raises IntegrityError unless free and held pages together are every page exactly once."""
-        count = [0] * self.num_pages
-        for page in [*self._free, *held]:
-            if not 0 <= page < self.num_pages:
-                raise IntegrityError(f"page {page} is not of this pool")
-            count[page] += 1
-        if wrong := [page for page, times in enumerate(count) if times != 1]:
-            raise IntegrityError(f"pages lost or held twice: {wrong[:8]} ({len(wrong)} in all)")
+        pages = np.fromiter(chain(self._free, held), np.int64)
+        foreign = pages[(pages < 0) | (pages >= self.num_pages)]
+        if foreign.size:
+            raise IntegrityError(f"page {foreign[0]} is not of this pool")
+        wrong = np.flatnonzero(np.bincount(pages, minlength=self.num_pages) != 1)
+        if wrong.size:
+            raise IntegrityError(f"pages lost or held twice: {wrong[:8].tolist()} ({wrong.size} in all)")

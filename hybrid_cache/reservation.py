@@ -14,18 +14,18 @@ class Purpose(Enum):
 
     PREFILL = "prefill"  # load [0, cached_tokens), compute the rest here
     LANDING = "landing"  # full attention of [0, cached_tokens) is here, the rest arrives by transfer
+    ANSWER = "answer"  # as a landing, but from this node's engine, which holds what it computed while it answered
     PROMOTION = "promotion"  # a landing from a lower tier, ahead of the request that needs it
     ATTENTION = "attention"  # a promotion of full attention alone, ahead of a landing: no window tails, no snapshots
 
 
 @dataclass(slots=True)
 class Hold:
-    """The cache's side of a reservation: what it locks, what it owns, until when."""
+    """The cache's side of a reservation: what it locks and what it owns."""
 
     request_id: str
     hashes: list[bytes]
     num_tokens: int
-    deadline: float
     nodes: list[Node] = field(default_factory=list)  # the locked path from the root: [0, len(nodes)) blocks
     companions: list[Companion] = field(default_factory=list)  # locked
     first_own: int = 0

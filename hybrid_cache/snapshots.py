@@ -28,27 +28,6 @@ class SnapshotPolicy(Protocol):
     def lengths(self, prefill: Prefill) -> Set[int]: ...
 
 
-class LastBoundary:
-    """The last aligned boundary: what the next turn of a conversation continues from."""
-
-    def lengths(self, prefill: Prefill) -> Set[int]:
-        return {prefill.last_boundary}
-
-
-class EveryBlocks:
-    """Every `blocks`-th boundary and the last: dense snapshots, which serve any divergence and fill the pool."""
-
-    def __init__(self, blocks: int) -> None:
-        if blocks <= 0:
-            raise ValueError(f"blocks must be positive, not {blocks}")
-        self.blocks = blocks
-
-    def lengths(self, prefill: Prefill) -> Set[int]:
-        step = self.blocks * prefill.block_size
-        first = prefill.cached_tokens // step * step + step
-        return {*range(first, prefill.num_tokens + 1, step), prefill.last_boundary}
-
-
 class BranchPoints:
     """The last boundary, and where this prompt leaves a shared prefix that has no state (Marconi, SGLang)."""
 

@@ -8,10 +8,15 @@ node that has none. A node whose demand is far above its peers' hands prefixes o
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from hybrid_cache.events import Medium
 from hybrid_cache.index import ANYWHERE, MOVABLE, PrefixIndex
 from hybrid_cache.lookup import PrefixHit
+
+# A remembered prefix: its entry, with the names of nodes that keep copies, and for each block a hash and a reference to it.
+BYTES_PER_PREFIX: Final = 800
+BYTES_PER_HASH: Final = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +28,18 @@ class StoreConfig:
     half_life_s: float = 30.0
     min_tokens: int = 512  # a shorter prefix is computed sooner than copied
     imbalance: float = 2.0  # a node is hot when its load exceeds this many times the mean
-    max_tracked: int = 100_000
+    max_tracked: int = 100_000  # prefixes that were asked for
+    max_tracked_bytes: int = 64 << 20  # of what is remembered of them
 
     def __post_init__(self) -> None:
-        for name in ("demand_per_replica", "max_replicas", "half_life_s", "imbalance", "max_tracked"):
+        for name in (
+            "demand_per_replica",
+            "max_replicas",
+            "half_life_s",
+            "imbalance",
+            "max_tracked",
+            "max_tracked_bytes",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
 
@@ -68,6 +81,10 @@ class _Demand:
     at: float
     copies: set[str]  # nodes that were told to keep a replica
 
+    @property
+    def size_bytes(self) -> int:
+        return BYTES_PER_PREFIX + BYTES_PER_HASH * len(self.hashes)
+
     def decayed(self, now: float, half_life_s: float) -> float:
         halvings = max(0.0, now - self.at) / half_life_s
         return self.level * float(0.5**halvings)
@@ -79,7 +96,8 @@ class PrefixStore:
     def __init__(self, index: PrefixIndex, config: StoreConfig | None = None) -> None:
         self.index = index
         self.config = config or StoreConfig()
-        self._demand: OrderedDict[bytes, _Demand] = OrderedDict()
+        self._demand: OrderedDict[bytes, _Demand] = OrderedDict()  # by the last hash, the one asked for last at the end
+        self.tracked_bytes = 0
 
     def get(self, hashes: Sequence[bytes], num_tokens: int, loads: Mapping[str, float], *, now: float) -> Placement:
         """The holder of the longest hit, the least loaded of equals. Counts as demand for that prefix."""
@@ -111,6 +129,7 @@ class PrefixStore:
         if demand is None:
             return []
         num_tokens = len(demand.hashes) * self.index.layout.block_size
+        demand.copies.intersection_update(loads)  # other nodes are gone
         holders = self._holders(demand, loads)
         if not holders:
             return []
@@ -140,7 +159,7 @@ class PrefixStore:
         decisions: list[Decision] = []
         for node in hot:
             demand = self._hottest_only_on(node, loads, now)
-            if demand is not None and node != target:
+            if demand is not None and node != target and len(demand.copies) < self.config.max_replicas:
                 demand.copies.add(target)
                 num_tokens = len(demand.hashes) * self.index.layout.block_size
                 decisions.append(Replicate(node, target, demand.hashes, num_tokens, "rebalance"))
@@ -168,8 +187,11 @@ class PrefixStore:
         if num_tokens < self.config.min_tokens:
             return
         prefix = tuple(hashes[: num_tokens // self.index.layout.block_size])
-        demand = self._demand.pop(prefix[-1], None) or _Demand(prefix, 0.0, now, set())
+        demand = self._demand.get(prefix[-1])
+        if demand is None:
+            demand = self._demand[prefix[-1]] = _Demand(prefix, 0.0, now, set())
+            self.tracked_bytes += demand.size_bytes
         demand.level, demand.at = demand.decayed(now, self.config.half_life_s) + 1.0, now
-        self._demand[prefix[-1]] = demand
-        if len(self._demand) > self.config.max_tracked:
-            self._demand.popitem(last=False)
+        self._demand.move_to_end(prefix[-1])
+        while len(self._demand) > self.config.max_tracked or self.tracked_bytes > self.config.max_tracked_bytes:
+            self.tracked_bytes -= self._demand.popitem(last=False)[1].size_bytes

@@ -68,7 +68,6 @@ class Tiers:
         num_tokens: int,
         *,
         now: float,
-        ttl_s: float,
         attention_only: bool = False,
     ) -> Promotion | None:
         """Reserves pages for what the disk adds to a prompt's hit. None if it adds nothing or there is no room.
@@ -81,7 +80,7 @@ class Tiers:
             return None
         purpose = Purpose.ATTENTION if attention_only else Purpose.PROMOTION
         try:
-            reservation = self.cache.reserve(request_id, hashes, length, now=now, ttl_s=ttl_s, purpose=purpose)
+            reservation = self.cache.reserve(request_id, hashes, length, now=now, purpose=purpose)
         except OutOfPages:
             return None
         self._complete_windows(reservation, hashes)

@@ -6,19 +6,18 @@ It outlives its engine: pages are cut when the first engine says Hello, and a su
 import asyncio
 import logging
 import os
-import shutil
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
-from hybrid_cache.errors import IntegrityError
 from hybrid_cache.events import CacheEvent
 from hybrid_cache.hashing import model_salt
 from hybrid_cache.layout import ModelLayout
-from node.arena import SHM_DIR
+from node.arena import SHM_DIR, Arena, arena_directory, arena_path
 from node.broadcast import Broadcast
 from node.config import RELOADABLE, NodeConfig
 from node.consumer import Consumer
@@ -26,14 +25,18 @@ from node.contexts import Contexts
 from node.engine_cache import EngineCache
 from node.engine_socket import EngineConnection, EngineSocket
 from node.errors import ArenaError, ConfigError, EngineError, LayoutMismatch, NodeRefusal, SecondEngine
+from node.integrity import PacedCheck
 from node.kv_events import events_endpoint, follow
 from node.links import Links, rdma_of
+from node.owned import OwnedDirectory, sweep_directories, sweep_files
 from node.pages import Pages, as_message
 from node.producer import Producer
+from node.role import Landings, Role
 from node.serving import serves
 from node.supervisor import EngineSupervisor
-from transport import messages as m
-from transport.proto import node_pb2 as pb
+from node.tasks import Tasks
+from transport.control import messages as m
+from transport.control.proto import node_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -45,22 +48,26 @@ ENGINE_STOP_S = 20.0
 class NodeAgent:
     """Owns everything of one node but its gRPC and metrics listeners."""
 
-    def __init__(self, config: NodeConfig, now: Callable[[], float]) -> None:
+    def __init__(self, config: NodeConfig, role: Role, now: Callable[[], float]) -> None:
         self.config = config
+        self.role = role
         self.boot_id = uuid.uuid4().hex
         self.events = Broadcast()
         rdma = rdma_of(config)
         run_dir = Path(config.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self.engine_log = run_dir / f"{config.node_id}-engine.log"
-        # A directory of its own: no other node's name can collide, and a socket's path has a limit of 107 bytes.
-        self._socket_dir = tempfile.mkdtemp(prefix="prfaas-")
-        self.socket = EngineSocket(Path(self._socket_dir) / "engine.sock", self)
+        # A directory of its own: no other node's name can collide.
+        self._socket_dir = OwnedDirectory(Path(tempfile.gettempdir()))
+        self.socket = EngineSocket(self._socket_dir.path / "engine.sock", self)
         self.links = Links(config, use_shm=config.transport == "auto" and os.access(SHM_DIR, os.W_OK), rdma=rdma)
         self.supervisor = EngineSupervisor(config, self.socket.path, self.engine_log, now, self._publish_description)
+        self.arena: Arena | None = None
+        self._taking: asyncio.Future[Arena] | None = None
         self.pages: Pages | None = None
         self.producer: Producer | None = None
         self.consumer: Consumer | None = None
+        self.landings: Landings | None = None
         self.contexts: Contexts | None = None
         self.reloads = Counter(applied=0, unchanged=0, refused=0)
         self.draining = False
@@ -70,24 +77,23 @@ class NodeAgent:
         self._engine: EngineConnection | None = None
         self._engine_serves = False
         self._engine_cache: EngineCache | None = None
-        self._engine_tasks: list[asyncio.Task[None]] = []  # end with the engine's connection
+        self.failures: Counter[str] = Counter()  # errors of our own that were survived, by what failed
+        self.tasks = Tasks(self.failures)
+        self._engine_tasks = Tasks(self.failures)  # end with the engine's connection
+        self._integrity = PacedCheck(now)
         self._hello: m.Hello | None = None
         self._engine_load = m.LoadReport(running=0, waiting=0, queued_tokens=0)
-        self._tasks: list[asyncio.Task[None]] = []
 
     # Life
 
     async def start(self) -> None:
-        """Starts listening and starts the engine; `wait_ready` waits for it."""
+        """Takes the arena's memory, starts listening and starts the engine; `wait_ready` waits for it. Raises NoRoom, OSError."""
+        self._taking = asyncio.ensure_future(asyncio.to_thread(_take_arena, self.config))
+        self.arena = await asyncio.shield(self._taking)
         self.links.start()
         await self.socket.start()
-        self._start(self.supervisor.run())
-        self._start(self._keep_house())
-
-    def _start(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        task.add_done_callback(_log_failure)
-        self._tasks.append(task)
+        self.tasks.start("supervisor", self.supervisor.run)
+        self.tasks.start("housekeeping", self._keep_house)
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Waits for an engine that takes requests. Raises TimeoutError, and EngineError when waiting is in vain."""
@@ -110,19 +116,22 @@ class NodeAgent:
 
     async def close(self) -> None:
         """Ends the engine, the links and the arena, in the order in which they use each other."""
-        self._end_engine_tasks()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, *self._engine_tasks, return_exceptions=True)
+        await self._engine_tasks.close()
+        self._forget_engine_cache()
+        await self.tasks.close()
         await self.supervisor.stop(ENGINE_STOP_S)
         await self.socket.close()
-        shutil.rmtree(self._socket_dir, ignore_errors=True)
+        self._socket_dir.close()
         await asyncio.to_thread(self.links.close)
         await asyncio.sleep(0)  # callbacks that the links' last threads left on the loop
         if self.contexts:
             self.contexts.end_all()
         if self.pages:
             await self.pages.close()
+        if self._taking:  # a thread that clears memory cannot be told to stop
+            await asyncio.wait([self._taking])
+            if self._taking.exception() is None:
+                self._taking.result().close()
 
     def reconfigure(self, read: Callable[[], NodeConfig]) -> None:
         """Takes up what may change while the node runs. What is wrong with the file is logged, and nothing changes."""
@@ -151,16 +160,13 @@ class NodeAgent:
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
-            try:
-                self._end_silent_engine()
-                if self.consumer:
-                    self.consumer.expire()
-                if self.pages:
-                    self.pages.publish()
-                if self.contexts:
-                    self.contexts.expire()
-            except Exception:  # leases must go on to end, even if one could not
-                log.exception("housekeeping failed node=%s", self.config.node_id)
+            self._end_silent_engine()
+            if self.consumer:
+                self.consumer.expire()
+            if self.pages:
+                self.pages.publish()
+            if self.contexts:
+                self.contexts.expire()
 
     def _end_silent_engine(self) -> None:
         """A process that runs but never takes requests, or lost its connection for good, is no engine."""
@@ -185,8 +191,8 @@ class NodeAgent:
         engine.send(
             m.Welcome(
                 arena_path=str(pages.arena.path),
-                page_bytes=pages.arena.page_bytes,
-                num_pages=pages.arena.num_pages,
+                page_bytes=pages.layout.page_bytes,
+                num_pages=pages.num_pages,
                 chunk_tokens=self.config.chunk_tokens,
             )
         )
@@ -196,12 +202,8 @@ class NodeAgent:
         if hello.notice:
             log.warning("engine of node=%s: %s", self.config.node_id, hello.notice)
         if self.config.engine == "vllm":
-            self._engine_tasks = [
-                asyncio.create_task(self._await_http(hello.http_url)),
-                asyncio.create_task(self._follow_engine_cache(pages.layout)),
-            ]
-            for task in self._engine_tasks:
-                task.add_done_callback(_log_failure)
+            self._engine_tasks.start("engine's health", partial(self._await_http, hello.http_url))
+            self._engine_tasks.start("engine's cache events", partial(self._follow_engine_cache, pages.layout))
         else:  # it listened before it said Hello
             self._takes_requests()
         self._publish_description()
@@ -217,25 +219,25 @@ class NodeAgent:
         self.supervisor.engine_serves()
 
     async def _follow_engine_cache(self, layout: ModelLayout) -> None:
+        self._forget_engine_cache()  # should this be another attempt
         self._engine_cache = EngineCache(layout, model_salt(layout.fingerprint))
         await follow(events_endpoint(self.socket.path), self._engine_cache, self._publish_cache_event)
 
     def _publish_cache_event(self, event: CacheEvent) -> None:
         self.events.publish(as_message(event))
 
-    def _end_engine_tasks(self) -> None:
-        for task in self._engine_tasks:
-            task.cancel()
+    def _forget_engine_cache(self) -> None:
         if self._engine_cache is not None:
             for event in self._engine_cache.clear():
                 self._publish_cache_event(event)
             self._engine_cache = None
 
     def _pages_for(self, hello: m.Hello) -> Pages:
+        assert self.arena is not None  # no engine is started without
         try:
             layout = ModelLayout.from_json(hello.layout_json)
-            pages = self.pages or Pages(layout, self.config, self.events, self._now)
-        except (ValueError, KeyError, TypeError, OSError) as exc:
+            pages = self.pages or Pages(layout, self.arena, self.config, self.events, self._now)
+        except (ValueError, KeyError, TypeError) as exc:
             reason = f"no arena for {hello.model_id} with cache_bytes = {self.config.cache_bytes}: {exc}"
             if self.pages is None:
                 self.unusable = reason
@@ -245,18 +247,19 @@ class NodeAgent:
                 f"engine pid={hello.engine_pid} has layout {layout.fingerprint[:12]}, the arena another"
             )
         if self.pages is None:
-            self.links.open_memory(pages.arena.view(0, pages.arena.page_bytes * pages.arena.num_pages))
+            self.links.open_memory(pages.memory())
             self.pages = pages
             if self.config.ssd_dir:
-                self._start(pages.open_ssd())
+                self.tasks.start("SSD tier", pages.open_ssd)
             self.producer = Producer(pages, self.links, self.config.room_timeout_s, self._now)
             self.consumer = Consumer(pages, self.links, self.config.lease_s, self._now)
+            self.landings = self.role.landings(self.consumer)
             self.contexts = Contexts(pages, self._now)
         return pages
 
     def on_message(self, message: m.EngineMessage, engine: EngineConnection) -> None:
         """Hands a message to the side it belongs to. Raises MessageError."""
-        if self.producer is None or self.consumer is None or engine is not self._engine:
+        if self.producer is None or self.landings is None or engine is not self._engine:
             raise m.MessageError(f"{type(message).__name__} before Hello")
         match message:
             case m.BeginPrefill():
@@ -268,10 +271,10 @@ class NodeAgent:
             case m.PrefillDone():
                 self.producer.prefill_done(message, engine)
             case m.ClaimLanding():
-                self.consumer.claim(message, engine, engine.send)
+                self.landings.claim(message, engine, engine.send)
             case m.EndJob():
                 self.producer.end(message, engine)
-                self.consumer.end(message, engine)
+                self.landings.end(message, engine)
             case m.LoadReport():
                 self._engine_load = message
                 self.events.publish(pb.NodeEvent(load=self.load()))
@@ -286,12 +289,13 @@ class NodeAgent:
 
     def on_gone(self, engine: EngineConnection) -> None:
         """The engine hung up; its jobs end, the cache stays."""
-        if self.producer and self.consumer:
+        if self.producer and self.landings:
             self.producer.engine_gone(engine)
-            self.consumer.engine_gone(engine)
+            self.landings.engine_gone(engine)
         if self._engine is engine:
             self._engine, self._engine_serves = None, False
-            self._end_engine_tasks()
+            self._engine_tasks.cancel()
+            self._forget_engine_cache()
             self._alone_since = self._now()
             self._engine_load = m.LoadReport(running=0, waiting=0, queued_tokens=0)
             self._publish_description()
@@ -381,14 +385,8 @@ class NodeAgent:
         return description
 
     def integrity_error(self) -> str:
-        """What check_integrity() of the pool says; empty when all is well."""
-        try:
-            if self.pages:
-                self.pages.cache.check_integrity()
-        except IntegrityError as exc:
-            log.error("pool integrity node=%s: %s", self.config.node_id, exc)
-            return str(exc)
-        return ""
+        """What check_integrity() of the pool says; empty when all is well. On a large pool it may be an answer of before."""
+        return self._integrity.result(self.pages.cache.check_integrity) if self.pages else ""
 
     def snapshot_event(self) -> pb.NodeEvent:
         """What is cached right now; empty before the first engine."""
@@ -401,7 +399,9 @@ class NodeAgent:
         self.events.publish(pb.NodeEvent(description=self.describe()))
 
 
-def _log_failure(task: "asyncio.Task[None]") -> None:
-    # Nobody awaits these tasks before the node ends, which may be never.
-    if not task.cancelled() and (exc := task.exception()) is not None:
-        log.critical("a task of the agent ended", exc_info=exc)
+def _take_arena(config: NodeConfig) -> Arena:
+    """Blocks while memory is cleared; first, what dead nodes left behind is given back. Raises NoRoom, OSError."""
+    directory = arena_directory(Path(config.run_dir))
+    sweep_files(directory)
+    sweep_directories(Path(tempfile.gettempdir()))
+    return Arena(arena_path(directory, config.node_id), config.cache_bytes, hugepages=config.hugepages)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 
 from hybrid_cache.reservation import Reservation
 from node.errors import NodeRefusal
-from transport import messages as m
+from transport.control import messages as m
 
 log = logging.getLogger(__name__)
 
@@ -78,12 +78,13 @@ def noting_refusals(reply: Reply, note: Callable[[str], None]) -> Reply:
     return noting
 
 
-def job_pages(job: str, reservation: Reservation) -> m.JobPages:
-    """A reservation as the engine hears of it."""
+def job_pages(job: str, reservation: Reservation, *, exact: bool = True) -> m.JobPages:
+    """A reservation as the engine hears of it; see JobPages for `exact`."""
     return m.JobPages(
         job=job,
         num_tokens=reservation.num_tokens,
         cached_tokens=reservation.cached_tokens,
         blocks=tuple(tuple(tuple(pages) for pages in group) for group in reservation.blocks),
         states=tuple({length: tuple(pages) for length, pages in group.items()} for group in reservation.states),
+        exact=exact,
     )

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from transport.proto import node_pb2 as pb
+from transport.control.proto import node_pb2 as pb
 
 MAX_QUEUED_EVENTS = 4096
 """A watcher this far behind is cut off; it watches again and gets a fresh snapshot."""
@@ -44,6 +44,11 @@ class Broadcast:
 
     def __init__(self) -> None:
         self._watchers: set[Watcher] = set()
+
+    @property
+    def watching(self) -> int:
+        """How many watch."""
+        return len(self._watchers)
 
     @contextmanager
     def watch(self) -> Iterator[Watcher]:

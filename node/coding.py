@@ -13,25 +13,19 @@ nodes that it is copied to: hence it is not committed to the prefix cache unless
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from enum import StrEnum
+from dataclasses import dataclass, field
 from math import gcd
 from typing import Any, Final
 
 from hybrid_cache.layout import Elements, ModelLayout, RangeKey
 from hybrid_cache.spec import FullAttention, KVCacheSpec, LinearState, SlidingWindow
-from node.errors import ConfigError
-from transport.codec import Codec, decodable, zstd_module
-from transport.coding import CodingPolicy, Compression, FormatOf, Quantisation, QuantiseWhen, RangeFormat
-from transport.elements import ITEM_BYTES, Run
+from transport.coding.choice import CodingPolicy, Compression, FormatOf, RangeFormat
+from transport.coding.codec import Codec, decodable, zstd_module
+from transport.coding.elements import ITEM_BYTES, Run
+from transport.control.settings import SettingsError, build
 
 MIN_VECTOR: Final = 16  # shorter vectors would be mostly scales
 
-_POLICY_KEYS: Final[dict[str, type[StrEnum]]] = {
-    "compression": Compression,
-    "quantisation": Quantisation,
-    "quantise_when": QuantiseWhen,
-}
 _KIND_OF: Final[dict[type[KVCacheSpec], str]] = {
     FullAttention: "full_attention",
     SlidingWindow: "sliding_window",
@@ -49,6 +43,12 @@ class Coding:
     sliding_window: CodingPolicy = field(default_factory=CodingPolicy)
     linear_state: CodingPolicy = field(default_factory=CodingPolicy)
 
+    def __post_init__(self) -> None:
+        if self.reuse_quantised and not self.accept_quantised:
+            raise SettingsError("reuse_quantised = true: allowed only with accept_quantised, which is false")
+        for name in _KIND_OF.values():
+            _check_installed(name, getattr(self, name))
+
     @property
     def off(self) -> bool:
         """Whether everything leaves as it is."""
@@ -65,44 +65,16 @@ class Coding:
         return policy
 
 
-def coding_of(table: Any, name: str = "coding") -> Coding:
-    """Parses the table. Raises ConfigError."""
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"{name} = {table!r}: it must be a table")
-    known = [f.name for f in fields(Coding)]
-    values: dict[str, Any] = {}
-    for key, value in table.items():
-        if key not in known:
-            raise ConfigError(f"{name}: unknown key {key!r}; known keys are {', '.join(known)}")
-        if key in _KIND_OF.values():
-            values[key] = _policy_of(value, f"{name}.{key}")
-        elif isinstance(value, bool):
-            values[key] = value
-        else:
-            raise ConfigError(f"{name}.{key} = {value!r}: it must be true or false")
-    coding = Coding(**values)
-    if coding.reuse_quantised and not coding.accept_quantised:
-        raise ConfigError(f"{name}.reuse_quantised = true: allowed only with accept_quantised, which is false")
-    return coding
+def coding_of(table: Any, where: str = "coding") -> Coding:
+    """Parses the table. Raises SettingsError."""
+    return build(Coding, dict(table) if isinstance(table, Mapping) else table, where)
 
 
-def _policy_of(table: Any, name: str) -> CodingPolicy:
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"{name} = {table!r}: it must be a table")
-    values: dict[str, Any] = {}
-    for key, value in table.items():
-        if key not in _POLICY_KEYS:
-            raise ConfigError(f"{name}: unknown key {key!r}; known keys are {', '.join(_POLICY_KEYS)}")
-        allowed = [str(member) for member in _POLICY_KEYS[key]]
-        if value not in allowed:
-            raise ConfigError(f"{name}.{key} = {value!r}: allowed are {', '.join(map(repr, allowed))}")
-        values[key] = _POLICY_KEYS[key](value)
-    policy = CodingPolicy(**values)
+def _check_installed(name: str, policy: CodingPolicy) -> None:
     if policy.compression is not Compression.OFF and zstd_module() is None:
-        raise ConfigError(
-            f'{name}.compression = "{policy.compression}": it needs the zstd extra (pip install "prfaas[zstd]")'
+        raise SettingsError(
+            f'{name}: compression = "{policy.compression}": it needs the zstd extra (pip install "prfaas[zstd]")'
         )
-    return policy
 
 
 def formats_of(coding: Coding, layout: ModelLayout, ranges: Sequence[RangeKey], *, exact: bool) -> FormatOf | None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from node.config import CLUSTER_KINDS, ENGINES, ROLES, TRANSPORTS, NodeConfig, load_node_config, node_config
 from node.errors import ConfigError
+from transport.control.settings import mapped
 
 # Of a node without a file: alone, it serves whole requests.
 DEFAULTS: Final[dict[str, Any]] = {"cluster": "local", "cluster_kind": "pd", "role": "decode"}
@@ -52,7 +53,8 @@ def config_from(arguments: argparse.Namespace, engine_args: Sequence[str] = ()) 
     if arguments.config is not None:
         config = load_node_config(arguments.config)
         flags = {key: _number_or_text(key, value) for key, value in flags.items()}
-        return replace(config, **flags, engine_args=(*config.engine_args, *engine_args))
+        with mapped(ConfigError):
+            return replace(config, **flags, engine_args=(*config.engine_args, *engine_args))
     if not flags:
         raise ConfigError("give a file with -c, or at least --model")
     table = DEFAULTS | {key: _number_or_text(key, value) for key, value in flags.items()}

@@ -1,6 +1,6 @@
-"""The decode side: reservations that other nodes fill, and engines that claim them.
+"""The receiving side: reservations that other nodes fill, and that engines of decode nodes are lent.
 
-    Reserve ──► RESERVED ──all landed──► LANDED ──claimed──► LOADING ──EndJob──► gone (blocks are prefix cache)
+    Reserve ──► RESERVED ──all landed──► LANDED ──lent──► LOADING ──given back──► gone (blocks are prefix cache)
                    │                        │                   │
                    └──── abort, lease over, transfer failed ────┴──► gone
 
@@ -11,25 +11,22 @@ import asyncio
 import logging
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
 from hybrid_cache.layout import transfer_ranges
 from hybrid_cache.reservation import Purpose, Reservation
-from node.answers import OK, Answers, JobKey, Reply, job_pages, noting_refusals
 from node.errors import NodeRefusal
 from node.links import Landing, LandingResult, Links
 from node.pages import Pages, split_hashes
-from transport import messages as m
-from transport.proto import node_pb2 as pb
+from transport.control.proto import node_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
 MAX_CLAIM_S = 3600.0
 MAX_REMEMBERED = 1024
-LANDING = "landing"  # the kind of an engine's job that loads one
 # What callers may say when they abort a reservation; they become metric labels.
 ABORT_REASONS = frozenset({"aborted", "given_up", "prefill_failed", "prefix_not_moved", "request_ended"})
 
@@ -56,22 +53,20 @@ class Incoming:
     state: LandingState = LandingState.RESERVED
     landing: Landing | None = None
     receiving: bool = False
+    reusable: bool = True  # once it has landed: it is prefix cache, and so may be what is computed on top of it
     last_progress: int = 0
-    claim: JobKey | None = None
 
 
 @dataclass(slots=True)
 class ConsumerCounts:
     """What happened, for metrics."""
 
-    refused: Mapping[str, int]
+    refused: Counter[str] = field(default_factory=Counter)
     reserved: int = 0
     landed: int = 0
     quantised: dict[str, int] = field(default_factory=dict)  # of those landed, by whether they became prefix cache
     bytes_landed: int = 0
     ended: dict[str, int] = field(default_factory=dict)
-    jobs: Counter[tuple[str, str]] = field(default_factory=Counter)  # what engines claimed, by kind and outcome
-    loaded_tokens: int = 0
 
 
 class Consumer:
@@ -82,19 +77,18 @@ class Consumer:
         self._links = links
         self._lease_s = lease_s
         self._now = now
-        self._incoming: dict[str, Incoming] = {}
-        self._claims = Answers()
+        self.incoming: dict[str, Incoming] = {}  # by transfer id
         self._committed: deque[str] = deque(maxlen=MAX_REMEMBERED)  # Commit may be asked again
-        self.counts = ConsumerCounts(self._claims.refused)
+        self.counts = ConsumerCounts()
 
     @property
     def landing(self) -> int:
         """Transfers expected or arriving."""
-        return sum(entry.receiving for entry in self._incoming.values())
+        return sum(entry.receiving for entry in self.incoming.values())
 
     def is_idle(self) -> bool:
         """Whether no reservation holds pages."""
-        return not self._incoming
+        return not self.incoming
 
     # From the gateway
 
@@ -107,7 +101,7 @@ class Consumer:
         try:
             entry, secret = self._reserve(request)
         except NodeRefusal as exc:
-            self._claims.refused[exc.label] += 1
+            self.counts.refused[exc.label] += 1
             raise
         self.counts.reserved += 1
         return entry.transfer_id, secret, entry.reservation
@@ -139,7 +133,7 @@ class Consumer:
         except BaseException:
             self._pages.release(transfer_id)
             raise
-        self._incoming[transfer_id] = entry
+        self.incoming[transfer_id] = entry
         return entry, secret
 
     def _wants_exact(self, prefix_only: bool) -> bool:
@@ -166,7 +160,8 @@ class Consumer:
         if entry.state is LandingState.RESERVED and result.ok:
             entry.state = LandingState.LANDED
             entry.expires_at = self._now() + entry.ttl_s
-            if self._may_be_reused(result):
+            entry.reusable = self._may_be_reused(result)
+            if entry.reusable:
                 self._pages.commit(entry.transfer_id, entry.reservation.num_tokens)
             self.counts.landed += 1
             entry.landed.set_result("")
@@ -186,7 +181,7 @@ class Consumer:
 
     async def commit(self, transfer_id: str, timeout_s: float) -> None:
         """Waits for a prefix to land and leaves it in the cache. Raises NodeRefusal, and TimeoutError."""
-        entry = self._incoming.get(transfer_id)
+        entry = self.incoming.get(transfer_id)
         if entry is None:
             if transfer_id not in self._committed:
                 raise NodeRefusal("unknown_transfer", "no such reservation: aborted, expired or of an earlier start")
@@ -203,7 +198,7 @@ class Consumer:
 
         `reason` is the caller's word: one that is not known here counts as "other".
         """
-        entry = self._incoming.get(transfer_id)
+        entry = self.incoming.get(transfer_id)
         if entry is None:
             return False
         self._give_up(entry, reason if reason in ABORT_REASONS else "other" if reason else "aborted")
@@ -218,7 +213,7 @@ class Consumer:
         """Drops reservations whose lease is over; one that makes progress is renewed."""
         now = self._now()
         expired = []
-        for entry in list(self._incoming.values()):
+        for entry in list(self.incoming.values()):
             progress = entry.landing.bytes_landed if entry.landing else 0
             if progress > entry.last_progress or entry.state is LandingState.LOADING:
                 entry.last_progress, entry.expires_at = progress, now + entry.ttl_s
@@ -228,27 +223,19 @@ class Consumer:
                 self._drop(entry, "lease_expired")
         return expired
 
-    # From the engine
+    # For engines
 
-    def claim(self, message: m.ClaimLanding, owner: object, reply: Reply) -> None:
-        """Answers with JobPages once everything landed, or Refused. Raises MessageError for a name in use."""
-        key = (id(owner), message.job)
-        if key in self._claims or any(entry.claim == key for entry in self._incoming.values()):
-            raise m.MessageError(f"job {message.job!r} has claimed already")
-        noting = noting_refusals(reply, self._load_ended)
-        self._claims.start(key, lambda: self._claim(key, message), noting)
-
-    async def _claim(self, key: JobKey, message: m.ClaimLanding) -> m.JobPages:
-        entry = self._incoming.get(message.transfer_id)
+    async def lend(self, transfer_id: str, tokens_digest: bytes, timeout_s: float) -> Incoming:
+        """Waits until everything landed; then the pages are the caller's, until `give_back`. Raises NodeRefusal."""
+        entry = self.incoming.get(transfer_id)
         if entry is None:
             raise NodeRefusal("unknown_transfer", "no such reservation: aborted, expired or of an earlier start")
-        if entry.tokens_digest != message.tokens_digest:
+        if entry.tokens_digest != tokens_digest:
             self._give_up(entry, "digest_mismatch")
             raise NodeRefusal("digest_mismatch", "the reservation was made for other tokens")
-        await self._landed(entry, message.timeout_s)
+        await self._landed(entry, timeout_s)
         entry.state = LandingState.LOADING
-        entry.claim = key
-        return job_pages(message.job, entry.reservation)
+        return entry
 
     async def _landed(self, entry: Incoming, timeout_s: float) -> None:
         # No event loop takes "not a number" or "for ever" as a time.
@@ -266,26 +253,9 @@ class Consumer:
         if entry.state is not LandingState.LANDED:
             raise NodeRefusal("claimed_twice", f"the reservation is {entry.state.value}")
 
-    def end(self, message: m.EndJob, owner: object) -> None:
-        """The engine copied the pages, or gave the job up."""
-        key = (id(owner), message.job)
-        self._claims.cancel(key)
-        for entry in list(self._incoming.values()):
-            if entry.claim == key:
-                self._load_ended(OK if message.loaded else message.reason or "engine_ended")
-                self.counts.loaded_tokens += entry.reservation.num_tokens if message.loaded else 0
-                self._drop(entry, "loaded" if message.loaded else message.reason or "engine_ended")
-
-    def engine_gone(self, owner: object) -> None:
-        """The engine died: reservations it was loading go; others wait for its successor or their lease."""
-        self._claims.cancel_all(id(owner))
-        for entry in list(self._incoming.values()):
-            if entry.claim and entry.claim[0] == id(owner):
-                self._load_ended("engine_gone")
-                self._drop(entry, "engine_gone")
-
-    def _load_ended(self, outcome: str) -> None:
-        self.counts.jobs[LANDING, outcome] += 1
+    def give_back(self, entry: Incoming, reason: str) -> None:
+        """Who had the pages has let go of them; the reservation is over."""
+        self._drop(entry, reason)
 
     def _drop(self, entry: Incoming, reason: str) -> None:
         if entry.state is LandingState.GONE:
@@ -300,5 +270,5 @@ class Consumer:
             self._free(entry)
 
     def _free(self, entry: Incoming) -> None:
-        if self._incoming.pop(entry.transfer_id, None):
+        if self.incoming.pop(entry.transfer_id, None):
             self._pages.release(entry.transfer_id)

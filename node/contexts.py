@@ -8,7 +8,7 @@ from hybrid_cache.contexts import Context, ContextCache, NotCached, TooManyConte
 from hybrid_cache.errors import DuplicateReservation, UnknownReservation
 from node.errors import NodeRefusal
 from node.pages import MAX_TOKENS, Pages, split_hashes
-from transport.proto import node_pb2 as pb
+from transport.control.proto import node_pb2 as pb
 
 MAX_TTL_S: Final = 86400.0
 

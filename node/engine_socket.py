@@ -1,4 +1,4 @@
-"""The agent's end of the Unix socket: one engine at a time, frames of transport.messages."""
+"""The agent's end of the Unix socket: one engine at a time, frames of transport.control.messages."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from node.errors import EngineError
-from transport import messages as m
+from transport.control import messages as m
 
 log = logging.getLogger(__name__)
 

@@ -2,6 +2,8 @@
 
 NodeError
 ├── ConfigError            the configuration names an unknown key or holds a bad value
+├── PortHeld              a process of this node's earlier start does not let go of a port
+├── NoRoom                 the host's shared memory has no room for the arena
 ├── EngineError
 │   ├── ArenaError         no page arena can be made for the engine's model
 │   ├── LayoutMismatch     an engine came back with another KVCache layout than the arena was cut for
@@ -16,6 +18,14 @@ class NodeError(Exception):
 
 class ConfigError(NodeError):
     """A key that nobody knows or a value that cannot be: names both, and what is allowed."""
+
+
+class PortHeld(NodeError):
+    """A port is taken by what is left of this node's earlier start."""
+
+
+class NoRoom(NodeError):
+    """The memory that `cache_bytes` promises is not there: says how much is."""
 
 
 class EngineError(NodeError):

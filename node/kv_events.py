@@ -16,7 +16,7 @@ from node.engine_cache import EngineCache, EngineEvent
 
 log = logging.getLogger(__name__)
 
-EVENTS_SOCKET: Final = "kv-events"  # beside the agent's own socket; engine.vllm_launch has vLLM bind it
+EVENTS_SOCKET: Final = "kv-events"  # beside the agent's own socket; engine.vllm.launch has vLLM bind it
 MAX_QUEUED_MESSAGES: Final = 10_000  # more are dropped by ZMQ, which the sequence numbers tell
 
 

@@ -17,22 +17,24 @@ from typing import Any, Final
 from node.arena import SHM_DIR
 from node.config import ANY_CLUSTER, INTEGRITIES, NodeConfig
 from node.errors import ConfigError, NodeRefusal
-from transport import client, landings
-from transport.client import ClientOptions, TransferClient
-from transport.coding import FormatOf
+from transport.coding.choice import FormatOf
+from transport.control.messages import TicketInfo
+from transport.control.proto import node_pb2 as pb
 from transport.errors import Closed, TransportError
-from transport.lanes import Urgency
-from transport.link import LinkState, together
-from transport.messages import TicketInfo
 from transport.metrics import TransportCollector
-from transport.pacing import Budget
-from transport.proto import node_pb2 as pb
-from transport.rdma import RdmaOptions, open_devices
-from transport.rdma_device import RdmaDevices, RdmaError
-from transport.rdma_topology import fabrics_of, matrix
-from transport.server import ServerOptions, TransferServer
-from transport.shm import ArenaSource
-from transport.tcp import TcpOptions
+from transport.path.link import LinkState, together
+from transport.path.pacing import Budget
+from transport.path.shm import ArenaSource
+from transport.path.tcp import TcpOptions
+from transport.rdma.device import RdmaDevices, RdmaError
+from transport.rdma.topology import fabrics_of, matrix
+from transport.rdma.verbs import RdmaOptions, open_devices
+from transport.receive import landing as landings
+from transport.receive.options import ServerOptions
+from transport.receive.server import TransferServer
+from transport.send import client
+from transport.send.client import ClientOptions, TransferClient
+from transport.send.spec import TransferSpec, Urgency, Via
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +100,11 @@ class Landing:
         """Verified bytes so far."""
         return self._landing.bytes_landed
 
+    @property
+    def bytes_total(self) -> int:
+        """Bytes that are to come, in all."""
+        return self._landing.bytes_total
+
     def cancel(self, reason: str) -> None:
         """Ends it; its callback comes when no thread writes into the pages any more."""
         self._server.cancel(self._landing.transfer_id, reason)
@@ -107,8 +114,9 @@ class Links:
     """Sends to and receives from other nodes."""
 
     def __init__(self, config: NodeConfig, *, use_shm: bool, rdma: RdmaDevices | None = None) -> None:
+        port = config.port("transfer")
         server_options = replace(_server_options(config, use_shm), rdma=rdma)
-        self._server = TransferServer(config.host, config.transfer_port, options=server_options)
+        self._server = TransferServer(port.host, port.number, options=server_options)
         self._client = TransferClient(options=replace(_client_options(config), rdma=rdma))
         self._cluster = config.cluster
         self._rdma = rdma
@@ -175,18 +183,20 @@ class Links:
             on_done(result)
 
         try:
-            push = self._client.open(
+            spec = TransferSpec(
                 address,
                 ticket.transfer_id,
                 ticket.secret,
                 sizes,
-                source,
-                same_host=kind == SHM,
-                over_rdma=kind == RDMA,
+                via=Via(kind),
                 link=cluster,
                 formats=formats,
                 urgency=urgency,
                 due_s=ticket.ttl_s,
+            )
+            push = self._client.open(
+                spec,
+                source,
                 on_done=lambda result: self._on_loop(
                     pushed,
                     PushResult(

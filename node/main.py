@@ -2,54 +2,62 @@
 
 import argparse
 import asyncio
-import errno
 import importlib.util
 import logging
-import os
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import uvloop
 
-from node.agent import NodeAgent
+from node.agent import ENGINE_STOP_S, NodeAgent
 from node.command_line import add_node_arguments, config_from, split_engine_args
-from node.config import NodeConfig
-from node.errors import ConfigError, EngineError
+from node.config import LISTENERS, NodeConfig
+from node.errors import ConfigError, EngineError, NodeError, NoRoom
 from node.metrics import serve_metrics
-from node.service import Admit, NodeService, serve
+from node.ports import UNUSABLE, Port, wait_free
+from node.role import Role
+from node.service import NodeService, serve
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 STOP_GRACE_S = 0.5
+PREDECESSOR_MARGIN_S = 10.0
+EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
 EXIT_ENGINE_FAILED = 3
 
 
-def run(config: NodeConfig, admit: Admit, read_again: Callable[[], NodeConfig]) -> int:
+def run(config: NodeConfig, role: Role, read_again: Callable[[], NodeConfig]) -> int:
     """Runs one node to its end; returns the exit status. SIGHUP applies what `read_again` gives."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    status = uvloop.run(_run(config, admit, read_again))
-    # The loop's handlers are gone: a second SIGTERM must not turn a clean end into a kill.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    status = uvloop.run(_run(config, role, read_again))
+    # The loop's handlers are gone: a second signal must not turn a clean end into a kill.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     return status
 
 
-async def _run(config: NodeConfig, admit: Admit, read_again: Callable[[], NodeConfig]) -> int:
+async def _run(config: NodeConfig, role: Role, read_again: Callable[[], NodeConfig]) -> int:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, log.info, "SIGHUP while starting: the configuration has just been read")
     # Ended in reverse: nobody may call into an agent that closes.
     async with AsyncExitStack() as stack:
         try:
-            agent = await _start(config, admit, read_again, stack)
-        except (OSError, ConfigError) as exc:
+            agent = await _or_stopped(_start(config, role, read_again, stack), stop)
+        except (OSError, NodeError) as exc:
             print(f"node {config.node_id}: cannot start: {exc}", file=sys.stderr)
-            return EXIT_BAD_CONFIG
+            return EXIT_BAD_CONFIG if isinstance(exc, ConfigError | NoRoom) else EXIT_FAILED
+        if agent is None:
+            return 0
         if not await _engine_came(agent, stop):
             return EXIT_ENGINE_FAILED
         if not stop.is_set():
@@ -61,48 +69,60 @@ async def _run(config: NodeConfig, admit: Admit, read_again: Callable[[], NodeCo
 
 
 async def _start(
-    config: NodeConfig, admit: Admit, read_again: Callable[[], NodeConfig], stack: AsyncExitStack
+    config: NodeConfig, role: Role, read_again: Callable[[], NodeConfig], stack: AsyncExitStack
 ) -> NodeAgent:
-    """Starts all listeners, then the engine. Raises OSError, ConfigError."""
-    with _binding(config, "engine_port"):  # its engine would find out by dying, again and again
-        socket.create_server((config.host, config.engine_port)).close()
-    agent = NodeAgent(config, time.monotonic)
+    """Starts all listeners, then the engine. Raises OSError, NodeError."""
+    for listener in LISTENERS:  # an engine would find out by dying, again and again
+        await wait_free(config.port(listener), config.node_id, _patience_s(config), time.monotonic)
+    agent = NodeAgent(config, role, time.monotonic)
     stack.push_async_callback(agent.close)
-    with _binding(config, "metrics_port"):
-        metrics = await serve_metrics(agent, config.host, config.metrics_port)
+    asyncio.get_running_loop().set_exception_handler(agent.tasks.on_loop_error)
+    with _binding(inside := config.port("metrics")):
+        metrics = await serve_metrics(agent, inside.host, inside.number)
     stack.push_async_callback(metrics.close)
-    service = NodeService(agent, admit, time.monotonic)
-    with _binding(config, "control_port"):
-        server, port = await serve(service, config.host, config.control_port, config.identity)
+    service = NodeService(agent, time.monotonic)
+    with _binding(control := config.port("control")):
+        server, bound = await serve(service, control.host, control.number, config.identity)
     stack.push_async_callback(server.stop, STOP_GRACE_S)
-    with _binding(config, "transfer_port"):
+    with _binding(config.port("transfer")):
         await agent.start()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, agent.reconfigure, read_again)
-    print(f"node listening id={config.node_id} agent={config.host}:{port} metrics={metrics.url}", flush=True)
+    print(f"node listening id={config.node_id} agent={control.host}:{bound} metrics={metrics.url}", flush=True)
     return agent
 
 
+def _patience_s(config: NodeConfig) -> float:
+    """How long a predecessor may take to end: it drains, then ends its engine."""
+    return config.drain_timeout_s + ENGINE_STOP_S + PREDECESSOR_MARGIN_S
+
+
 @contextmanager
-def _binding(config: NodeConfig, key: str) -> Iterator[None]:
-    """An address that is not to be had is the fault of a key."""
+def _binding(port: Port) -> Iterator[None]:
+    """Whoever took a port since it was free is a stranger."""
     try:
         yield
     except OSError as exc:
-        if exc.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
+        if exc.errno not in UNUSABLE:
             raise
-        port = getattr(config, key)
-        raise ConfigError(f"{key} = {port}: cannot listen on {config.host}:{port}: {os.strerror(exc.errno)}") from exc
+        raise port.refused(exc) from exc
+
+
+async def _or_stopped(work: Coroutine[None, None, T], stop: asyncio.Event) -> T | None:
+    """What `work` comes to; None if the node is told to end before. Raises what `work` raises."""
+    stopped, task = asyncio.create_task(stop.wait()), asyncio.create_task(work)
+    await asyncio.wait([stopped, task], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task])
+    return None if task.cancelled() else task.result()
 
 
 async def _engine_came(agent: NodeAgent, stop: asyncio.Event) -> bool:
     """Whether there is an engine, or no need for one any more."""
-    stopped = asyncio.create_task(stop.wait())
-    ready = asyncio.create_task(agent.wait_ready(agent.config.start_timeout_s))
-    await asyncio.wait([stopped, ready], return_when=asyncio.FIRST_COMPLETED)
-    for task in (stopped, ready):
-        task.cancel()
-    _, failure = await asyncio.gather(stopped, ready, return_exceptions=True)
-    if isinstance(failure, TimeoutError | EngineError):
+    try:
+        await _or_stopped(agent.wait_ready(agent.config.start_timeout_s), stop)
+    except (TimeoutError, EngineError) as failure:
         tail = agent.engine_log.read_text(errors="replace")[-2000:] if agent.engine_log.exists() else ""
         print(
             f"node {agent.config.node_id}: its engine did not come up: {str(failure) or 'it said nothing'}; "
@@ -131,20 +151,20 @@ def check_model(config: NodeConfig) -> None:
         )
 
 
-def node_main(prog: str, about: str, kind: str, admit: Admit, argv: Sequence[str] | None) -> int:
+def node_main(prog: str, about: str, role: Role, argv: Sequence[str] | None) -> int:
     """The command line that both kinds of cluster share."""
     parser = argparse.ArgumentParser(prog=prog, description=about)
     add_node_arguments(parser)
     own, engine_args = split_engine_args(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(own)
-    arguments.cluster_kind = arguments.cluster_kind or (None if arguments.config else kind)
+    arguments.cluster_kind = arguments.cluster_kind or (None if arguments.config else role.kind)
     try:
         config = config_from(arguments, engine_args)
-        if config.cluster_kind != kind:
+        if config.cluster_kind != role.kind:
             where = f"{arguments.config}: [node]: " if arguments.config else ""
-            raise ConfigError(f"{where}cluster_kind = {config.cluster_kind!r}: {prog} runs nodes of kind {kind!r}")
+            raise ConfigError(f"{where}cluster_kind = {config.cluster_kind!r}: {prog} runs nodes of kind {role.kind!r}")
         check_model(config)
     except ConfigError as exc:
         print(f"{prog}: {exc}", file=sys.stderr)
         return EXIT_BAD_CONFIG
-    return run(config, admit, lambda: config_from(arguments, engine_args))
+    return run(config, role, lambda: config_from(arguments, engine_args))

@@ -10,8 +10,22 @@ from prometheus_client.registry import Collector
 
 from node.agent import NodeAgent
 from node.config import NodeConfig
-from transport.certificates import expires_at
-from transport.proto import node_pb2 as pb
+from transport.control.certificates import expires_at
+from transport.control.proto import node_pb2 as pb
+
+
+class InCluster(Collector):
+    """Another collector's series, each of which says whose it is: `cluster` is the node's own, where `link` is the other end."""
+
+    def __init__(self, cluster: str, inner: Collector) -> None:
+        self._labels = {"cluster": cluster}
+        self._inner = inner
+
+    def collect(self) -> Iterable[Metric]:
+        """All families of the other collector."""
+        for family in self._inner.collect():
+            family.samples = [sample._replace(labels={**sample.labels, **self._labels}) for sample in family.samples]
+            yield family
 
 
 class NodeCollector(Collector):
@@ -38,10 +52,14 @@ class NodeCollector(Collector):
         restarts.add_metric([], self._agent.supervisor.restarts)
         yield restarts
         yield from _security(self._agent.config)
+        yield _counter(
+            "prfaas_node_internal_errors", "Errors of our own that were survived", "task", self._agent.failures
+        )
         yield _counter("prfaas_config_reloads", "SIGHUPs, by what came of them", "outcome", self._agent.reloads)
 
     def _requests(self) -> Iterator[Metric]:
-        if not (self._agent.producer and self._agent.consumer):
+        landings = self._agent.landings
+        if not (self._agent.producer and self._agent.consumer and landings):
             return
         producer, consumer = self._agent.producer.counts, self._agent.consumer.counts
         yield _counter(
@@ -51,7 +69,7 @@ class NodeCollector(Collector):
             {
                 "computed": producer.prefilled_tokens,
                 "cached": producer.cached_tokens,
-                "landed": consumer.loaded_tokens,
+                "landed": landings.loaded_tokens,
             },
         )
         jobs = CounterMetricFamily(
@@ -59,7 +77,7 @@ class NodeCollector(Collector):
             "Pages that the engine had on loan, by what for and what came of it",
             labels=["kind", "outcome"],
         )
-        for labels, count in (producer.jobs | consumer.jobs).items():
+        for labels, count in (producer.jobs | landings.jobs).items():
             jobs.add_metric(labels, count)
         yield jobs
         yield _counter(
@@ -67,7 +85,10 @@ class NodeCollector(Collector):
         )
         yield _counter("prfaas_prefill_refused", "Prefill jobs refused, by reason", "reason", producer.refused)
         yield _counter(
-            "prfaas_landings_refused", "Reservations and claims refused, by reason", "reason", consumer.refused
+            "prfaas_landings_refused",
+            "Reservations and claims refused, by reason",
+            "reason",
+            consumer.refused + landings.refused,
         )
         yield _counter("prfaas_reservations_ended", "Reservations, by how they ended", "reason", consumer.ended)
         yield _counter(
@@ -156,8 +177,8 @@ class MetricsServer:
 async def serve_metrics(agent: NodeAgent, host: str, port: int) -> MetricsServer:
     """Serves /metrics and /health of a node on `host:port` (0: any free port). Raises OSError if the port is taken."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(NodeCollector(agent))
-    registry.register(agent.links.collector)
+    for collector in (NodeCollector(agent), agent.links.collector):
+        registry.register(InCluster(agent.config.cluster, collector))
 
     async def metrics(request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -10,17 +10,18 @@ from hybrid_cache import hashing
 from hybrid_cache.disk import DiskTier
 from hybrid_cache.errors import DiskInUse, OutOfPages
 from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Medium
+from hybrid_cache.eviction.choice import policy_named
 from hybrid_cache.layout import ModelLayout, RangeKey, Segment
 from hybrid_cache.lookup import PrefixHit
 from hybrid_cache.prefix_cache import PrefixCache
 from hybrid_cache.reservation import Purpose, Reservation
-from node.arena import Arena, arena_path
+from node.arena import Arena
 from node.broadcast import Broadcast
 from node.config import NodeConfig
 from node.errors import NodeRefusal
 from node.ssd import Ssd, open_disk
-from transport.proto import node_pb2 as pb
-from transport.shm import ArenaSource
+from transport.control.proto import node_pb2 as pb
+from transport.path.shm import ArenaSource
 
 log = logging.getLogger(__name__)
 
@@ -43,16 +44,17 @@ def split_hashes(joined: bytes) -> list[bytes]:
 class Pages:
     """Arena and cache of one layout; all calls come from the agent's event loop."""
 
-    def __init__(self, layout: ModelLayout, config: NodeConfig, events: Broadcast, now: Callable[[], float]) -> None:
+    def __init__(
+        self, layout: ModelLayout, arena: Arena, config: NodeConfig, events: Broadcast, now: Callable[[], float]
+    ) -> None:
+        """Cuts the arena into pages; what is left at its end is not used. Raises ValueError if no page fits."""
         self.layout = layout
-        num_pages = config.cache_bytes // layout.page_bytes
-        path = arena_path(config.node_id, Path(config.run_dir))
-        self.arena = Arena(path, layout.page_bytes, num_pages, hugepages=config.hugepages)
-        try:
-            self.cache = PrefixCache(layout, num_pages)
-        except BaseException:
-            self.arena.close()
-            raise
+        self.arena = arena
+        self.num_pages = arena.num_bytes // layout.page_bytes
+        if not self.num_pages:
+            raise ValueError(f"a page has {layout.page_bytes} bytes")
+        eviction = policy_named(config.eviction, layout, self.num_pages)
+        self.cache = PrefixCache(layout, self.num_pages, eviction=eviction)
         self.ssd: Ssd | None = None
         self._config = config
         self._now = now
@@ -82,10 +84,13 @@ class Pages:
         log.info("SSD tier node=%s: %s blocks", node_id, self.ssd.report().blocks)
 
     async def close(self) -> None:
-        """Saves what an SSD may keep and gives the memory back; nothing may use pages any more."""
+        """Saves what an SSD may keep; nothing may use pages any more."""
         if self.ssd:
             await self.ssd.close(SSD_SAVE_S)
-        self.arena.close()
+
+    def memory(self) -> memoryview:
+        """All pages, writable."""
+        return self.arena.view(0, self.layout.page_bytes * self.num_pages)
 
     def place(self, reservation: Reservation, key: RangeKey) -> tuple[Segment, ...]:
         """The arena ranges of one slab of a reservation, in order."""
@@ -102,9 +107,7 @@ class Pages:
 
     def source(self, segments: Callable[[int], Iterable[Segment]]) -> ArenaSource:
         """The arena as a transfer's source, whose range i lies in `segments(i)`."""
-        return ArenaSource(
-            str(self.arena.path), self.arena.view(0, self.arena.page_bytes * self.arena.num_pages), segments
-        )
+        return ArenaSource(str(self.arena.path), self.memory(), segments)
 
     def match(self, hashes: Sequence[bytes], num_tokens: int) -> PrefixHit:
         """What of a prompt is cached here."""
@@ -125,14 +128,12 @@ class Pages:
             raise NodeRefusal("bad_request", "a block hash comes twice: they are not chained")
         blocks = -(-num_tokens // self.layout.block_size)
         needed = blocks * sum(self.layout.pages_per_block(group) for group in self.layout.full_groups)
-        if needed > self.arena.num_pages:
-            raise NodeRefusal("no_capacity", f"{needed} pages needed, the arena has {self.arena.num_pages}")
+        if needed > self.num_pages:
+            raise NodeRefusal("no_capacity", f"{needed} pages needed, the arena has {self.num_pages}")
 
     def _reserve(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose) -> Reservation:
         try:
-            reservation = self.cache.reserve(
-                request_id, hashes, num_tokens, now=self._now(), ttl_s=float("inf"), purpose=purpose
-            )
+            reservation = self.cache.reserve(request_id, hashes, num_tokens, now=self._now(), purpose=purpose)
         except OutOfPages as exc:
             raise NodeRefusal("no_capacity", str(exc)) from exc
         finally:
@@ -159,10 +160,19 @@ class Pages:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await self._freed.wait()
+        return await self._when_settled(reservation)
+
+    async def reserve_now(
+        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose
+    ) -> Reservation:
+        """`reserve`, for what gives way to everything else: it waits for no room. Raises NodeRefusal."""
+        return await self._when_settled(self.reserve(request_id, hashes, num_tokens, purpose))
+
+    async def _when_settled(self, reservation: Reservation) -> Reservation:
         try:
             await self.settled()
         except BaseException:
-            self.release(request_id)
+            self.release(reservation.request_id)
             raise
         return reservation
 

@@ -20,14 +20,15 @@ from node.coding import formats_of
 from node.errors import NodeRefusal
 from node.links import Links, Push, PushResult
 from node.pages import Pages, split_hashes
-from transport import messages as m
-from transport.lanes import Urgency
-from transport.shm import ArenaSource
+from transport.control import messages as m
+from transport.path.shm import ArenaSource
+from transport.send.spec import Urgency
 
 log = logging.getLogger(__name__)
 
 PREFIX_PUSH_TIMEOUT_S = 120.0
-LEG, LOCAL = "leg", "local"  # kinds of jobs: for another node, and for the prefix cache here
+# Kinds of jobs: for another node, for the prefix cache here, and what an engine computed while it answered.
+LEG, LOCAL, ANSWER = "leg", "local", "answer"
 
 
 class Outgoing:
@@ -113,6 +114,8 @@ class PrefillJob:
     @property
     def kind(self) -> str:
         """Whom it is computed for."""
+        if self.reservation.purpose is Purpose.ANSWER:
+            return ANSWER
         return LOCAL if self.push is None else LEG
 
     def outcome(self, reason: str) -> str:
@@ -174,25 +177,27 @@ class Producer:
         key = (id(owner), message.job)
         if key in self._begins or key in self._jobs:
             raise m.MessageError(f"job {message.job!r} has begun already")
-        kind = LOCAL if message.ticket is None else LEG
+        kind = ANSWER if message.computed else LOCAL if message.ticket is None else LEG
         noting = noting_refusals(reply, lambda reason: self._ended(kind, reason))
         self._begins.start(key, lambda: self._begin(key, message, owner, reply), noting)
 
     async def _begin(self, key: JobKey, message: m.BeginPrefill, owner: object, reply: Reply) -> m.JobPages:
         if message.ticket is not None:
             self._check_ticket(message, message.ticket)
-        reservation = await self._pages.reserve_when_free(
-            f"prefill-{next(self._ids)}",
-            split_hashes(message.hashes),
-            message.num_tokens,
-            Purpose.PREFILL,
-            self._room_timeout_s,
-        )
+        reservation = await self._reserve(message)
         job = PrefillJob(message.job, owner, reservation, reply, self._now())
         if message.ticket is not None:
             self._open_push(job, message.ticket)
         self._jobs[key] = job
         return job_pages(message.job, reservation)
+
+    async def _reserve(self, message: m.BeginPrefill) -> Reservation:
+        name, hashes = f"prefill-{next(self._ids)}", split_hashes(message.hashes)
+        if message.computed:
+            return await self._pages.reserve_now(name, hashes, message.num_tokens, Purpose.ANSWER)
+        return await self._pages.reserve_when_free(
+            name, hashes, message.num_tokens, Purpose.PREFILL, self._room_timeout_s
+        )
 
     def _check_ticket(self, message: m.BeginPrefill, ticket: m.TicketInfo) -> None:
         self._check_layout(ticket)
@@ -252,7 +257,8 @@ class Producer:
         if job is None:
             return
         job.prefill_end_s = self._now() - job.started_at
-        self._computed(job, message.computed_tokens, message.compute_s)
+        if job.kind != ANSWER:  # no prompt was computed for it
+            self._computed(job, message.computed_tokens, message.compute_s)
         if job.push:
             job.bytes_before_prefill_end = job.push.bytes_sent
         self._pages.commit(job.reservation.request_id, message.num_tokens, frozenset(message.unfilled))

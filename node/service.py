@@ -10,15 +10,14 @@ import grpc.aio
 
 from node.agent import NodeAgent
 from node.broadcast import WatcherTooSlow
-from node.config import NodeConfig
 from node.contexts import as_message
 from node.errors import NodeRefusal
 from node.pages import split_hashes
-from transport.control import MAX_CONTROL_BYTES, REASON_KEY, ticket_info
-from transport.credentials import server_credentials
-from transport.crypto import Identity
-from transport.proto import node_pb2 as pb
-from transport.proto import node_pb2_grpc as rpc
+from transport.control.credentials import server_credentials
+from transport.control.proto import node_pb2 as pb
+from transport.control.proto import node_pb2_grpc as rpc
+from transport.control.tickets import MAX_CONTROL_BYTES, REASON_KEY, ticket_info
+from transport.wire.identity import Identity
 
 log = logging.getLogger(__name__)
 
@@ -40,25 +39,23 @@ STATUS_OF_REFUSAL = {
     "layout_mismatch": grpc.StatusCode.FAILED_PRECONDITION,
 }
 
-Admit = Callable[[NodeConfig, pb.ReserveRequest], None]
-
 
 class NodeService(rpc.NodeAgentServicer):
-    """One node's control calls. `admit` raises NodeRefusal for reservations that the kind of cluster does not take."""
+    """One node's control calls."""
 
-    def __init__(self, agent: NodeAgent, admit: Admit, now: Callable[[], float]) -> None:
+    def __init__(self, agent: NodeAgent, now: Callable[[], float]) -> None:
         self._agent = agent
-        self._admit = admit
         self._now = now
 
     async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.NodeDescription:
         description = self._agent.describe()
-        description.integrity_error = self._agent.integrity_error()
+        if request.check_integrity:
+            description.integrity_error = self._agent.integrity_error()
         return description
 
     async def Reserve(self, request: pb.ReserveRequest, context: grpc.aio.ServicerContext) -> pb.Ticket:
         try:
-            self._admit(self._agent.config, request)
+            self._agent.role.admit(self._agent.config, request)
             consumer = self._agent.ready_consumer()
             transfer_id, secret, reservation = await consumer.reserve_settled(request)
         except NodeRefusal as exc:
@@ -90,7 +87,6 @@ class NodeService(rpc.NodeAgentServicer):
         return pb.Done(ok=True, reason="" if known else "unknown")
 
     async def Load(self, request: pb.LoadRequest, context: grpc.aio.ServicerContext) -> pb.LoadResult:
-        started_at = self._now()
         try:
             producer = self._agent.ready_producer()
             tokens, size = await producer.push_prefix(split_hashes(request.block_hashes), ticket_info(request.ticket))
@@ -98,7 +94,7 @@ class NodeService(rpc.NodeAgentServicer):
             await _refuse(context, exc)
         except TimeoutError:
             await _refuse(context, NodeRefusal("push_failed", "timeout"))
-        return pb.LoadResult(num_tokens=tokens, bytes_sent=size, seconds=self._now() - started_at)
+        return pb.LoadResult(num_tokens=tokens, bytes_sent=size)
 
     async def Watch(self, request: pb.WatchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.NodeEvent]:
         interval_s = max(request.load_interval_s or DEFAULT_LOAD_INTERVAL_S, MIN_LOAD_INTERVAL_S)

@@ -21,7 +21,7 @@ from hybrid_cache.events import BlocksStored, CacheEvent
 from hybrid_cache.layout import ModelLayout
 from hybrid_cache.prefix_cache import PrefixCache
 from hybrid_cache.tiers import Promotion, Tiers, Views
-from transport.proto import node_pb2 as pb
+from transport.control.proto import node_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class Ssd:
             self.promotions["busy"] += 1
             return None
         plan = self._tiers.plan_promotion(
-            f"promotion-{next(self._ids)}", hashes, length, now=self._now(), ttl_s=float("inf"),
+            f"promotion-{next(self._ids)}", hashes, length, now=self._now(),
             attention_only=attention_only,
         )  # fmt: skip
         if plan is None:

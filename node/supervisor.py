@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -10,24 +9,27 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from node.children import Child
 from node.config import NodeConfig
+from node.ports import NODE_VARIABLE
 from node.restarts import Restarts
 
 log = logging.getLogger(__name__)
 
 CANNOT_START = -1
-_PR_SET_PDEATHSIG = 1  # prctl(2)
-_LIBC = ctypes.CDLL(None)  # before any fork: a child of a process with threads must not call the dynamic linker
 
 
 def engine_command(config: NodeConfig, socket_path: Path) -> list[str]:
     """The command line of this node's engine."""
     model = ["--emulate", config.model] if config.engine == "emulated" else ["--model", config.model]
-    module = "engine.vllm_launch" if config.engine == "vllm" else "engine"
+    module = "engine.vllm.launch" if config.engine == "vllm" else "engine"
     command = [sys.executable, "-m", module, *model]
-    command += ["--host", config.host, "--port", str(config.engine_port), "--agent-socket", str(socket_path)]
+    port = config.port("engine")
+    command += ["--host", port.host, "--port", str(port.number), "--agent-socket", str(socket_path)]
     command += ["--model-name", config.model_name, "--chunk-tokens", str(config.chunk_tokens)]
     command += ["--threads", str(config.threads), "--drain-timeout-s", str(config.drain_timeout_s)]
+    if config.model_revision and config.engine != "emulated":
+        command += ["--model-revision", config.model_revision]
     if config.block_size:
         command += ["--block-size", str(config.block_size)]
     if config.max_model_len:
@@ -45,7 +47,7 @@ def engine_environment(config: NodeConfig, inherited: Mapping[str, str]) -> dict
     defaults = {"OMP_NUM_THREADS": str(config.threads), "PYTHONUNBUFFERED": "1"}
     if config.engine != "vllm" or Path(config.model).is_dir():
         defaults |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    return defaults | dict(inherited)
+    return {**defaults, **inherited, NODE_VARIABLE: config.node_id}
 
 
 class EngineSupervisor:
@@ -65,7 +67,7 @@ class EngineSupervisor:
         self._now = now
         self._on_state = on_state
         self._deaths = Restarts(config.engine_max_restarts)
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Child | None = None
         self.started_at = now()
         self.restarts = 0
         self.gave_up = False
@@ -109,14 +111,11 @@ class EngineSupervisor:
 
     async def _run_once(self) -> int:
         with self._log_path.open("ab") as out:
-            self._process = await asyncio.create_subprocess_exec(
-                *engine_command(self._config, self._socket_path),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                env=engine_environment(self._config, os.environ),
-                start_new_session=True,
-                preexec_fn=die_with_parent,
+            self._process = Child(
+                engine_command(self._config, self._socket_path),
+                output=out,
+                environment=engine_environment(self._config, os.environ),
+                orphaned_by=signal.SIGKILL,  # nobody can use its pages any more, and its port is wanted
             )
         try:
             return await self._process.wait()
@@ -140,8 +139,7 @@ class EngineSupervisor:
         process = self._process
         if process is None or process.returncode is not None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
+        process.terminate()
         try:
             await asyncio.wait_for(process.wait(), timeout_s)
         except TimeoutError:
@@ -149,11 +147,3 @@ class EngineSupervisor:
             self.kill()
             await process.wait()
         self._kill_group()
-
-
-def die_with_parent() -> None:
-    """For a child, before exec: SIGTERM when the thread that started it is gone, however it went.
-
-    A parent that is killed -9 must not leave children behind that hold ports and memory.
-    """
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

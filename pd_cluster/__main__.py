@@ -1,15 +1,19 @@
 """`python -m pd_cluster -c FILE.toml`: one node, agent and engine."""
 
+import os
 import sys
 from collections.abc import Sequence
 
+# Before gRPC is imported: its fork handlers crash children that other libraries of this process may start.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 from node.main import node_main
-from pd_cluster.admission import admit
+from pd_cluster.role import PD
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the node until SIGTERM; returns the exit status."""
-    return node_main("pd_cluster", "Runs one node of a local PD cluster: agent and engine.", "pd", admit, argv)
+    return node_main("pd_cluster", "Runs one node of a local PD cluster: agent and engine.", PD, argv)
 
 
 if __name__ == "__main__":

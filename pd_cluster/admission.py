@@ -2,7 +2,7 @@
 
 from node.config import NodeConfig
 from node.errors import NodeRefusal
-from transport.proto import node_pb2 as pb
+from transport.control.proto import node_pb2 as pb
 
 
 def admit(config: NodeConfig, request: pb.ReserveRequest) -> None:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prfaas.errors import CertificateError
-from transport.certificates import Authority
-from transport.crypto import Identity
+from transport.control.certificates import Authority
+from transport.wire.identity import Identity
 
 GATEWAY_NAME = "gateway"
 

@@ -2,17 +2,20 @@
 
 import argparse
 import asyncio
+import contextlib
+import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 import prfaas
 from node.command_line import add_node_arguments, config_from, split_engine_args
 from prfaas.errors import CertificateError, PrfaasError, TopologyError
+from transport.control.settings import mapped
 
 if TYPE_CHECKING:
     from prfaas.certificates import Holder
@@ -24,10 +27,13 @@ EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
 EXIT_INTERRUPTED = 130
 WIDTH_WHEN_PIPED = 160
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status: 0 done, 1 failed, 2 bad configuration or arguments."""
+    # Before a command imports gRPC: its fork handlers crash children that other libraries of this process may start.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     own, engine_args = split_engine_args(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     arguments = parser.parse_args(own)
@@ -144,24 +150,38 @@ def _up(arguments: argparse.Namespace) -> int:
     return 0 if status == EXIT_INTERRUPTED else status  # a signal is how it is meant to end
 
 
-async def _stay_up(topology: "Topology", state_dir: Path) -> NoReturn:
+async def _stay_up(topology: "Topology", state_dir: Path) -> bool:
     from prfaas.models import ensure_model
     from prfaas.system import System
 
-    console = _console()
-    ensure_model(topology.model, state_dir, console.print)
-    async with System(topology, state_dir / "up", console.print) as system:
+    say = _telling(_console())
+    ensure_model(topology.model, state_dir, say)
+    async with System(topology, state_dir / "up", say) as system:
         for line in _welcome(system):
-            console.print(line, highlight=False, soft_wrap=True)
+            say(line)
         try:
-            await asyncio.get_running_loop().create_future()
+            await system.watch()
         finally:
-            console.print("stopping: running streams finish first ...")
-    raise AssertionError("only a signal ends it")
+            say("stopping: running streams finish first ...")
+    return False  # only a signal ends it well
+
+
+def _telling(console: Console) -> Callable[[str], None]:
+    """Prints lines as they are. A terminal that is gone must not keep us from ending what we started."""
+
+    def say(line: str) -> None:
+        with contextlib.suppress(OSError):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    return say
 
 
 def _run(main: Coroutine[Any, Any, bool], on_signal: Callable[[], None] = lambda: None) -> int:
-    """Runs a command's coroutine; SIGINT and SIGTERM cancel it, so that everything it started is ended in order."""
+    """Runs a command's coroutine; signals cancel it, so that everything it started is ended in order.
+
+    SIGHUP does, too: a terminal that closes sends it, and there is no file of a running system to read again. (Of a node
+    there is, see `node.main`.) Who starts us with nohup wants none of it.
+    """
 
     async def until_signalled() -> int:
         task = asyncio.ensure_future(main)
@@ -170,8 +190,9 @@ def _run(main: Coroutine[Any, Any, bool], on_signal: Callable[[], None] = lambda
             on_signal()
             task.cancel()
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop)
+        for number in ENDING:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                asyncio.get_running_loop().add_signal_handler(number, stop)
         await asyncio.wait([task])
         if task.cancelled():
             return EXIT_INTERRUPTED
@@ -213,10 +234,10 @@ def _node(arguments: argparse.Namespace) -> int:
         print(f"prfaas node: {exc}", file=sys.stderr)
         return EXIT_BAD_CONFIG
     if config.cluster_kind == "prfaas":
-        from prfaas_cluster.admission import admit
+        from prfaas_cluster.role import PRFAAS as role
     else:
-        from pd_cluster.admission import admit
-    return run(config, admit, lambda: config_from(arguments, arguments.engine_args))
+        from pd_cluster.role import PD as role
+    return run(config, role, lambda: config_from(arguments, arguments.engine_args))
 
 
 def _holder(text: str) -> "Holder":
@@ -240,9 +261,10 @@ def _model_build(arguments: argparse.Namespace) -> int:
     from prfaas.topology import ModelChoice, load_topology
 
     named = load_topology(arguments.config, STATE_DIR).model if arguments.config else ModelChoice(arch="kimi_linear")
-    choice = ModelChoice(
-        arch=arguments.arch or named.arch, seed=named.seed if arguments.seed is None else arguments.seed
-    )
+    with mapped(TopologyError):
+        choice = ModelChoice(
+            arch=arguments.arch or named.arch, seed=named.seed if arguments.seed is None else arguments.seed
+        )
     build(choice.arch, arguments.out, choice.seed, arguments.overwrite, print)
     return 0
 

@@ -19,8 +19,8 @@ from prfaas.replay import ReplayRequest, read_rows, scaled
 from prfaas.summary import HEADER, Outcome, Summary, summarise
 from prfaas.system import System
 from prfaas.topology import Topology
-from transport.proto import node_pb2 as pb
-from transport.proto import node_pb2_grpc as rpc
+from transport.control.proto import node_pb2 as pb
+from transport.control.proto import node_pb2_grpc as rpc
 
 LENGTH_FACTOR = 16
 SPEED = 30.0
@@ -181,14 +181,14 @@ def _is_telling(outcome: Outcome) -> bool:
 
 
 def _unequal(model_dir: Path, outcomes: Sequence[Outcome]) -> list[str]:
-    from engine.embedded import load_model
-    from engine.reference import reference_tokens
-    from engine.tokenizer import TextTokenizer
+    from engine.model.embedded import load_model
+    from engine.model.reference import reference_tokens
+    from prompts.tokenizer import TextTokenizer
 
     model, tokenizer = load_model(model_dir), TextTokenizer.load(model_dir)
     wrong = []
     for outcome in outcomes:
-        expected = reference_tokens(model, tokenizer.encode(outcome.prompt), outcome.max_tokens)
+        expected = reference_tokens(model, tokenizer.encode(outcome.prompt).tolist(), outcome.max_tokens)
         if list(outcome.token_ids) != expected:
             wrong.append(f"{outcome.name} ({outcome.route}): tokens differ from transformers.generate")
     return wrong
@@ -212,6 +212,7 @@ async def _leaks(system: System) -> list[str]:
             while description.pool.reservations and time.monotonic() < deadline:
                 await asyncio.sleep(RECORD_POLL_S)
                 description = await stub.Describe(pb.DescribeRequest())
+            description = await stub.Describe(pb.DescribeRequest(check_integrity=True))
         if description.integrity_error:
             problems.append(f"{description.node_id}: {description.integrity_error}")
         if description.pool.reservations:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import EngineError
-from engine.models import build_model
+from engine.model.tiny import build_model
 from prfaas.errors import StartError, TopologyError
 from prfaas.topology import ModelChoice
 

@@ -3,14 +3,17 @@
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from node.supervisor import die_with_parent
+from node.children import ending_with_us
 from prfaas.errors import StartError
 
 LOG_TAIL_BYTES = 1500
+# gRPC's fork handlers start threads in children that are about to exec, and crash some of them.
+ENVIRONMENT = {"GRPC_VERBOSITY": "ERROR", "GRPC_ENABLE_FORK_SUPPORT": "0"}
 
 
 class Process:
@@ -37,13 +40,12 @@ class Process:
         """Starts the child in a session of its own: a Ctrl-C in the terminal reaches it through us, in order."""
         with self.log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *self._arguments,
+                *ending_with_us(self._arguments, signal.SIGTERM),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env={"GRPC_VERBOSITY": "ERROR", **os.environ, "PYTHONUNBUFFERED": "1"},
+                env={**ENVIRONMENT, **os.environ, "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,
-                preexec_fn=die_with_parent,
             )
 
     async def line(self, prefix: str, timeout_s: float) -> dict[str, str]:
@@ -60,6 +62,11 @@ class Process:
             raise StartError(f"{self.name} did not say {prefix!r} within {timeout_s:.0f} s{self._log_tail()}") from None
         status = await self._process.wait()
         raise StartError(f"{self.name} ended with status {status} before it said {prefix!r}{self._log_tail()}")
+
+    async def wait(self) -> int:
+        """Its exit status, once it has ended."""
+        assert self._process is not None
+        return await self._process.wait()
 
     def _log_tail(self) -> str:
         tail = self.log_path.read_text(errors="replace")[-LOG_TAIL_BYTES:] if self.log_path.exists() else ""

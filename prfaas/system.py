@@ -5,7 +5,9 @@ import dataclasses
 import fcntl
 import os
 import socket
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,8 +21,9 @@ from prfaas.errors import StartError, TopologyError
 from prfaas.process import Process
 from prfaas.toml import dump_toml
 from prfaas.topology import Topology
-from transport.credentials import channel_credentials, channel_options
-from transport.crypto import Identity
+from prfaas.upkeep import keep_up
+from transport.control.credentials import channel_credentials, channel_options
+from transport.wire.identity import Identity
 
 NODE_MODULES = {"prfaas": "prfaas_cluster", "pd": "pd_cluster"}
 NODE_START_S = 60.0
@@ -33,14 +36,15 @@ POLL_S = 0.1
 
 
 class Node:
-    """A started node: its configuration, process and addresses."""
+    """A started node: its configuration, process and addresses, which it keeps from its start before."""
 
-    def __init__(self, config: NodeConfig, process: Process) -> None:
+    def __init__(self, config: NodeConfig, process: Process, before: "Node | None" = None) -> None:
         self.config = config
         self.process = process
-        self.agent_address = ""
-        self.metrics_url = ""
-        self.engine_url = ""
+        # A gateway that is started again meanwhile must be told where this node will be.
+        self.agent_address: str = before.agent_address if before else ""
+        self.metrics_url: str = before.metrics_url if before else ""
+        self.engine_url: str = before.engine_url if before else ""
 
 
 class RunLock:
@@ -131,7 +135,7 @@ class System:
             ["-m", NODE_MODULES[config.cluster_kind], "-c", str(path)],
             self._run_dir / f"{config.node_id}.log",
         )
-        node = self.nodes[config.node_id] = Node(config, process)
+        node = self.nodes[config.node_id] = Node(config, process, self.nodes.get(config.node_id))
         await process.start()
         listening = await process.line("node listening ", NODE_START_S)
         node.agent_address, node.metrics_url = listening["agent"], listening["metrics"]
@@ -141,10 +145,10 @@ class System:
         self._report(f"  {config.node_id:<10} {place:<22} agent {node.agent_address}")
         return node
 
-    async def start_gateway(self) -> None:
+    async def start_gateway(self) -> Process:
         """Starts the gateway over the nodes there are. Raises StartError."""
         table: dict[str, Any] = {
-            "tokenizer_dir": self.topology.nodes[0].model,
+            "tokenizer_dir": str(self.topology.tokenizer_dir),
             "served_model": self.topology.model.served_name,
             **self.topology.gateway,
             "nodes": [_agent(node) for node in self.nodes.values()],
@@ -155,6 +159,42 @@ class System:
         await self.gateway.start()
         self.api_url = (await self.gateway.line("gateway ready ", GATEWAY_START_S))["url"]
         self._report(f"  {'gateway':<10} {self.api_url}")
+        return self.gateway
+
+    async def watch(self) -> None:
+        """Starts again, at its old addresses, what ends by itself; until cancelled. Raises StartError when it is in vain."""
+        assert self.gateway is not None
+        try:
+            async with asyncio.TaskGroup() as group:
+                for node in self.nodes.values():
+                    group.create_task(self._keep_up(node.process, partial(self._node_again, node)))
+                group.create_task(self._keep_up(self.gateway, self._gateway_again))
+        except* StartError as failures:
+            raise failures.exceptions[0] from None
+
+    async def _keep_up(self, process: Process, start_again: Callable[[], Awaitable[Process]]) -> None:
+        await keep_up(process, start_again, self._report, time.monotonic)
+
+    async def _node_again(self, before: Node) -> Process:
+        """Gateways and Prometheus know its addresses; its engine's, they are told."""
+        name = before.config.node_id
+        config = dataclasses.replace(
+            before.config, control_port=_port_of(before.agent_address), metrics_port=_port_of(before.metrics_url)
+        )
+        try:
+            return (await self.start_node(config)).process
+        except (StartError, OSError):
+            await self.nodes[name].process.stop(STOP_S)
+            raise
+
+    async def _gateway_again(self) -> Process:
+        self.topology = self.topology.replace_gateway(port=_port_of(self.api_url))
+        try:
+            return await self.start_gateway()
+        except (StartError, OSError):
+            if self.gateway is not None:
+                await self.gateway.stop(STOP_S)
+            raise
 
     async def wait_ready(self, num_nodes: int) -> None:
         """Waits until the gateway sees `num_nodes` nodes ready. Raises StartError."""
@@ -181,6 +221,11 @@ class System:
         await asyncio.gather(*(node.process.stop(node.config.drain_timeout_s + STOP_S) for node in self.nodes.values()))
         if self._lock is not None:
             self._lock.close()
+
+
+def _port_of(address: str) -> int:
+    """Of host:port, or of a URL that ends with it."""
+    return int(address.rpartition(":")[2])
 
 
 def _agent(node: Node) -> Mapping[str, str]:

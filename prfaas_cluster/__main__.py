@@ -1,17 +1,19 @@
 """`python -m prfaas_cluster -c FILE.toml`: one node, agent and engine."""
 
+import os
 import sys
 from collections.abc import Sequence
 
+# Before gRPC is imported: its fork handlers crash children that other libraries of this process may start.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 from node.main import node_main
-from prfaas_cluster.admission import admit
+from prfaas_cluster.role import PRFAAS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the node until SIGTERM; returns the exit status."""
-    return node_main(
-        "prfaas_cluster", "Runs one prefill node of a PrfaaS cluster: agent and engine.", "prfaas", admit, argv
-    )
+    return node_main("prfaas_cluster", "Runs one prefill node of a PrfaaS cluster: agent and engine.", PRFAAS, argv)
 
 
 if __name__ == "__main__":

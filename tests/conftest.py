@@ -5,6 +5,14 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.sampling import (  # noqa: F401 hooks of --sample
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_report_collectionfinish,
+    pytest_terminal_summary,
+)
+
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
@@ -21,7 +29,7 @@ class Models:
         self._root = root
 
     def __call__(self, arch: str) -> Path:
-        from engine.models import build_model
+        from engine.model.tiny import build_model
 
         directory = self._root / arch
         if not directory.exists():

@@ -2,21 +2,31 @@
 
     receiver                                              sender
     server = TransferServer(host, port).start()           client = TransferClient(options=ClientOptions(connections=4))
-    landing = server.expect(transfer_id, secret, sizes,   push = client.open(server.address, transfer_id, secret, sizes,
-        targets, on_done=..., deadline_s=...)                 source, on_done=..., same_host=False)
+    landing = server.expect(transfer_id, secret, sizes,   spec = TransferSpec(server.address, transfer_id, secret, sizes)
+        targets, on_done=..., deadline_s=...)             push = client.open(spec, source, on_done=...)
                                                           push.ready(i)        as range i appears; from any thread
     landing.bytes_landed, landing.missing()               push.stats           PushStats, live
     server.cancel(transfer_id, reason)                    push.abort(reason, keep_landing=False)
     LandingResult in on_done                              PushResult in on_done, or push.wait(timeout_s)
     server.counters, server.close()                       client.link(address) -> LinkState; client.close()
 
-`targets(i)` and `source(i)` (or sequences) give the memory of range i as a list of byte views, usually pages of an
-arena; for `same_host=True` and `over_rdma=True` the source is a `shm.ArenaSource`. Both hold still until on_done. Callbacks come
-from transport threads and must not block. A second sender with the same transfer id and secret sends only what is missing.
-Reasons are `frames.Code` labels.
+`targets(i)` and `source(i)` (or sequences) give the memory of range i as a list of byte views, usually pages of an arena;
+within a host and over RDMA (`TransferSpec(..., via=Via.SHM)`, `Via.RDMA`) the source is a `path.shm.ArenaSource`. Both hold
+still until on_done. Callbacks come from transport threads and must not block. A second sender with the same transfer id and
+secret sends only what is missing. Reasons are `wire.frames.Code` labels.
 
-Pure: errors, ranges, frames, connection, transfer, lanes, landings, governor, pacing, link, sieve, rdma_rails, rdma_topology.
-Rim: client, push, peer, outlet and rdma_outlet (sending), server, inlet and rdma_inlet (receiving), tcp, shm, rdma, crypto. For
-tests without sockets: loopback; without NICs: rdma_loopback. For one-sided writes and reads in batches: batch. For Prometheus:
-metrics. What processes say to each other besides: messages, proto.
+Rooms, each of which imports only from those below it (contracts in pyproject.toml):
+
+    batch, loopback, metrics   one-sided writes and reads; both ends joined in memory; Prometheus
+    send │ receive             the two ends; neither knows the other
+    coding │ rdma │ control    bytes made smaller; NICs; what processes say to each other besides
+    wire                       frames, connections, seals: what both ends must agree on
+    path                       sockets, shared memory, what a link carries and may carry
+    errors
+
+Pure (no sockets, no threads, time comes in): errors, wire but for session and identity, path.governor, send.{lanes, fairness,
+reach, sieve, spec}, receive.{landing, landings, segments}, coding.{elements, quantise}, rdma.{rails, topology}.
+Rim: send.{client, peer, transfers, link_keeper, keys, coder, outlet, stream, rdma_outlet, running_rails, push}, receive.{server,
+inlet}, path.{tcp, shm, link, pacing}, wire.{session, identity}, rdma.{device, verbs, inlet}, coding.{codec, choice}, control.
+For tests without sockets: loopback; without NICs: rdma.loopback.
 """

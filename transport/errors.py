@@ -43,6 +43,7 @@ class GreetingRefused(RemoteProtocolError):
 
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(f"{code}: {detail}", code)
+        self.detail = detail
 
 
 class ConnectionRefused(TransportError):

@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
 
-from transport.checksum import DIGEST_BYTES, Digest, Integrity, digest, transfer_seed
-from transport.connection import Connection, Role, State
 from transport.errors import TransportError
-from transport.frames import MAX_CHUNK_BYTES, Abort, Ack, Chunk, Code, Frame, Nack, Open, Welcome
-from transport.landings import Claim, Landing, Landings, Notices, OnLanded, Rivals
-from transport.lanes import LaneScheduler, Transfer, Urgency
-from transport.transfer import Manifest, Outbox, RangeViews, proof_of
+from transport.receive.landing import Claim, Landing, Notices, OnLanded, Rivals
+from transport.receive.landings import Landings
+from transport.send.lanes import LaneScheduler, Transfer
+from transport.send.spec import Urgency
+from transport.wire.checksum import DIGEST_BYTES, Digest, Integrity, digest, transfer_seed
+from transport.wire.connection import Connection, Role, State
+from transport.wire.frames import MAX_CHUNK_BYTES, Abort, Ack, Chunk, Code, Frame, Nack, Open, Welcome
+from transport.wire.manifest import Manifest, Outbox, RangeViews, proof_of
 
 Wire = Callable[[int, bytes], Iterable[bytes]]  # (lane, what is sent) -> what arrives
 _MAX_VIRTUAL_S = 3600.0
@@ -190,7 +192,7 @@ class _Lane:
             views = piece.transfer.manifest.views(self.link.sources[slot], start, stop)
             running = Digest(self._seeds[Role.SENDER][slot], start)
             running.update(views)
-            header = sender.chunk_header(slot, start, stop - start, 0)
+            header = sender.chunk_header(slot, start, stop - start)
             self._put(Role.SENDER, b"".join([header, *views, running.trailer()]))
         if batch.pieces:
             self.link.at(self.link.free_at[Role.SENDER], self.link.pump)
@@ -198,11 +200,11 @@ class _Lane:
 
     def _opening(self, transfer: Transfer, sender: Connection) -> Open:
         manifest = transfer.manifest
-        self._seeds[Role.SENDER][transfer.slot] = transfer_seed(transfer.transfer_id, sender.nonces)
+        self._seeds[Role.SENDER][transfer.slot] = transfer_seed(transfer.transfer_id, sender.transcript)
         return Open(
             slot=transfer.slot,
             transfer_id=transfer.transfer_id,
-            proof=proof_of(transfer.secret, transfer.transfer_id, manifest.digest, sender.nonces),
+            proof=proof_of(transfer.secret, transfer.transfer_id, manifest.digest, sender.transcript),
             total_bytes=manifest.total_bytes,
             num_ranges=len(manifest.sizes),
             manifest_digest=manifest.digest,
@@ -245,8 +247,8 @@ class _Lane:
             case Welcome():
                 link.scheduler.lane_up(self.lane_id)
             case Open():
-                self._seeds[Role.RECEIVER][frame.slot] = transfer_seed(frame.transfer_id, end.nonces)
-                self.say(landings.open(self.lane_id, frame, end.nonces, link.now))
+                self._seeds[Role.RECEIVER][frame.slot] = transfer_seed(frame.transfer_id, end.transcript)
+                self.say(landings.open(self.lane_id, frame, end.transcript, link.now))
             case Abort():
                 self._tell(landings.abort(self.lane_id, frame, link.now))
             case Chunk():

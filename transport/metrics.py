@@ -10,9 +10,9 @@ from typing import Final
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from transport.client import TransferClient
-from transport.link import LinkState
-from transport.server import TransferServer
+from transport.path.link import LinkState
+from transport.receive.server import TransferServer
+from transport.send.client import TransferClient
 
 _GAUGES: Final = {
     "available_bytes_per_second": ("What a busy sender gets, the budget at most", "available_bytes_per_s"),

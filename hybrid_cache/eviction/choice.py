@@ -27,6 +27,17 @@ POLICIES: Final[dict[str, Callable[[int], EvictionPolicy]]] = {
 }
 
 
+DEFAULT: Final = "default"
+
+
 def default_policy(layout: ModelLayout) -> EvictionPolicy:
     """Hit density: of whole snapshots where the model has linear states, of blocks elsewhere."""
     return SnapshotDensity(layout) if layout.state_groups else ReuseDensity()
+
+
+def policy_named(name: str, layout: ModelLayout, num_pages: int) -> EvictionPolicy:
+    """The policy of one of the names in POLICIES for a cache of `num_pages` pages."""
+    if name == DEFAULT:
+        return default_policy(layout)
+    block_pages = sum(layout.pages_per_block(group) for group in layout.full_groups)
+    return POLICIES[name](max(1, num_pages // max(1, block_pages)))

@@ -9,13 +9,16 @@ continues exactly from a snapshot rather than from a later one: the end of a pro
 continued from it, it lies in the shadow of the new tip; where prompts part there is a branch point.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from enum import IntEnum
 from math import log2
 from typing import Final
 
 from hybrid_cache.eviction.base import Key, Use
-from hybrid_cache.eviction.density import ReuseDensity, ReuseModel, bucket_of
+from hybrid_cache.eviction.cohorts import bucket_of
+from hybrid_cache.eviction.density import ReuseDensity
+from hybrid_cache.eviction.reuse import ReuseModel
 from hybrid_cache.layout import ModelLayout
 
 PRIOR_SNAPSHOTS: Final = 4.0  # one request makes one or two, not dozens as of blocks
@@ -40,18 +43,20 @@ class SnapshotModel:
         self.reuse = ReuseModel(max_history, PRIOR_SNAPSHOTS)
         self.max_history = max_history
         self._uses: dict[Key, int] = {}  # of snapshots
-        self.depth: dict[Key, int] = {}  # of all blocks seen, in blocks
+        self.depth: OrderedDict[Key, int] = OrderedDict()  # of blocks seen, in blocks; the least recently used first
         self._requests = 0
+        self._refreshing = False  # densities are being computed
 
     def observe(self, now: float, path: Sequence[Key]) -> bool:
-        """A prompt of full blocks arrives; says whether densities were computed anew."""
+        """A prompt of full blocks arrives; says whether there are new densities."""
         if not path:
             return False
         seen = next((index for index, key in enumerate(path) if key not in self.depth), len(path))
         deepest = next((index for index in range(seen - 1, -1, -1) if path[index] in self._uses), None)
         shape = (0 if not seen else 1 if seen < len(path) / 2 else 2, (len(path) - seen + 1).bit_length())
-        for index in range(seen, len(path)):
+        for index in range(len(path) - 1, -1, -1):  # a prefix is of use without its tail
             self.depth[path[index]] = index + 1
+            self.depth.move_to_end(path[index])
         if deepest is not None:
             key = path[deepest]
             self._uses[key] += 1
@@ -61,11 +66,10 @@ class SnapshotModel:
         if 0 < seen < len(path) and (deepest is None or deepest < seen - 1):
             self._note(now, path[seen - 1], (Kind.BRANCH, 0, *shape))
         self._trim()
-        due = self._requests % min(self.REFRESH_REQUESTS, 1 + self._requests // 16) == 0
-        if due:
-            self.reuse.refresh()
+        due = self._refreshing or self._requests % min(self.REFRESH_REQUESTS, 1 + self._requests // 16) == 0
+        self._refreshing = due and not self.reuse.refresh()
         self._requests += 1
-        return due
+        return due and not self._refreshing
 
     def density(self, key: Key, now: float) -> float:
         """Expected hits per second of the snapshot at the end of a block."""
@@ -78,8 +82,7 @@ class SnapshotModel:
 
     def _trim(self) -> None:
         while len(self.depth) > self.max_history:
-            oldest = next(iter(self.depth))
-            del self.depth[oldest]
+            oldest, _ = self.depth.popitem(last=False)
             self._uses.pop(oldest, None)
 
 
@@ -98,16 +101,17 @@ class SnapshotDensity(ReuseDensity):
         super().__init__(model=self.snapshots.reuse)
         self.layout = layout
         self._live: dict[Key, set[int]] = {}  # groups that hold a state at the end of a block
-        self._serves: dict[Key, Key] = {}  # window block -> the snapshot it is kept for
+        self._serves: OrderedDict[Key, Key] = OrderedDict()  # window block -> the snapshot it is kept for
         self._tail = max((len(layout.window_blocks(group, 1 << 40)) for group in layout.window_groups), default=0)
 
     def begin(self, use: Use) -> None:
         if self.snapshots.observe(use.now, use.path):
-            self._sort()
+            self._rank()
         for key in use.path[len(use.path) - self._tail :] if self._tail else ():
             self._serves[key] = use.path[-1]
+            self._serves.move_to_end(key)
         while len(self._serves) > self.snapshots.max_history:
-            del self._serves[next(iter(self._serves))]
+            self._serves.popitem(last=False)
 
     def touch(self, key: Key, now: float) -> None:
         if isinstance(key, tuple) and key[0] in self.layout.state_groups:

@@ -24,9 +24,11 @@ from hybrid_cache.eviction.base import EvictionPolicy, Key, Use
 LIFE_S: Final = 60.0
 MAX_CATEGORIES: Final = 256  # names come from request metadata; past this many they share one
 MAX_PLACES: Final = 1 << 20  # of blocks announced and not stored yet
+WINDOW_PARTS: Final = 600
 OTHER: Final = "other"
 HEADS_BELOW: Final = 4  # heads below a level just chosen
 MAX_HEADS_BELOW: Final = 12
+SLACK_ENTRIES: Final = 4096
 LEVEL_SLACK: Final = 1e-6  # against rounding: heads are looked at a little before they reach the level
 
 
@@ -96,10 +98,19 @@ class ReuseStatistics:
             self.counts.setdefault(category, _Counts()).add(counts, +1)
         if self.window_s == float("inf"):
             return
-        self._window.append((now, fresh))
+        self._remember(now, fresh)
         while self._window[0][0] < now - self.window_s:
             for category, counts in self._window.popleft()[1].items():
                 self.counts[category].add(counts, -1)
+
+    def _remember(self, now: float, fresh: dict[str, _Counts]) -> None:
+        """Keeps counts until they leave the window; those of a WINDOW_PARTS-th of it leave together."""
+        if not self._window or now - self._window[-1][0] > self.window_s / WINDOW_PARTS:
+            self._window.append((now, fresh))
+            return
+        part = self._window[-1][1]
+        for category, counts in fresh.items():
+            part.setdefault(category, _Counts()).add(counts, +1)
 
 
 def fit_counts(counts: _Counts) -> ReuseFit:
@@ -180,7 +191,9 @@ class WorkloadAware(EvictionPolicy):
         self._refit_at = float("-inf")
         self._queues: dict[str, _Queue] = {}
         self._blocks: dict[Key, _Block] = {}
-        self._places: dict[Key, tuple[str, int]] = {}  # of the blocks of the request that is under way
+        self._places: OrderedDict[Key, tuple[str, int]] = OrderedDict()  # of the blocks of requests under way
+        self._known_categories: set[str] = set()
+        self._entries = 0  # in the heaps of all queues, stale ones included
         self._touches = 0
         self._below: list[_Entry] = []  # heads below the level by priority at `_ranked_at`
         self._above: list[_Entry] = []  # the other heads by the time at which they fall to the level
@@ -195,7 +208,7 @@ class WorkloadAware(EvictionPolicy):
         for offset, key in enumerate(use.path):
             self._places[key] = (category, offset)
         while len(self._places) > MAX_PLACES:
-            del self._places[next(iter(self._places))]
+            self._places.popitem(last=False)
 
     def touch(self, key: Key, now: float) -> None:
         block = self._blocks.get(key)
@@ -301,13 +314,21 @@ class WorkloadAware(EvictionPolicy):
             queue = _Queue(len(self._queues), self._fits.get(block.category, UNKNOWN), self.life_s)
             self._queues[block.category] = queue
         heapq.heappush(queue.heap, (block.touch, key))
+        self._entries += 1
         if self._ranked_at is not None and queue.heap[0] == (block.touch, key):
             self._rank(block.category, queue, self._ranked_at)
             if len(self._above) + len(self._below) > 4 * len(self._queues) + 64:
                 self._ranked_at = None  # mostly replaced entries: rank anew when next asked
-        if len(queue.heap) > 4 * len(self._blocks) + 64:
-            queue.heap = [entry for entry in queue.heap if self._is_live(entry)]
+        if self._entries > 4 * len(self._blocks) + SLACK_ENTRIES:
+            self._drop_stale()
+
+    def _drop_stale(self) -> None:
+        for queue in self._queues.values():
+            # A block that was withdrawn and offered again has equal entries.
+            queue.heap = list({entry for entry in queue.heap if self._is_live(entry)})
             heapq.heapify(queue.heap)
+        self._entries = sum(len(queue.heap) for queue in self._queues.values())
+        self._ranked_at = None
 
     def _is_live(self, entry: tuple[int, Key]) -> bool:
         block = self._blocks.get(entry[1])
@@ -316,7 +337,9 @@ class WorkloadAware(EvictionPolicy):
     # Categories and their fits
 
     def _known(self, category: str) -> str:
-        return category if category in self._queues or len(self._queues) < MAX_CATEGORIES else OTHER
+        if category not in self._known_categories and len(self._known_categories) < MAX_CATEGORIES:
+            self._known_categories.add(category)
+        return category if category in self._known_categories else OTHER
 
     def _refit(self, now: float, statistics: ReuseStatistics) -> None:
         if now - self._refit_at < self.REFIT_S:

@@ -5,7 +5,7 @@ are worth.
 """
 
 from collections.abc import Sequence
-from math import ceil, inf
+from math import ceil
 
 from hybrid_cache.errors import OutOfPages
 from hybrid_cache.eviction import POLICIES, default_policy
@@ -13,7 +13,7 @@ from hybrid_cache.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.prefix_cache import PrefixCache
 from hybrid_cache.reservation import Purpose
 from hybrid_cache.spec import FullAttention, LinearState, SlidingWindow
-from planner.profile import KvSize
+from planner.model.profile import KvSize
 
 
 def layout_of(kv: KvSize, block_size: int) -> ModelLayout:
@@ -45,19 +45,36 @@ class NodeCache:
         self._held: set[str] = set()
 
     def begin(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, now: float) -> int:
-        """Reserves; returns the cached prefix. A request too large for the pool is computed without it."""
+        """Reserves for a prefill; returns the cached prefix. A request too large for the pool is computed without it."""
+        held = self._reserve(request_id, hashes, num_tokens, now, Purpose.PREFILL)
+        return self.cache.match(hashes, num_tokens).num_tokens if held is None else held
+
+    def expect(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, now: float) -> int:
+        """Reserves for KVCache that will land; returns how much of its attention need not be sent."""
+        return self._reserve(request_id, hashes, num_tokens, now, Purpose.LANDING) or 0
+
+    def _reserve(
+        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, now: float, purpose: Purpose
+    ) -> int | None:
         try:
-            reservation = self.cache.reserve(
-                request_id, hashes, num_tokens, now=now, ttl_s=inf, purpose=Purpose.PREFILL
-            )
+            reservation = self.cache.reserve(request_id, hashes, num_tokens, now=now, purpose=purpose)
         except OutOfPages:
-            return self.cache.match(hashes, num_tokens).num_tokens
+            return None
         self._held.add(request_id)
         return reservation.cached_tokens
 
-    def end(self, request_id: str, num_tokens: int, now: float) -> None:
-        """The prefill is done: its blocks may be reused."""
+    def fill(self, request_id: str, num_tokens: int, now: float) -> None:
+        """The KVCache is there: its blocks may be reused, and stay locked."""
+        if request_id in self._held:
+            self.cache.commit(request_id, num_tokens, now)
+
+    def let_go(self, request_id: str, now: float) -> None:
+        """Nobody reads or writes these blocks for this request any more."""
         if request_id in self._held:
             self._held.discard(request_id)
-            self.cache.commit(request_id, num_tokens, now)
             self.cache.release(request_id, now)
+
+    def end(self, request_id: str, num_tokens: int, now: float) -> None:
+        """The prefill is done: its blocks may be reused."""
+        self.fill(request_id, num_tokens, now)
+        self.let_go(request_id, now)

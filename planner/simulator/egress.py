@@ -6,11 +6,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from planner.profile import Floats
+from planner.decisions.views import LinkView
+from planner.model.profile import Floats
 from planner.simulator.loop import Loop
 from planner.simulator.scenario import Wire
 from planner.simulator.sharing import FairShare
-from planner.views import LinkView
 
 # The routing sees utilisation as a link monitor would report it, smoothed over about this long.
 MONITOR_S: Final = 1.0
@@ -27,6 +27,7 @@ class Egress:
         self._flows = FairShare(self._speed)
         self._busy_since: float | None = None
         self._busy: list[tuple[float, float, float]] = []  # (from, to, bytes per s)
+        self._promised = 0.0
         self._utilisation = 0.0
         self._seen_at = 0.0
         for at, rate in wire.capacity[1:]:
@@ -34,6 +35,10 @@ class Egress:
 
     def _speed(self, flows: int) -> float:
         return self._rate / flows
+
+    def promise(self, size: float) -> None:
+        """Bytes that a prefill which was routed here will send; negative once it has."""
+        self._promised = max(0.0, self._promised + size)
 
     def send(self, now: float, size: float, item: Any) -> None:
         """Starts a transfer of `size` bytes."""
@@ -53,6 +58,7 @@ class Egress:
             available_bytes_per_s=self._rate,
             utilisation=self._utilisation,
             queued_bytes=self._flows.remaining(now) if self._busy_since is not None else 0.0,
+            promised_bytes=self._promised,
         )
 
     def _monitor(self, now: float) -> None:

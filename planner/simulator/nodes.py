@@ -1,28 +1,30 @@
 """Prefill and decode nodes under simulation."""
 
-from bisect import bisect_right
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from math import exp, inf
+from typing import Any, Final
 
 from hybrid_cache.lookup import MISS, PrefixHit
-from planner.profile import DecodeProfile
-from planner.routing import Route
+from planner.decisions.routing import Route
+from planner.decisions.views import NodeView, Role
+from planner.model.profile import DecodeProfile
 from planner.simulator.caches import NodeCache
 from planner.simulator.loop import Loop
 from planner.simulator.scenario import Pool
 from planner.simulator.sharing import FairShare
-from planner.views import NodeView, Role
 
 NO_HASHES: tuple[bytes, ...] = ()
+PREFILL_SHARE_S: Final = 10.0  # how long ago "lately" is: some tens of prompts
 
 
 class Job:
     """One request on its way."""
 
     __slots__ = (
-        "arrived", "cached", "decode_node", "decode_start", "egress", "est_s", "flows", "forecast", "hashes", "index",
-        "output", "prompt", "ready_at", "request_id", "route", "service_s", "token_mark",
+        "arrived", "cached", "decode_node", "decode_start", "egress", "est_s", "flows", "forecast", "given", "hashes", "have",
+        "index", "output", "prompt", "ready_at", "request_id", "route", "service_s",
     )  # fmt: skip
 
     def __init__(self, index: int, arrived: float, prompt: int, output: float, hashes: tuple[bytes, ...]) -> None:
@@ -33,6 +35,7 @@ class Job:
         self.hashes = hashes
         self.request_id = ""
         self.cached = 0
+        self.have = 0  # tokens of attention that the decode node holds already
         self.ready_at = 0.0  # a fetched prefix is there
         self.flows = 1  # transfers still to be delivered before decode
         self.egress: Any = None
@@ -43,7 +46,7 @@ class Job:
         self.forecast: float
         self.decode_node: DecodeNode
         self.decode_start: float
-        self.token_mark: float
+        self.given: array[float]
 
 
 class PrefillNode:
@@ -128,38 +131,91 @@ class PrefillNode:
         self._on_done(now, job)
 
 
+def _standing(requests: int) -> float:
+    """The speed of a batch while its GPUs compute a prompt."""
+    return 0.0
+
+
 def _nothing_cached(hashes: Sequence[bytes], num_tokens: int) -> PrefixHit:
     return MISS
 
 
 class DecodeNode:
-    """A decode batch of at most `max_running`, the rest waits. `on_start` and `on_done` are told of each request."""
+    """A decode batch of at most `max_running`, the rest waits. `on_start` and `on_done` are told of each request.
+
+    It computes prompts, too, one after the other: the batch stands still meanwhile, but for the part of a prefill that is
+    the server's and not the GPU's (what a prompt of no tokens would take).
+    """
 
     def __init__(
         self, node_id: str, pool: Pool, loop: Loop, on_start: Callable[[float, Job], None],
-        on_done: Callable[[float, Job], None],
+        on_done: Callable[[float, Job], None], cache: NodeCache | None = None, computes: bool = False,
     ) -> None:  # fmt: skip
         assert pool.decode is not None
         self.node_id = node_id
         self.pool = pool
         self.profile: DecodeProfile = pool.decode
+        self.cache = cache
+        self.match = cache.cache.match if cache is not None else _nothing_cached
         self.ready = True
         self.since = loop.now
         self.slot_s = 0.0
+        self.prefill_s = 0.0
         self.running = 0
         self.assigned = 0  # running, waiting, or on the way here
         self._loop = loop
         self._on_start = on_start
         self._on_done = on_done
         self._queue: deque[Job] = deque()
-        self._flat = self.profile.step_s_per_request == 0
+        self._free_at = 0.0  # from prompts
+        self._stalls = 0  # prompts under way or waiting
+        self._share = 0.0  # of the time lately spent on prompts, as of `_shared_at`
+        self._shared_at = 0.0
+        # Ends of requests are known when they start, unless the batch's speed changes.
+        self._flat = self.profile.step_s_per_request == 0 and not computes
         # By the number of requests in the batch: a step's time, and the tokens per second that each gets.
         self._step_s = [self.profile.at(max(1, running)) for running in range(self.profile.max_running + 1)]
-        self._batch = FairShare([1.0 / step_s for step_s in self._step_s].__getitem__)
-        # Step times, and the token marks from which on they held.
-        self._steps: list[float] = []
-        self._marks: list[float] = []
-        self.seen: NodeView | None = None  # the view, until something changes
+        self._speed = [1.0 / step_s for step_s in self._step_s].__getitem__
+        self._batch = FairShare(self._speed)
+        # Tokens that each request in the batch has been given so far, by the size that the batch had: bounded however
+        # long it stays busy. What one request got is the difference between two moments.
+        self._given = array("d", bytes(8 * (self.profile.max_running + 1)))
+        self._given_until = 0.0  # in the batch's virtual time
+        self.seen: NodeView | None = None  # the view of a prompt with nothing cached, until something changes
+
+    def compute(self, now: float, job: Job, on_computed: Callable[[float, Job], None]) -> None:
+        """Prefills a prompt here, after those that came before it."""
+        gpu_s = self.pool.prefill(job.prompt) - self.pool.prefill(job.cached)
+        start = max(now, self._free_at)
+        self._free_at = start + gpu_s
+        self.prefill_s += gpu_s
+        self._share = self.prefill_share(now) + gpu_s / PREFILL_SHARE_S
+        self._shared_at = now
+        self.seen = None
+        if not self._flat:
+            self._stalls += 1
+            if self._stalls == 1:
+                self._change_speed(now, _standing)
+            self._loop.at(self._free_at, self._on_stalled, None)
+        self._loop.at(start + self.pool.prefill.with_prefix(job.prompt, job.cached), on_computed, job)
+
+    def queue_s(self, now: float) -> float:
+        """Time until a prompt that comes now would be computed here."""
+        return max(0.0, self._free_at - now)
+
+    def prefill_share(self, now: float) -> float:
+        """The part of its time that it has spent on prompts lately."""
+        return self._share * exp((self._shared_at - now) / PREFILL_SHARE_S)
+
+    def _on_stalled(self, now: float, _: None) -> None:
+        self._stalls -= 1
+        if not self._stalls:
+            self._change_speed(now, self._speed)
+
+    def _change_speed(self, now: float, speed: Callable[[int], float]) -> None:
+        self._batch.change_speed(now, speed)
+        if len(self._batch):
+            self._expect(now)
 
     def assign(self, count: int) -> None:
         """Requests promised to (or, negative, gone from) this node."""
@@ -167,17 +223,29 @@ class DecodeNode:
         self.seen = None
 
     def view(self) -> NodeView:
+        """As a prompt sees it that can have nothing cached."""
         if self.seen is None:
-            self.seen = NodeView(
-                node_id=self.node_id,
-                cluster=self.pool.name,
-                kind=self.pool.kind,
-                role=Role.DECODE,
-                running=self.running,
-                waiting=self.assigned - self.running,
-                max_running=self.profile.max_running,
-            )
+            self.seen = self._view(0, 0, 0.0)
         return self.seen
+
+    def view_for(self, hashes: Sequence[bytes], num_tokens: int, now: float) -> NodeView:
+        """As this prompt sees it."""
+        hit = self.match(hashes, num_tokens)
+        return self._view(min(hit.num_tokens, num_tokens - 1), hit.attention_tokens, self.prefill_share(now))
+
+    def _view(self, cached_tokens: int, attention_tokens: int, prefill_share: float) -> NodeView:
+        return NodeView(
+            node_id=self.node_id,
+            cluster=self.pool.name,
+            kind=self.pool.kind,
+            role=Role.DECODE,
+            running=self.running,
+            waiting=self.assigned - self.running,
+            max_running=self.profile.max_running,
+            cached_tokens=cached_tokens,
+            attention_tokens=attention_tokens,
+            prefill_share=prefill_share,
+        )
 
     def put(self, now: float, job: Job) -> None:
         if self.running < self.profile.max_running:
@@ -192,47 +260,50 @@ class DecodeNode:
         if self._flat:
             self._loop.at(now + job.output * self.profile.step_s, self._finish_flat, job)
         else:
+            self._count(now)
             self._batch.add(now, job.output, job)
-            job.token_mark = self._batch.virtual_time(now)
-            self._on_batch(now, job.token_mark)
+            job.given = self._given[:]
+            self._expect(now)
         self._on_start(now, job)
 
-    def _on_batch(self, now: float, mark: float) -> None:
-        self._marks.append(mark)
-        self._steps.append(self._step_s[len(self._batch)])
+    def _count(self, now: float) -> None:
+        """Notes the tokens given since the batch last changed."""
+        mark = self._batch.virtual_time(now)
+        self._given[len(self._batch)] += mark - self._given_until
+        self._given_until = mark
+
+    def _expect(self, now: float) -> None:
         end = self._batch.next_end(now)
-        if end is not None:
+        if end is not None and end != inf:
             self._loop.at(end, self._on_end, self._batch.version)
 
     def _on_end(self, now: float, version: int) -> None:
         if version != self._batch.version:
             return
-        mark = self._batch.virtual_time(now)
+        self._count(now)
         ended = self._batch.pop_ended(now)
         for job in ended:
-            self._leave(now, job, self._longest_tenth(job, max(mark, job.token_mark + job.output)))
+            self._leave(now, job, self._longest_tenth(job))
+        self._given_until = self._batch.virtual_time(now)
         if len(self._batch):
-            self._on_batch(now, self._batch.virtual_time(now))
+            self._expect(now)
         else:
-            self._marks.clear()
-            self._steps.clear()
+            self._given = array("d", bytes(8 * (self.profile.max_running + 1)))
         self._fill(now)
 
-    def _longest_tenth(self, job: Job, end_mark: float) -> float:
+    def _longest_tenth(self, job: Job) -> float:
         """Mooncake's TBT: the mean of the longest tenth of the intervals between a request's tokens."""
-        first = max(0, bisect_right(self._marks, job.token_mark) - 1)
-        marks, steps = self._marks[first:], self._steps[first:]
-        marks[0] = max(marks[0], job.token_mark)
-        marks.append(end_mark)
         wanted = left = max(1.0, job.output / 10)
         total = 0.0
-        # Two or three periods make up a tenth; sorting all twenty would take longer.
-        while left > 0 and (step := max(steps)) >= 0:
-            at = steps.index(step)
-            steps[at] = -1.0
-            tokens = min(left, marks[at + 1] - marks[at])
-            total += tokens * step
-            left -= tokens
+        # The fuller the batch, the longer its steps.
+        for size in range(self.profile.max_running, 0, -1):
+            tokens = self._given[size] - job.given[size]
+            if tokens > 0:
+                tokens = min(left, tokens)
+                total += tokens * self._step_s[size]
+                left -= tokens
+                if left <= 0:
+                    break
         return total / (wanted - left) if wanted > left else self.profile.at(1)
 
     def _finish_flat(self, now: float, job: Job) -> None:
@@ -243,6 +314,8 @@ class DecodeNode:
         self.running -= 1
         self.assigned -= 1
         self.seen = None
+        if self.cache is not None:
+            self.cache.let_go(job.request_id, now)
         self.slot_s += now - job.decode_start
         job.service_s = tbt_s
         self._on_done(now, job)

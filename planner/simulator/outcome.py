@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from scipy.stats import t as student_t
 
-from planner.profile import Floats
+from planner.model.profile import Floats
 from planner.simulator.scenario import Targets
 
 
@@ -108,4 +107,6 @@ def confidence_95(values: Sequence[float]) -> float:
     count = len(values)
     if count < 2:
         return float("inf")
-    return float(student_t.ppf(0.975, count - 1) * np.std(values, ddof=1) / np.sqrt(count))
+    from scipy.special import stdtrit  # half a second to load, and one seed has no interval
+
+    return float(stdtrit(count - 1, 0.975) * np.std(values, ddof=1) / np.sqrt(count))

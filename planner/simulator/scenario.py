@@ -4,18 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hybrid_cache.eviction import POLICIES
-from planner.admission import AdmissionPolicy
-from planner.controller import ControllerConfig
+from planner.decisions.admission import AdmissionPolicy
+from planner.decisions.placement import PLACERS
+from planner.decisions.routing import RoutingPolicy
+from planner.decisions.views import ClusterKind
 from planner.errors import InputError
-from planner.placement import PLACERS
-from planner.profile import DecodeProfile, KvSize, PrefillCurve
-from planner.routing import RoutingPolicy
-from planner.views import ClusterKind
+from planner.model.profile import DecodeProfile, KvSize, PrefillCurve
+from planner.solve.controller import ControllerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """One cluster. `cache_bytes` is the prefix cache of each prefill node; 0 means none."""
+    """One cluster. `cache_bytes` is the prefix cache of each node; 0 means none."""
 
     name: str
     kind: ClusterKind

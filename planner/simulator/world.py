@@ -8,37 +8,43 @@ Every request ends exactly once, as done or as refused; `run` asserts it.
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import nan
 from typing import Any
 
 import numpy as np
 
 from hybrid_cache.layout import ModelLayout
-from planner.admission import AdmissionLimits, AdmissionPolicy, DecodeForecast, admit, admit_to_decode
-from planner.controller import Controller, Effects, Model, Move, Observation
-from planner.placement import PLACERS
-from planner.profile import Floats, PrefillCurve
-from planner.routing import ReadyNodes, RoutingPolicy, Target, route_among
+from planner.decisions.admission import AdmissionLimits, AdmissionPolicy, DecodeForecast, admit, admit_to_decode
+from planner.decisions.placement import PLACERS
+from planner.decisions.routing import ReadyNodes, RoutingPolicy, Target, route_among
+from planner.decisions.views import ClusterKind, NodeView, PrefillCost, Role, RouteRequest
+from planner.model.profile import Floats, PrefillCurve
+from planner.model.workload import Trace
 from planner.simulator.caches import NodeCache, layout_of
 from planner.simulator.egress import Egress
 from planner.simulator.loop import Loop
 from planner.simulator.nodes import NO_HASHES, DecodeNode, Job, PrefillNode
 from planner.simulator.outcome import Outcome
-from planner.simulator.scenario import Pool, Scenario
-from planner.views import ClusterKind, NodeView, PrefillCost, RouteRequest
-from planner.workload import Trace
-
-HASH_BYTES = 32
+from planner.simulator.scenario import Pool, Scenario, Targets
+from planner.simulator.turns import hashes_of, next_turns
+from planner.solve.controller import Controller, Effects, Model, Move, Observation
 
 
 class SimulatedCost(PrefillCost):
     """Prefill times from the clusters' own profiles, queues as they are now; so a view does not age."""
 
-    def __init__(self, curves: Mapping[str, PrefillCurve], nodes: Mapping[str, PrefillNode], loop: Loop) -> None:
+    def __init__(
+        self,
+        curves: Mapping[str, PrefillCurve],
+        nodes: Mapping[str, PrefillNode],
+        decodes: Mapping[str, DecodeNode],
+        loop: Loop,
+    ) -> None:
         super().__init__()
         self._curves = curves
         self._nodes = nodes
+        self._decodes = decodes
         self._loop = loop
         self._num_tokens = -1
         self._known: dict[tuple[str, int], float] = {}
@@ -55,7 +61,9 @@ class SimulatedCost(PrefillCost):
         return answer
 
     def queue_s(self, node: NodeView) -> float:
-        return self._nodes[node.node_id].queue_s(self._loop.now)
+        known: Mapping[str, PrefillNode] | Mapping[str, DecodeNode]
+        known = self._decodes if node.role is Role.DECODE else self._nodes
+        return known[node.node_id].queue_s(self._loop.now)
 
     def queues_s(self, nodes: Sequence[NodeView]) -> list[float]:
         known, now = self._nodes, self._loop.now
@@ -74,15 +82,26 @@ class World:
         # One draw per request, before anything runs: no decision can shift another request's chance.
         self._ties: Floats = np.random.default_rng(seed).random(len(trace))
         self._place = PLACERS[scenario.placer]
-        layout = layout_of(scenario.kv, trace.block_size) if self._caching() else None
-        self._prefills = {node.node_id: node for pool in scenario.pools for node in self._make_prefills(pool, layout)}
-        self._decodes = {node.node_id: node for pool in scenario.pools for node in self._make_decodes(pool)}
+        layout = layout_of(scenario.kv, trace.block_size) if _caches(scenario, trace) else None
+        self._prefills = {
+            name: self._prefill_node(name, pool, layout)
+            for pool in scenario.pools
+            for name in (f"{pool.name}-p{index}" for index in range(pool.num_prefill))
+        }
+        self._decodes = {
+            name: self._decode_node(name, pool, layout)
+            for pool in scenario.pools
+            for name in (f"{pool.name}-d{index}" for index in range(pool.num_decode))
+        }
         self._layout = layout
-        self._cost = SimulatedCost({pool.name: pool.prefill for pool in scenario.pools}, self._prefills, self.loop)
+        self._following = next_turns(trace) if layout is not None else {}
+        self._cost = SimulatedCost(
+            {pool.name: pool.prefill for pool in scenario.pools}, self._prefills, self._decodes, self.loop
+        )
         self._sort_nodes()
         self._egress = [Egress(wire, self.loop, self._on_delivered) for wire in scenario.wires]
         self._links = {(link.wire.source, link.wire.destination): link for link in self._egress}
-        self._limits = self._admission_limits()
+        self._limits = _admission_limits(scenario.targets, self._decodes.values())
         first = next(iter(self._decodes.values())).profile
         self._forecast = DecodeForecast(first.full_step_s * float(trace.output_tokens.mean()))
         self._forecasting = scenario.admission is not AdmissionPolicy.ACCEPT_ALL
@@ -102,37 +121,20 @@ class World:
 
     # Building
 
-    def _caching(self) -> bool:
-        return self.trace.blocks is not None and any(pool.cache_bytes for pool in self.scenario.pools)
-
-    def _make_prefills(self, pool: Pool, layout: ModelLayout | None) -> list[PrefillNode]:
-        return [self._prefill_node(f"{pool.name}-p{index}", pool, layout) for index in range(pool.num_prefill)]
-
     def _prefill_node(self, node_id: str, pool: Pool, layout: ModelLayout | None) -> PrefillNode:
-        cache = (
-            NodeCache(layout, pool.cache_bytes, self.scenario.eviction)
-            if layout is not None and pool.cache_bytes
-            else None
+        return PrefillNode(
+            node_id, pool, self.loop, self._cache(pool, layout), self._on_prefill_start, self._on_prefilled
         )
-        return PrefillNode(node_id, pool, self.loop, cache, self._on_prefill_start, self._on_prefilled)
 
-    def _make_decodes(self, pool: Pool) -> list[DecodeNode]:
-        return [self._decode_node(f"{pool.name}-d{index}", pool) for index in range(pool.num_decode)]
+    def _cache(self, pool: Pool, layout: ModelLayout | None) -> NodeCache | None:
+        if layout is None or not pool.cache_bytes:
+            return None
+        return NodeCache(layout, pool.cache_bytes, self.scenario.eviction)
 
-    def _decode_node(self, node_id: str, pool: Pool) -> DecodeNode:
-        return DecodeNode(node_id, pool, self.loop, self._on_first_token, self._on_decoded)
-
-    def _admission_limits(self) -> AdmissionLimits:
-        targets = self.scenario.targets
-        slots = 0.0
-        for node in self._decodes.values():
-            profile = node.profile
-            room = profile.max_running
-            if profile.step_s_per_request > 0:
-                within = (targets.tbt_s - profile.step_s) / profile.step_s_per_request
-                room = max(1, min(room, int(within)))
-            slots += room
-        return AdmissionLimits(ttft_s=targets.ttft_s, decode_requests=slots)
+    def _decode_node(self, node_id: str, pool: Pool, layout: ModelLayout | None) -> DecodeNode:
+        computes = self.policy.increment_tokens > 0
+        cache = self._cache(pool, layout)
+        return DecodeNode(node_id, pool, self.loop, self._on_first_token, self._on_decoded, cache, computes)
 
     def _make_controller(self) -> Controller | None:
         config = self.scenario.controller
@@ -170,13 +172,13 @@ class World:
     def _on_arrival(self, now: float, index: int) -> None:
         if index + 1 < len(self._arrivals):
             self.loop.at(self._arrivals[index + 1], self._on_arrival, index + 1)
-        hashes = self._hashes(index) if self._layout is not None else NO_HASHES
+        hashes = hashes_of(self.trace, index) if self._layout is not None else NO_HASHES
         job = Job(index, now, self._prompts[index], self._outputs[index], hashes)
         if hashes:
             job.request_id = str(index)
         request = RouteRequest(num_tokens=max(2, job.prompt), kv_bytes=self.scenario.kv, tie=self._tie_of[index])
         job.route = found = route_among(
-            self._ready_nodes(job), request, [link.view(now) for link in self._egress], self.policy,
+            self._ready_nodes(job, now), request, [link.view(now) for link in self._egress], self.policy,
             place=self._place, cost=self._cost,
         )  # fmt: skip
         self._routes[found.target, found.reason] += 1
@@ -198,28 +200,25 @@ class World:
         return None
 
     def _dispatch(self, now: float, job: Job) -> None:
-        found = job.route
-        if found.prefill_node is None:
-            # The decode node computes alone; the model has no such rate, so it takes the cluster's prefill time.
-            job.service_s = job.decode_node.pool.prefill(job.prompt)
-            self.loop.at(now + job.service_s, self._on_prefilled, job)
-            return
+        found, decode = job.route, job.decode_node
         job.cached = found.cached_tokens
+        if found.prefill_node is None:
+            if decode.cache is not None:
+                job.cached = min(decode.cache.begin(job.request_id, job.hashes, job.prompt, now), job.prompt - 1)
+            decode.compute(now, job, self._on_prefilled)
+            return
+        if decode.cache is not None:
+            job.have = decode.cache.expect(job.request_id, job.hashes, job.prompt, now)
+        node = self._prefills[found.prefill_node]
         if found.target is Target.REMOTE:
             self._remote[job.index] = 1.0
-            job.egress = self._egress_between(found.prefill_node, job.decode_node)
-        if found.fetch_from is not None:
-            rate = self.policy.placement.fetch_bytes_per_s
-            if rate:
-                job.ready_at = now + self.scenario.kv(found.cached_tokens) / rate
-        self._prefills[found.prefill_node].put(now, job)
-
-    def _egress_between(self, prefill_node: str, decode: DecodeNode) -> Egress:
-        return self._links[self._prefills[prefill_node].pool.name, decode.pool.name]
-
-    def _hashes(self, index: int) -> tuple[bytes, ...]:
-        assert self.trace.blocks is not None
-        return tuple([block.to_bytes(HASH_BYTES, "little") for block in self.trace.blocks[index]])
+            job.egress = self._links[node.pool.name, decode.pool.name]
+            job.egress.promise(self._bytes_to_send(job))
+        rate = self.policy.placement.fetch_bytes_per_s
+        if found.fetch_from is not None and rate:
+            own = node.match(job.hashes, job.prompt).num_tokens
+            job.ready_at = now + (self.scenario.kv(found.cached_tokens) - self.scenario.kv(own)) / rate
+        node.put(now, job)
 
     def _sort_nodes(self) -> None:
         """Notes which nodes are ready; to be called when one becomes so or ceases to be."""
@@ -231,31 +230,37 @@ class World:
         # What a prompt sees that can have nothing cached.
         self._blank_prefills = {name: [node.view(0) for node in nodes] for name, nodes in self._ready_prefills.items()}
 
-    def _ready_nodes(self, job: Job) -> ReadyNodes:
+    def _ready_nodes(self, job: Job, now: float) -> ReadyNodes:
         hashes, prompt = job.hashes, job.prompt
-        prefills = self._blank_prefills
-        if hashes:
-            prefills = {
-                name: [node.view(node.match(hashes, prompt).num_tokens) for node in nodes]
-                for name, nodes in self._ready_prefills.items()
-            }
-        return ReadyNodes(prefills, [node.seen or node.view() for node in self._ready_decodes])
+        if not hashes:
+            return ReadyNodes(self._blank_prefills, [node.seen or node.view() for node in self._ready_decodes])
+        prefills = {
+            name: [node.view(node.match(hashes, prompt).num_tokens) for node in nodes]
+            for name, nodes in self._ready_prefills.items()
+        }
+        return ReadyNodes(prefills, [node.view_for(hashes, prompt, now) for node in self._ready_decodes])
 
     def _on_prefill_start(self, now: float, job: Job) -> None:
         self._wait[job.index] = now - job.arrived
         if job.egress is not None and self.scenario.tail_share < 1:
             job.flows = 2
-            job.egress.send(now, self._bytes_to_send(job) * (1 - self.scenario.tail_share), job)
+            self._send(now, job, 1 - self.scenario.tail_share)
+
+    def _send(self, now: float, job: Job, share: float) -> None:
+        size = self._bytes_to_send(job) * share
+        job.egress.promise(-size)
+        job.egress.send(now, size, job)
 
     def _bytes_to_send(self, job: Job) -> float:
-        return self.scenario.kv(job.prompt)
+        """What the decode node lacks: states and windows are sent whatever it holds of attention."""
+        return self.scenario.kv(job.prompt) - self.scenario.kv.bytes_per_token * job.have
 
     def _on_prefilled(self, now: float, job: Job) -> None:
         self._cached[job.index] = job.cached
         if job.egress is None:
             self._on_kv_ready(now, job)
         else:
-            job.egress.send(now, self._bytes_to_send(job) * self.scenario.tail_share, job)
+            self._send(now, job, self.scenario.tail_share)
 
     def _on_delivered(self, now: float, job: Job) -> None:
         job.flows -= 1
@@ -268,9 +273,13 @@ class World:
             if not admission.accepted:
                 assert admission.reason is not None
                 job.decode_node.assign(-1)
+                if job.decode_node.cache is not None:
+                    job.decode_node.cache.let_go(job.request_id, now)
                 self._forecast.on_dropped(job.forecast)
                 return self._refuse(job, admission.reason)
         self._decoding += 1
+        if job.decode_node.cache is not None:
+            job.decode_node.cache.fill(job.request_id, job.prompt, now)
         job.decode_node.put(now, job)
         return None
 
@@ -283,9 +292,22 @@ class World:
         self._decoding -= 1
         if self._forecasting:
             self._forecast.on_ended(job.decode_start, now)
+        self._keep_answer(now, job)
         self._e2e[job.index] = now - job.arrived
         self._tbt[job.index] = job.service_s
         self._end(job.index)
+
+    def _keep_answer(self, now: float, job: Job) -> None:
+        """Blocks of the answer become prefix cache like those of the prompt, and the last of them has a state."""
+        cache, size = job.decode_node.cache, self.trace.block_size
+        following = self._following.get(job.index)
+        end = int(job.prompt + job.output) // size * size
+        if cache is None or following is None or end <= job.prompt:
+            return
+        hashes = hashes_of(self.trace, following)[: end // size]
+        if len(hashes) * size == end:
+            cache.begin(f"answer {job.request_id}", hashes, end, now)
+            cache.end(f"answer {job.request_id}", end, now)
 
     def _refuse(self, job: Job, reason: str) -> None:
         self._ttft[job.index] = nan
@@ -366,7 +388,7 @@ class World:
 
     def _become_decode(self, now: float, pool: Pool) -> None:
         self._names += 1
-        node = self._decode_node(f"{pool.name}-c{self._names}", pool)
+        node = self._decode_node(f"{pool.name}-c{self._names}", pool, self._layout)
         self._decodes[node.node_id] = node
         self._sort_nodes()
         self._converting -= 1
@@ -383,7 +405,7 @@ class World:
     def _outcome(self) -> Outcome:
         horizon = max(self.trace.span_s, 1e-9) if len(self.trace) > 1 else max(self.loop.now, 1e-9)
         utilisation = self._utilisation(horizon)
-        windows = {w: self._sent(w, horizon) for w in (1.0, 10.0)}
+        windows = {w: _sent(self._egress, w, horizon) for w in (1.0, 10.0)}
         capacity = sum(link.wire.capacity[0][1] for link in self._egress)
         if capacity:
             utilisation["egress"] = float(windows[1.0].sum()) / horizon / capacity
@@ -421,9 +443,26 @@ class World:
             self._retire("pd_decode", other.slot_s, max(0.0, horizon - other.since) * other.profile.max_running)
         return {stage: busy / available for stage, (busy, available) in sorted(self._retired.items()) if available}
 
-    def _sent(self, window_s: float, horizon_s: float) -> Floats:
-        parts = [link.sent_per_window(window_s, horizon_s) for link in self._egress]
-        return np.sum(parts, axis=0) if parts else np.zeros(max(1, int(np.ceil(horizon_s / window_s))))
+
+def _caches(scenario: Scenario, trace: Trace) -> bool:
+    return trace.blocks is not None and any(pool.cache_bytes for pool in scenario.pools)
+
+
+def _admission_limits(targets: Targets, decodes: Iterable[DecodeNode]) -> AdmissionLimits:
+    slots = 0.0
+    for node in decodes:
+        profile = node.profile
+        room = profile.max_running
+        if profile.step_s_per_request > 0:
+            within = (targets.tbt_s - profile.step_s) / profile.step_s_per_request
+            room = max(1, min(room, int(within)))
+        slots += room
+    return AdmissionLimits(ttft_s=targets.ttft_s, decode_requests=slots)
+
+
+def _sent(links: Sequence[Egress], window_s: float, horizon_s: float) -> Floats:
+    parts = [link.sent_per_window(window_s, horizon_s) for link in links]
+    return np.sum(parts, axis=0) if parts else np.zeros(max(1, int(np.ceil(horizon_s / window_s))))
 
 
 def _with_threshold(policy: RoutingPolicy, threshold_tokens: float) -> RoutingPolicy:

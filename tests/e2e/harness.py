@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -22,8 +23,8 @@ from hybrid_cache.layout import ModelLayout
 from prfaas.client import Completion, complete
 from prfaas.system import Node, System
 from prfaas.topology import parse_topology
-from transport.proto import node_pb2 as pb
-from transport.proto import node_pb2_grpc as rpc
+from transport.control.proto import node_pb2 as pb
+from transport.control.proto import node_pb2_grpc as rpc
 
 T = TypeVar("T")
 
@@ -118,8 +119,8 @@ class Bench:
 
     def expected(self, prompt: Sequence[int], max_tokens: int = 16) -> list[int]:
         """What a plain transformers.generate gives."""
-        from engine.embedded import load_model
-        from engine.reference import reference_tokens
+        from engine.model.embedded import load_model
+        from engine.model.reference import reference_tokens
 
         with self._reference_lock:
             if self._reference is None:
@@ -146,7 +147,7 @@ class Bench:
     async def describe(self, name: str) -> pb.NodeDescription:
         async with self._channel(name) as channel:
             stub = rpc.NodeAgentStub(channel)  # type: ignore[no-untyped-call]
-            description: pb.NodeDescription = await stub.Describe(pb.DescribeRequest(), timeout=5.0)
+            description: pb.NodeDescription = await stub.Describe(pb.DescribeRequest(check_integrity=True), timeout=5.0)
             return description
 
     def _channel(self, name: str) -> grpc.aio.Channel:
@@ -154,9 +155,9 @@ class Bench:
         return self.system.agent_channel(name)
 
     async def metric(self, url: str, line: str) -> float:
-        """The value of a line of /metrics that begins so; 0 where there is none."""
+        """The value of a line of /metrics that begins so, its cluster aside; 0 where there is none."""
         async with self.session.get(f"{url}/metrics") as answer:
-            lines = (await answer.text()).splitlines()
+            lines = re.sub(r'cluster="[^"]*",|,?cluster="[^"]*"', "", await answer.text()).splitlines()
         return sum(float(each.rpartition(" ")[2]) for each in lines if each.startswith(line))
 
     async def gateway_sees(self, name: str) -> str:

@@ -126,6 +126,6 @@ def test_metrics_and_health(bench: Bench) -> None:
         async with bench.session.get(f"{bench.node('far').metrics_url}/health") as answer:
             assert await answer.json() == {"id": "far", "state": "ready"}
         assert 'route="remote"' in gateway
-        assert 'prfaas_link_sent_bytes_total{link="west",peer=' in node
+        assert 'prfaas_link_sent_bytes_total{cluster="east",link="west",peer=' in node
 
     bench.run(scenario())

@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import Models
 from tests.e2e.harness import Bench, topology_document
-from transport.codec import zstd_module
+from transport.coding.codec import zstd_module
 
 pytestmark = pytest.mark.e2e
 
@@ -39,9 +39,7 @@ def quantised(models: Models, tmp_path: Path) -> Iterator[Bench]:
 
 
 async def counted(bench: Bench, node: str, line: str) -> float:
-    async with bench.session.get(f"{bench.node(node).metrics_url}/metrics") as answer:
-        lines = (await answer.text()).splitlines()
-    return sum(float(each.rpartition(" ")[2]) for each in lines if each.startswith(line))
+    return await bench.metric(bench.node(node).metrics_url, line)
 
 
 @pytest.mark.skipif(zstd_module() is None, reason="needs the zstd extra")

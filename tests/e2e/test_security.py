@@ -11,9 +11,9 @@ import pytest
 
 from tests.conftest import Models
 from tests.e2e.harness import Bench, topology_document
-from transport.certificates import Authority
-from transport.proto import node_pb2 as pb
-from transport.proto import node_pb2_grpc as rpc
+from transport.control.certificates import Authority
+from transport.control.proto import node_pb2 as pb
+from transport.control.proto import node_pb2_grpc as rpc
 
 pytestmark = pytest.mark.e2e
 

@@ -11,8 +11,8 @@ from hybrid_cache.hashing import block_hashes
 from hybrid_cache.layout import ModelLayout
 from tests.conftest import Models
 from tests.e2e.harness import Bench, topology_document
-from transport.proto import node_pb2 as pb
-from transport.proto import node_pb2_grpc as rpc
+from transport.control.proto import node_pb2 as pb
+from transport.control.proto import node_pb2_grpc as rpc
 
 pytestmark = pytest.mark.e2e
 

@@ -85,3 +85,28 @@ def test_chat_and_text_prompts(bench: Bench) -> None:
         assert answers[0]["usage"]["prompt_tokens"] == answers[1]["usage"]["prompt_tokens"]
 
     bench.run(scenario())
+
+
+def test_a_second_turn_finds_the_first_answer(bench: Bench) -> None:
+    """Wherever it was decoded: the gateway has its blocks moved to where the rest is computed."""
+
+    async def scenario() -> None:
+        first = bench.prompt(200, seed=4242)
+        done = await bench.generate(first, 140)
+        talk = [*first, *done.token_ids]
+        assert done.token_ids == bench.expected(first, 140)
+        full_blocks = (len(talk) - 1) // BLOCK * BLOCK
+        turns = iter(range(1000))
+
+        async def is_found() -> bool:  # the gateway hears of blocks a moment after the answer has ended
+            second, name = [*talk, *bench.prompt(30, seed=next(turns))], bench.name()
+            answer = await bench.generate(second, name=name)
+            record = await bench.record(name)
+            assert answer.token_ids == bench.expected(second)
+            assert record["fallbacks"] == []
+            assert record["cached"] in (192, full_blocks)
+            return bool(record["cached"] == full_blocks)
+
+        await bench.wait_until(is_found, 180.0)
+
+    bench.run(scenario())

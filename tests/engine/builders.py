@@ -8,7 +8,7 @@ import numpy as np
 from engine.base import Engine
 from engine.pages import Arena, JobKV
 from hybrid_cache.layout import ModelLayout
-from transport.messages import JobPages
+from transport.control.messages import JobPages
 
 BLOCK = 64
 CHUNK = 2 * BLOCK

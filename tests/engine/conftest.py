@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from engine.embedded import EmbeddedEngine
-from engine.models import build_model
+from engine.model.embedded import EmbeddedEngine
+from engine.model.tiny import build_model
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from hybrid_cache.errors import OutOfPages
@@ -12,7 +13,7 @@ from hybrid_cache.hashing import block_hashes, split_hashes, tokens_digest
 from hybrid_cache.layout import ModelLayout, transfer_ranges
 from hybrid_cache.prefix_cache import PrefixCache
 from hybrid_cache.reservation import Purpose, Reservation
-from transport import messages as m
+from transport.control import messages as m
 
 SALT = b"tests"
 
@@ -34,6 +35,9 @@ class MiniAgent:
         self.socket = folder / "agent.sock"
         self.peers: dict[str, MiniAgent] = {}
         self.refuse: str = ""
+        self.refuse_answers: str = ""
+        self.deaf_to_answers = False
+        self.lands_exact = True
         self.ended: list[m.EndJob] = []
         self.heard: list[m.EngineMessage] = []
         self.landings: dict[str, Landing] = {}
@@ -62,14 +66,25 @@ class MiniAgent:
         self.socket.unlink(missing_ok=True)
 
     def send(self, message: m.Message) -> None:
-        self._writers[-1].write(m.encode(message))
+        self.send_bytes(m.encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        """Whatever it is, to the engine that came last."""
+        self._writers[-1].write(data)
+
+    def has_heard(self, kind: type[m.EngineMessage]) -> bool:
+        return any(isinstance(message, kind) for message in self.heard)
+
+    def release_jobs(self) -> None:
+        """Gives back what an engine that is gone had."""
+        while self._jobs:
+            _, (reservation, _) = self._jobs.popitem()
+            self.cache.release(reservation.request_id, 0.0)
 
     def reserve(self, transfer_id: str, prompt: list[int]) -> m.TicketInfo:
         """What a gateway asks of a decode node."""
         hashes = block_hashes(prompt[:-1], self.layout.block_size, SALT)
-        reservation = self.cache.reserve(
-            transfer_id, hashes, len(prompt) - 1, now=0.0, ttl_s=60.0, purpose=Purpose.LANDING
-        )
+        reservation = self.cache.reserve(transfer_id, hashes, len(prompt) - 1, now=0.0, purpose=Purpose.LANDING)
         digest = tokens_digest(prompt, SALT)
         self.landings[transfer_id] = Landing(reservation, digest)
         return m.TicketInfo(
@@ -119,14 +134,15 @@ class MiniAgent:
                 self._end(message)
 
     def _begin(self, message: m.BeginPrefill) -> None:
-        if self.refuse:
-            self.send(m.Refused(job=message.job, reason=self.refuse))
+        if message.computed and self.deaf_to_answers:
+            return
+        if refuse := (self.refuse_answers if message.computed else "") or self.refuse:
+            self.send(m.Refused(job=message.job, reason=refuse))
             return
         hashes = split_hashes(message.hashes)
+        purpose = Purpose.ANSWER if message.computed else Purpose.PREFILL
         try:
-            reservation = self.cache.reserve(
-                message.job, hashes, message.num_tokens, now=0.0, ttl_s=60.0, purpose=Purpose.PREFILL
-            )
+            reservation = self.cache.reserve(message.job, hashes, message.num_tokens, now=0.0, purpose=purpose)
         except OutOfPages:
             self.send(m.Refused(job=message.job, reason="no_capacity"))
             return
@@ -143,7 +159,7 @@ class MiniAgent:
             self.send(m.Refused(job=message.job, reason=landing.failed))
             return
         self._jobs[message.job] = (landing.reservation, None)
-        self.send(self._pages(message.job, landing.reservation))
+        self.send(msgspec.structs.replace(self._pages(message.job, landing.reservation), exact=self.lands_exact))
 
     def _prefill_done(self, message: m.PrefillDone) -> None:
         reservation, ticket = self._jobs[message.job]

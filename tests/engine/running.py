@@ -13,14 +13,13 @@ from aiohttp import web
 
 from engine.agent_link import AgentLink
 from engine.base import Engine
-from engine.byte_tokenizer import BOS, CHAT_TEMPLATE, EOS, SPECIAL_TOKENS, byte_tokenizer
-from engine.emulated import EmulatedEngine, EmulatedTimes, emulated_layout
+from engine.byte_tokenizer import byte_text
 from engine.metrics import EngineMetrics
-from engine.model_thread import ModelThread
-from engine.openai_server import OpenAIServer
-from engine.scheduler import Scheduler
+from engine.model.emulated import EmulatedEngine, EmulatedTimes, emulated_layout
+from engine.model.scheduler import Scheduler
+from engine.model.thread import ModelThread
+from engine.openai.server import OpenAIServer
 from engine.serving import Service
-from engine.tokenizer import TextTokenizer
 from tests.engine.mini_agent import SALT, MiniAgent
 
 MODEL = "tiny"
@@ -32,11 +31,6 @@ async def until(holds: Callable[[], object]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-
-
-def byte_text() -> TextTokenizer:
-    special = {"bos_token": SPECIAL_TOKENS[BOS], "eos_token": SPECIAL_TOKENS[EOS]}
-    return TextTokenizer(byte_tokenizer(), special, CHAT_TEMPLATE)
 
 
 def emulated(arch: str = "kimi_linear", **times: float) -> EmulatedEngine:
@@ -100,6 +94,7 @@ async def running(engine: Engine, agent: MiniAgent | None = None, **limits: int)
         async with aiohttp.ClientSession() as http:
             yield Running(service, url, http)
     finally:
+        await service.close()
         if link_task is not None:
             link_task.cancel()
             await asyncio.gather(link_task, return_exceptions=True)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from engine.agent_link import AgentLink
-from engine.emulated import emulated_layout
 from engine.errors import AgentGone, TransferError
+from engine.model.emulated import emulated_layout
 from tests.engine.mini_agent import MiniAgent
 from tests.engine.running import PATIENCE_S, until
-from transport import messages as m
+from transport.control import messages as m
 
 LAYOUT = emulated_layout("llama", 64)
 
@@ -70,8 +70,10 @@ def test_job_pages_are_mapped_and_given_back(tmp_path):
         job.end(reason="why not")
         job.end(reason="twice is once")
         await until(lambda: agent.ended)
-        await asyncio.sleep(0.05)  # for a second one, should there be one
+        later = begin(link)
+        await later.pages()  # messages keep their order: a second end would have been heard before this job began
         assert [(end.job, end.reason) for end in agent.ended] == [(job.job, "why not")]
+        later.end()
         assert kv.revoked
         assert link.num_jobs == 0
 
@@ -137,8 +139,21 @@ def test_arena_of_another_layout_is_refused(tmp_path):
 def test_garbage_from_the_socket_ends_the_connection_not_the_engine(tmp_path):
     async def scenario(agent, link):
         await link.wait_connected(PATIENCE_S)
-        agent._writers[-1].write(b"\x05\x00\x00\x00hello")
+        agent.send_bytes(b"\x05\x00\x00\x00hello")
         await until(lambda: len(agent.heard) > 1)
         assert [type(message).__name__ for message in agent.heard] == ["Hello", "Hello"]
 
     run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_a_cancellation_that_comes_with_the_agents_bytes_ends_the_link(turns, tmp_path):
+    async def main():
+        agent = MiniAgent(tmp_path, LAYOUT, num_pages=16)
+        async with asyncio.timeout(PATIENCE_S), linked(agent):
+            while not agent.heard:  # noqa: ASYNC110 every turn of the loop counts
+                await asyncio.sleep(0)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+
+    asyncio.run(main())

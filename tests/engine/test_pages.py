@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from engine.emulated import GROUPS, emulated_layout
 from engine.errors import PagesInvalid
+from engine.model.emulated import GROUPS, emulated_layout
 from engine.pages import Arena, JobKV
 from hybrid_cache.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.spec import FullAttention, LinearState

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.emulated import emulated_tokens
-from engine.reference import reference_tokens
+from engine.model.emulated import emulated_tokens
+from engine.model.reference import reference_tokens
 from tests.engine.builders import random_tokens
 from tests.engine.mini_agent import SALT, MiniAgent
 from tests.engine.running import PATIENCE_S, decode_leg, emulated, prefill_leg, running, until
-from transport import messages as m
+from transport.control import messages as m
 
 LOCAL = {"salt": SALT.hex()}
 
@@ -176,9 +176,9 @@ def test_a_leg_whose_push_fails_does_not_compute_on(tmp_path):
             ticket = agent.reserve("t", prompt)
             leg = asyncio.create_task(node.post(prompt=prompt, max_tokens=1, kv_transfer_params=prefill_leg(ticket)))
             async with asyncio.timeout(30.0):
-                while not (jobs := [message.job for message in agent.heard if isinstance(message, m.LayerDone)]):  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-                agent.send(m.Delivered(job=jobs[0], ok=False, reason="peer_lost"))
+                await until(lambda: agent.has_heard(m.LayerDone))
+                job = next(message.job for message in agent.heard if isinstance(message, m.LayerDone))
+                agent.send(m.Delivered(job=job, ok=False, reason="peer_lost"))
                 status, answer = await leg
             assert (status, answer["error"]["code"]) == (502, "kv_transfer_failed")
             assert "peer_lost" in answer["error"]["message"]
@@ -209,7 +209,7 @@ def test_engine_outlives_its_agent(tmp_path):
         async with agent_for(engine, tmp_path / "a") as first:
             async with running(engine, first) as node:
                 task = asyncio.create_task(node.tokens(prompt, 20))
-                await asyncio.sleep(0.1)
+                await until(lambda: first.has_heard(m.LayerDone))
                 await first.stop()
                 assert await task == emulated_tokens(prompt, 20)
                 assert await node.tokens(prompt, 5) == emulated_tokens(prompt, 5)
@@ -219,22 +219,20 @@ def test_engine_outlives_its_agent(tmp_path):
                 assert await node.tokens(prompt, 5) == emulated_tokens(prompt, 5)
                 assert second.cache.report().pages_prefix > 0
                 await second.stop()
-            for job in list(first._jobs):
-                first.cache.release(job, 0.0)
+            first.release_jobs()
 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("delay_s", [0.02, 0.15, 0.5])
-def test_client_disconnect_frees_everything(delay_s, tmp_path):
+@pytest.mark.parametrize("moment", [m.BeginPrefill, m.LayerDone, m.PrefillDone])
+def test_client_disconnect_frees_everything(moment, tmp_path):
     """While waiting for pages, in the middle of a chunk, while decoding."""
 
     async def scenario():
         engine = emulated(prefill_per_token_s=0.0005, decode_step_s=0.005)
         async with agent_for(engine, tmp_path / "n") as agent, running(engine, agent) as node:
             task = asyncio.create_task(node.events(prompt=random_tokens(500), max_tokens=4000))
-            await until(lambda: node.service.active)
-            await asyncio.sleep(delay_s)
+            await until(lambda: agent.has_heard(moment))
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await until(lambda: not node.service.active and not agent.cache.report().reservations)

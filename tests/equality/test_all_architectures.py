@@ -10,16 +10,22 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.models import ARCHITECTURES
+from engine.model.tiny import ARCHITECTURES
 from tests.conftest import Models
 from tests.e2e.harness import Bench, topology_document
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+# What a sample has to cover of architectures and ways is in test_matrix; of these it takes a few, for their lengths.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.dimensions(arch=None, case=None, part=None, prefill_blocks=None, decode_blocks=None),
+]
 
 THRESHOLD = 300
 MAX_TOKENS = 6000
 IN_FLIGHT = 4
 OUTPUT = 16
+PARTS = 4  # of the lengths of one case: a sample takes one
 MIN_DISTINCT = 4
 
 
@@ -47,9 +53,10 @@ def case(
         bench.run(bench.wait_idle())
 
 
-def test_cold(case: tuple[Bench, int, int], arch: str) -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+def test_cold(case: tuple[Bench, int, int], part: int) -> None:
     bench, block_size, last = case
-    lengths = borders(block_size, last)
+    lengths = borders(block_size, last)[part::PARTS]
     outputs = bench.run(_all_equal(bench, {n: bench.prompt(n, seed=n) for n in lengths}), 1500.0)
     # A model that repeats itself proves nothing.
     assert sum(len(set(output)) >= MIN_DISTINCT for output in outputs) > len(outputs) * 0.9

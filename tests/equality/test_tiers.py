@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.models import ARCHITECTURES
+from engine.model.tiny import ARCHITECTURES
 from tests.conftest import Models
 from tests.e2e.harness import Bench, topology_document
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.dimensions(bench=None)]
 
 BLOCK = 64
 LENGTHS = (66, 128, 129, 130, 400, 1025)

@@ -17,8 +17,8 @@ from aiohttp import web
 
 from hybrid_cache.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.spec import FullAttention, LinearState
-from transport.proto import node_pb2 as pb
-from transport.proto.node_pb2_grpc import NodeAgentServicer, add_NodeAgentServicer_to_server
+from transport.control.proto import node_pb2 as pb
+from transport.control.proto.node_pb2_grpc import NodeAgentServicer, add_NodeAgentServicer_to_server
 
 BLOCK_SIZE = 16
 LAYOUT = ModelLayout(
@@ -40,6 +40,7 @@ class Script:
     word_interval_s: float = 0.0
     prefill_s: float = 0.0
     prefill_gate: asyncio.Event | None = None  # set by the test when prefills may go on
+    decode_gate: asyncio.Event | None = None  # the same of decode legs
     cached_tokens: int = 0
     reserve: list[str] = field(default_factory=list)  # a grpc.StatusCode name
     prefill: list[str] = field(default_factory=list)  # "die", "hang", "drop", "undelivered REASON" or "STATUS code"
@@ -285,6 +286,8 @@ class ScriptedNode(NodeAgentServicer):
     async def _decode(self, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         fault = _next(self.script.decode)
         params = body["kv_transfer_params"]
+        if self.script.decode_gate is not None:
+            await self.script.decode_gate.wait()
         if refusal := await self._fault(http, fault):
             return refusal
         why = await self._load(params)

@@ -5,7 +5,7 @@ import pytest
 
 from gateway.agent import MAX_EVENT_HASHES, NodeInfo, NodeLoad, events_from, node_error
 from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared
-from transport.proto import node_pb2 as pb
+from transport.control.proto import node_pb2 as pb
 
 A, B = b"a" * 32, b"b" * 32
 

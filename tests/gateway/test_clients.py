@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from tests.gateway.worlds import PATIENT, on_loop, until, world
+from gateway.clusters import ServedModel
+from gateway.config import Strangers
+from gateway.openai import Endpoint
+from gateway.prompts import Hashing, read_call
+from gateway.relay import pass_on
+from gateway.request import Request, Timeline
+from tests.gateway.scripted import LAYOUT
+from tests.gateway.worlds import PATIENT, model_of, on_loop, until, world
+from tests.prompts.builders import text_tokenizer
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
 
@@ -52,11 +60,53 @@ async def test_a_client_that_stops_reading_loses_its_place() -> None:
         )
         writer.write(head.encode() + b"\r\n\r\n" + body)
         assert b"200 OK" in await reader.readline()
-        await until(lambda: node.running == 0 and not w.gateway.door.in_flight)
+        await until(lambda: node.running == 0 and not w.gateway.admission.in_flight)
         await w.settled()
         (record,) = await w.records()
         assert (record["status"], record["error"]) == (499, "client stalled")
         writer.close()
+
+
+@on_loop
+async def test_a_client_that_reads_nothing_of_a_whole_answer_loses_its_place_and_its_connection() -> None:
+    limits = Strangers(header_s=0.3, idle_s=0.3)
+    async with world(decode=1, timeouts=replace(PATIENT, client_stall_s=0.3), strangers=limits) as w:
+        w.nodes.decode[0].script.words = ("x" * 1000,) * 12_000
+        reader, writer = await asyncio.open_connection(*w.gateway.url.removeprefix("http://").split(":"), limit=1024)
+        body = json.dumps({"model": "scripted", "prompt": LONG}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+        writer.write(f"{head}{len(body)}\r\n\r\n".encode() + body)
+        assert b"200 OK" in await reader.readline()
+        await until(lambda: not w.gateway.admission.in_flight)
+        await w.settled()
+        (record,) = await w.records()
+        assert (record["status"], record["error"]) == (499, "client stalled")
+        while 'connections{listener="clients"} 1.0' not in await w.metrics():  # noqa: ASYNC110 the session's own
+            await asyncio.sleep(0.05)
+        writer.close()
+
+
+@on_loop
+async def test_what_waits_for_the_client_counts_as_written() -> None:
+    """Only between two events may anything else be written."""
+    hashing = Hashing(block_size=16, salt=b"salt")
+    body = b'{"model":"scripted","prompt":"x","stream":true}'
+    call, prompt = read_call(Endpoint.COMPLETIONS, body, model_of(hashing), text_tokenizer())
+    served = ServedModel("scripted", "scripted", LAYOUT, 4096, hashing)
+    request = Request("r", "r-1", call, prompt, served, Timeline(0.0))
+    chunks = [b"data: 1\n\n", b"data: ", b"2\n\n", b""]
+    seen: list[bool] = []
+
+    class Stream:
+        async def write(self, data: bytes) -> None:
+            seen.append(request.is_between_events)
+
+    async def read() -> bytes:
+        return chunks.pop(0)
+
+    await pass_on(read, Stream(), request, lambda: 0.0)
+    assert seen == [True, False, True]
+    assert request.events == 2
 
 
 @on_loop

@@ -8,8 +8,9 @@ from gateway.server import running
 from hybrid_cache.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.spec import FullAttention
 from tests.gateway.scripted import LAYOUT
-from tests.gateway.worlds import PATIENCE_S, config_for, on_loop, text_tokenizer, until, world
-from transport.proto import node_pb2 as pb
+from tests.gateway.worlds import PATIENCE_S, config_for, on_loop, until, world
+from tests.prompts.builders import text_tokenizer
+from transport.control.proto import node_pb2 as pb
 
 PROMPT = "the quick brown fox jumps over the lazy dog " * 6
 
@@ -20,13 +21,13 @@ def states(clusters: Clusters) -> dict[str, str]:
 
 def has_prefix(clusters: Clusters, node: str, block_hash: bytes) -> bool:
     """Whether the index knows the block; a snapshot is applied in pieces, a little after the node counts as ready."""
-    return clusters._index is not None and clusters._index.match(node, [block_hash], 16).num_tokens == 16
+    return clusters.index is not None and clusters.index.match(node, [block_hash], 16).num_tokens == 16
 
 
 @on_loop
 async def test_states_are_those_the_nodes_tell() -> None:
     async with world() as w:
-        clusters = w.gateway.door.clusters
+        clusters = w.gateway.clusters
         assert states(clusters) == {"r0": "ready", "p0": "ready", "d0": "ready", "d1": "ready"}
         w.nodes.remote[0].become(pb.NODE_STATE_DRAINING)
         await until(lambda: states(clusters)["r0"] == "draining")
@@ -38,7 +39,7 @@ async def test_states_are_those_the_nodes_tell() -> None:
 @on_loop
 async def test_a_node_whose_agent_dies_is_down_and_comes_back_with_its_cache() -> None:
     async with world(decode=1) as w:
-        clusters, node = w.gateway.door.clusters, w.nodes.decode[0]
+        clusters, node = w.gateway.clusters, w.nodes.decode[0]
         await node.stop_agent()
         await until(lambda: states(clusters)["d0"] == "down")
         assert (await w.complete(PROMPT)).status == 503
@@ -54,7 +55,7 @@ async def test_another_gateway_knows_at_once_what_the_first_one_learnt() -> None
     async with world() as w:
         w.nodes.local[0].cache = [pb.BlocksStored(group=group, hashes=b"h" * 32) for group in (0, 1)]
         async with running(config_for(w.nodes), text_tokenizer(), time.monotonic) as second:
-            clusters = second.door.clusters
+            clusters = second.clusters
             assert await clusters.wait_for(lambda: all(node.connected for node in clusters.nodes), PATIENCE_S)
             await until(lambda: has_prefix(clusters, "p0", b"h" * 32))
 
@@ -62,7 +63,7 @@ async def test_another_gateway_knows_at_once_what_the_first_one_learnt() -> None
 @on_loop
 async def test_a_lost_event_starts_the_view_of_a_node_anew() -> None:
     async with world(decode=1) as w:
-        clusters, node = w.gateway.door.clusters, w.nodes.remote[0]
+        clusters, node = w.gateway.clusters, w.nodes.remote[0]
         node.cache = [pb.BlocksStored(group=group, hashes=b"a" * 32) for group in (0, 1)]
         node.tell(pb.NodeEvent(load=pb.Load(), seq=5))
         await until(lambda: states(clusters)["r0"] == "down")
@@ -73,10 +74,10 @@ async def test_a_lost_event_starts_the_view_of_a_node_anew() -> None:
 @on_loop
 async def test_a_node_of_another_layout_is_not_used() -> None:
     async with world() as w:
-        clusters, node = w.gateway.door.clusters, w.nodes.remote[0]
+        clusters, node = w.gateway.clusters, w.nodes.remote[0]
         node.layout = ModelLayout("other", "float32", 8, (KVCacheGroup(FullAttention(8, 4), (0,)),))
         node.become(pb.NODE_STATE_READY)
-        await until(lambda: not clusters._serves(clusters.by_id("r0")))
+        await until(lambda: (info := clusters.by_id("r0").info) and info.layout_fingerprint == node.layout.fingerprint)
         response = await w.complete(PROMPT * 9)
         assert response.headers["x-prfaas-route"].startswith("local; node=p0;")
 
@@ -84,7 +85,7 @@ async def test_a_node_of_another_layout_is_not_used() -> None:
 @on_loop
 async def test_a_description_that_makes_no_sense_keeps_the_node_out() -> None:
     async with world(decode=2) as w:
-        clusters, (first, second) = w.gateway.door.clusters, w.nodes.decode
+        clusters, (first, second) = w.gateway.clusters, w.nodes.decode
         first.role = "conductor"
         first.become(pb.NODE_STATE_READY)
         await until(lambda: states(clusters)["d0"] == "down")
@@ -97,7 +98,7 @@ async def test_a_description_that_makes_no_sense_keeps_the_node_out() -> None:
 @on_loop
 async def test_links_are_summed_over_the_senders_and_congestion_keeps_requests_local() -> None:
     async with world(remote=2) as w:
-        clusters = w.gateway.door.clusters
+        clusters = w.gateway.clusters
         (before,) = clusters.links()
         assert (before.source, before.destination, before.up) == ("east", "west", True)
         assert before.available_bytes_per_s is None
@@ -113,9 +114,73 @@ async def test_links_are_summed_over_the_senders_and_congestion_keeps_requests_l
 
 
 @on_loop
+async def test_what_waits_for_an_egress_budget_keeps_requests_local() -> None:
+    async with world() as w:
+        (node,), clusters = w.nodes.remote, w.gateway.clusters
+        link = pb.Link(peer="west", available_bytes_per_s=1e6, budget_bytes_per_s=1e6, queued_bytes=5_000_000)
+        node.load = pb.Load(links=[link])  # no loss, no longer round trips: only the queue says it
+        await until(lambda: clusters.links()[0].queued_bytes)
+        (view,) = clusters.links()
+        assert (view.congested, view.budget_bytes_per_s, view.drain_s) == (False, 1e6, 5.0)
+        response = await w.complete("the quick brown fox jumps over the lazy dog " * 40)
+        assert response.headers["x-prfaas-route"].startswith("local; node=p0;")
+        assert response.headers["x-prfaas-route"].endswith("reason=congested")
+
+
+@on_loop
+async def test_what_is_promised_to_a_link_is_seen_before_it_queues() -> None:
+    async with world() as w:
+        (node,), clusters = w.nodes.remote, w.gateway.clusters
+        node.load = pb.Load(links=[pb.Link(peer="west", available_bytes_per_s=1e9)])
+        await until(lambda: clusters.links()[0].available_bytes_per_s)
+        gate = node.script.prefill_gate = asyncio.Event()
+        running = asyncio.create_task(w.complete("the quick brown fox jumps over the lazy dog " * 40))
+        await until(lambda: node.running)
+        assert clusters.links()[0].promised_bytes > 10_000
+        gate.set()
+        await running
+        await until(lambda: not clusters.links()[0].promised_bytes)
+
+
+@on_loop
+async def test_the_longest_context_is_that_of_the_nodes_that_are_there() -> None:
+    async with world(decode=2) as w:
+        clusters, node = w.gateway.clusters, w.nodes.decode[1]
+        node.max_model_len = 100
+        node.become(pb.NODE_STATE_READY)
+        await until(lambda: clusters.served and clusters.served.max_model_len == 100)
+        await node.stop_agent()
+        await until(lambda: clusters.served and clusters.served.max_model_len == 4096)
+        await node.start_agent(node.agent_address)
+        await until(lambda: clusters.served and clusters.served.max_model_len == 100)
+        node.max_model_len = 8192
+        node.become(pb.NODE_STATE_READY)
+        await until(lambda: clusters.served and clusters.served.max_model_len == 4096)
+
+
+@on_loop
+async def test_a_watch_that_fails_in_a_way_nobody_thought_of_is_counted_and_begun_again() -> None:
+    async with world(decode=1) as w:
+        clusters, node = w.gateway.clusters, w.nodes.decode[0]
+        with_bad_layout = pb.NodeEvent(description=node.description())
+        with_bad_layout.description.layout_json = "[" * 100_000  # json: RecursionError, which is no ValueError
+        with_bad_layout.description.layout_fingerprint = "another"
+        for each in w.nodes.nodes:
+            if each is not node:
+                await each.stop_agent()
+        await until(lambda: list(states(clusters).values()).count("down") == 2)
+        clusters.served = None
+        node.tell(with_bad_layout)
+        async with asyncio.timeout(PATIENCE_S):
+            while 'prfaas_unforeseen_errors_total{work="watch"} 1.0' not in await w.metrics():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await until(lambda: states(clusters)["d0"] == "ready")
+
+
+@on_loop
 async def test_a_queue_that_one_sender_sees_keeps_requests_local() -> None:
     async with world(remote=2) as w:
-        clusters = w.gateway.door.clusters
+        clusters = w.gateway.clusters
         for node, rtt_s in zip(w.nodes.remote, (0.04, 0.2), strict=True):
             link = pb.Link(
                 peer="west", available_bytes_per_s=1e9, rtt_s=rtt_s, min_rtt_s=0.04, congested=rtt_s > 0.08,

@@ -7,11 +7,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from gateway.openai import Endpoint, parse
-from gateway.tokens import PromptReader
-from tests.gateway.worlds import PATIENCE_S, PATIENT, World, on_loop, text_tokenizer, until, world
-from transport.messages import TicketInfo
-from transport.proto import node_pb2 as pb
+from tests.gateway.worlds import PATIENCE_S, PATIENT, World, on_loop, until, world
+from transport.control.messages import TicketInfo
+from transport.control.proto import node_pb2 as pb
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
 SHORT = "hello there"
@@ -103,23 +101,16 @@ async def test_prompt_logprobs_are_left_to_the_decode_node_which_needs_all_of_th
 async def test_a_prefix_known_to_be_cached_makes_a_long_prompt_local() -> None:
     async with world(local=1) as w:
         await w.complete(LONG)
-        hashes = _hashes_of(w, LONG)
+        hashes = w.hashes_of(LONG)
         for group in (0, 1):
             event = pb.NodeEvent(stored=pb.BlocksStored(group=group, hashes=b"".join(hashes)))
             w.nodes.local[0].tell(event)
-        clusters = w.gateway.door.clusters
-        await until(lambda: clusters._index and clusters._index.match("p0", hashes, 16 * len(hashes)).num_tokens)
+        clusters = w.gateway.clusters
+        await until(lambda: clusters.index and clusters.index.match("p0", hashes, 16 * len(hashes)).num_tokens)
         response = await w.complete(LONG)
         assert response.headers["x-prfaas-route"].startswith("local; node=p0; uncached=")
         assert response.headers["x-prfaas-route"].endswith("reason=short")
         assert int(response.headers["x-prfaas-route"].split("uncached=")[1].split(";")[0]) <= 17
-
-
-def _hashes_of(w: World, text: str) -> list[bytes]:
-    served = w.gateway.door.clusters.served
-    assert served is not None
-    call = parse(Endpoint.COMPLETIONS, json.dumps({"model": "scripted", "prompt": text}).encode())
-    return PromptReader(text_tokenizer()).read(call, served.hashing).hashes
 
 
 # What engines are sent
@@ -217,7 +208,7 @@ async def test_a_dying_prefill_node_is_replaced_under_the_same_ticket() -> None:
         tickets = [n.bodies[0]["kv_transfer_params"]["ticket"]["transfer_id"] for n in w.nodes.remote]
         assert tickets[0] == tickets[1]
         assert response.headers["x-prfaas-route"].startswith("remote; node=r1;")
-        assert await w.fallbacks() == {"prefill_connection_lost": 1}
+        assert await w.fallbacks() == {"prefill_engine_died": 1}
         await w.settled()
 
 
@@ -357,7 +348,7 @@ async def test_nothing_ready_is_a_503_that_says_when_to_come_back() -> None:
     async with world() as w:
         for node in w.nodes.decode:
             node.become(pb.NODE_STATE_DRAINING)
-        await until(lambda: not w.gateway.door.clusters.is_ready)
+        await until(lambda: not w.gateway.clusters.is_ready)
         response = await w.complete(LONG)
         assert (response.status, response.headers["Retry-After"]) == (503, "1")
         assert response.headers["x-prfaas-rejected"] == "no_decode_node"
@@ -369,20 +360,27 @@ async def test_nothing_ready_is_a_503_that_says_when_to_come_back() -> None:
 
 
 @on_loop
-@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.05, 0.3])
-async def test_a_client_that_leaves_frees_everything(after_s: float) -> None:
-    async with world() as w:
-        w.nodes.remote[0].script.prefill_s = 0.15
-        for node in w.nodes.decode:
-            node.script.word_interval_s = PATIENCE_S
+@pytest.mark.parametrize("stage", ["admitted", "reserving", "prefilling", "decoding"])
+async def test_a_client_that_leaves_frees_everything(stage: str) -> None:
+    async with world(decode=1) as w:
+        (remote,), (decode,) = w.nodes.remote, w.nodes.decode
+        if stage != "decoding":
+            remote.script.prefill_gate = asyncio.Event()
+        decode.script.word_interval_s = PATIENCE_S
+        reached = {
+            "admitted": lambda: w.gateway.admission.in_flight,
+            "reserving": lambda: decode.open_reservations,
+            "prefilling": lambda: remote.running and decode.running,
+            "decoding": lambda: remote.bodies and not remote.running and not decode.open_reservations,
+        }
         task = asyncio.create_task(w.complete(LONG, stream=True))
-        await until(lambda: w.gateway.door.in_flight)
-        await asyncio.sleep(after_s)
+        await until(lambda: w.gateway.admission.in_flight)
+        await until(reached[stage])
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await w.settled()
-        (record,) = await w.records()
-        assert record["status"] == 499
+        statuses = [record["status"] for record in await w.records()]
+        assert statuses == [499] or (stage == "admitted" and not statuses)  # not read yet
 
 
 @on_loop
@@ -407,7 +405,7 @@ async def test_fifty_at_once_and_a_third_of_them_leaving() -> None:
         assert statuses.count(200) >= 40
         await w.settled()
         await w.idle()
-        assert all(node.pending_requests == node.pending_tokens == 0 for node in w.gateway.door.clusters.nodes)
+        assert all(node.pending_requests == node.pending_tokens == 0 for node in w.gateway.clusters.nodes)
 
 
 @on_loop
@@ -416,9 +414,9 @@ async def test_draining_finishes_streams_and_refuses_new_requests() -> None:
         for node in w.nodes.decode:
             node.script.word_interval_s = 0.1
         running = asyncio.create_task(w.complete(LONG, stream=True))
-        await until(lambda: w.gateway.door.in_flight)
-        drained = asyncio.create_task(w.gateway.door.drained(PATIENCE_S))
-        await until(lambda: w.gateway.door.is_draining)
+        await until(lambda: w.gateway.admission.in_flight)
+        drained = asyncio.create_task(w.gateway.admission.drained(PATIENCE_S))
+        await until(lambda: w.gateway.admission.is_draining)
         refused = await w.complete(SHORT)
         assert (refused.status, (await refused.json())["error"]["code"]) == (503, "draining")
         assert stream_text(await (await running).read()) == TEXT
@@ -430,7 +428,7 @@ async def test_too_many_in_flight_is_a_429() -> None:
     async with world(max_in_flight=1) as w:
         gate = w.nodes.local[0].script.prefill_gate = asyncio.Event()
         first = asyncio.create_task(w.complete(SHORT))
-        await until(lambda: w.gateway.door.in_flight)
+        await until(lambda: w.gateway.admission.in_flight)
         second = await w.complete(SHORT)
         assert (second.status, second.headers["Retry-After"]) == (429, "1")
         assert (await second.json())["error"]["type"] == "rate_limit_error"

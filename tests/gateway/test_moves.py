@@ -1,18 +1,15 @@
 """Prefixes that routing wants elsewhere are moved, and a move that fails costs nothing but the computing."""
 
 import asyncio
-import json
 from collections.abc import Sequence
 
 import pytest
 
 from gateway.config import RoutingConfig
-from gateway.openai import Endpoint, parse
-from gateway.tokens import PromptReader
 from hybrid_cache.store import StoreConfig
 from tests.gateway.scripted import BLOCK_SIZE, ScriptedNode
-from tests.gateway.worlds import PATIENCE_S, World, on_loop, text_tokenizer, until, world
-from transport.proto import node_pb2 as pb
+from tests.gateway.worlds import PATIENCE_S, World, on_loop, until, world
+from transport.control.proto import node_pb2 as pb
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
 LONGER = LONG * 2
@@ -21,29 +18,22 @@ ABUNDANT = pb.Load(links=[pb.Link(peer="west", available_bytes_per_s=1e9)])
 SHARED = RoutingConfig(cross_cluster_cache=True)
 
 
-def blocks_of(w: World, text: str) -> list[bytes]:
-    served = w.gateway.door.clusters.served
-    assert served is not None
-    call = parse(Endpoint.COMPLETIONS, json.dumps({"model": "scripted", "prompt": text}).encode())
-    return PromptReader(text_tokenizer()).read(call, served.hashing).hashes
-
-
 async def holds(
     w: World, node: ScriptedNode, texts: Sequence[str], medium: "pb.Medium.ValueType" = pb.MEDIUM_MEMORY
 ) -> None:
     """The gateway hears that `node` has the prefixes of `texts` cached, and that there is bandwidth to spare."""
     for each in w.nodes.remote:
         each.load = ABUNDANT
-    clusters = w.gateway.door.clusters
+    clusters = w.gateway.clusters
     for text in texts:
-        hashes = b"".join(blocks_of(w, text))
+        hashes = b"".join(w.hashes_of(text))
         for group in (0, 1):
             node.tell(pb.NodeEvent(stored=pb.BlocksStored(group=group, hashes=hashes, medium=medium)))
 
     def is_known() -> bool:
-        index = clusters._index
+        index = clusters.index
         assert index is not None
-        hits = [index.match(node.node_id, blocks_of(w, text), 10_000).num_tokens for text in texts]
+        hits = [index.match(node.node_id, w.hashes_of(text), 10_000).num_tokens for text in texts]
         return all(hits) and all(link.available_bytes_per_s for link in clusters.links())
 
     await until(is_known)
@@ -57,7 +47,7 @@ async def test_a_prefix_of_the_other_cluster_is_fetched_first() -> None:
         assert response.headers["x-prfaas-route"].startswith("local; node=p0; uncached=")
         (record,) = await w.records()
         assert (record["fetched_from"], record["fallbacks"]) == ("r0", [])
-        blocks = len(blocks_of(w, LONG))
+        blocks = len(w.hashes_of(LONG))
         assert w.nodes.remote[0].loads == [("p0", blocks * BLOCK_SIZE, blocks)]
         await w.settled()
         assert 'prfaas_prefix_moves_total{outcome="ok",reason="request"} 1.0' in await w.metrics()
@@ -89,7 +79,7 @@ async def test_nothing_moves_over_a_busy_link() -> None:
         await holds(w, w.nodes.remote[0], [LONG])
         links = [pb.Link(peer="west", available_bytes_per_s=1e9, utilisation=0.7)]
         w.nodes.remote[0].load = pb.Load(links=links)
-        await until(lambda: any(link.utilisation for link in w.gateway.door.clusters.links()))
+        await until(lambda: any(link.utilisation for link in w.gateway.clusters.links()))
         await w.complete(LONG)
         assert w.nodes.remote[0].loads == []
 
@@ -140,10 +130,10 @@ async def test_requests_for_one_prefix_share_its_move_and_one_too_many_is_refuse
 @on_loop
 async def test_a_prefix_that_many_want_at_once_is_copied_inside_its_cluster() -> None:
     async with world(remote=2, routing=RoutingConfig(replicate=True)) as w:
-        replicas = w.gateway.door.dispatcher.replicas
+        replicas = w.gateway.replicas
         assert replicas is not None
         await holds(w, w.nodes.remote[0], [LONGER])
-        assert len(blocks_of(w, LONGER)) * BLOCK_SIZE >= StoreConfig().min_tokens
+        assert len(w.hashes_of(LONGER)) * BLOCK_SIZE >= StoreConfig().min_tokens
         await w.complete(LONGER)
         replicas.tick()
         assert w.nodes.remote[0].loads == []  # one request is no demand

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,7 +13,8 @@ from pathlib import Path
 import aiohttp
 
 from tests.gateway.scripted import Topology, topology
-from tests.gateway.worlds import PATIENCE_S, TEMPLATE, bpe, on_loop
+from tests.gateway.worlds import PATIENCE_S, on_loop
+from tests.prompts.builders import TEMPLATE, bpe
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
 
@@ -104,6 +106,17 @@ async def test_a_second_signal_ends_streams_too(tmp_path: Path) -> None:
             await until_draining(http)
             running.send_signal(signal.SIGINT)
             assert await asyncio.wait_for(running.wait(), PATIENCE_S) == 0
+
+
+def test_sighup_does_not_end_a_gateway_that_is_starting(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.toml"
+    os.mkfifo(path)
+    with subprocess.Popen([sys.executable, "-m", "gateway", "-c", str(path)], stderr=subprocess.PIPE) as starting:
+        with path.open("w") as file:  # it is open when the gateway reads its configuration
+            starting.send_signal(signal.SIGHUP)
+            file.write("no = TOML =")
+        _, error = starting.communicate()
+    assert (starting.returncode, b"gateway.toml" in error) == (2, True)
 
 
 @on_loop

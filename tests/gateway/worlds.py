@@ -7,24 +7,18 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gateway.config import GatewayConfig, NodeConfig, Timeouts
+from gateway.openai import Endpoint
+from gateway.prompts import Hashing, Model, Prompt, read_call
 from gateway.server import Gateway, running
-from gateway.template import ChatTemplate
-from gateway.tokens import TextTokenizer
 from tests.gateway.scripted import Topology, topology
+from tests.prompts.builders import text_tokenizer
 
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 # What must happen may take this long on a machine that is busy with other things; what must not take long is not timed.
 PATIENCE_S = 60.0
 PATIENT = Timeouts(
@@ -37,30 +31,14 @@ PATIENT = Timeouts(
 )
 
 
-@functools.cache
-def _trained() -> str:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    text = "the quick brown fox jumps over the lazy dog and the cat sat on the mat while it rained all day long "
-    tokenizer.train_from_iterator([text * 3, "don't won't 123 456 hello world, hello there"], trainer)
-    return str(tokenizer.to_str())
+def model_of(hashing: Hashing, max_model_len: int = 1 << 20) -> Model:
+    return Model(names=("scripted", "m"), max_model_len=max_model_len, hashing=hashing)
 
 
-def bpe() -> Tokenizer:
-    """A byte-level BPE with merges and special tokens, trained in milliseconds."""
-    return Tokenizer.from_str(_trained())
-
-
-def text_tokenizer() -> TextTokenizer:
-    template = ChatTemplate(TEMPLATE, {"bos_token": "<s>"}, lambda: datetime(2026, 1, 2, 3, 4, 5))
-    return TextTokenizer(bpe(), template)
+def prompt_of(endpoint: Endpoint, hashing: Hashing, **fields: Any) -> Prompt:
+    """The prompt of a call with these fields, as the gateway reads it."""
+    body = json.dumps({"model": "scripted", **fields}).encode()
+    return read_call(endpoint, body, model_of(hashing), text_tokenizer())[1]
 
 
 def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -101,13 +79,19 @@ class World:
         await response.read()
         return response
 
+    def hashes_of(self, text: str) -> list[bytes]:
+        """The blocks of a plain prompt, as the gateway names them."""
+        served = self.gateway.clusters.served
+        assert served is not None
+        return prompt_of(Endpoint.COMPLETIONS, served.hashing, prompt=text).hashes
+
     async def settled(self) -> None:
         """Waits until nothing is under way on any node; raises if something stays."""
         await until(lambda: not self.nodes.leftovers(), self.nodes.leftovers)
 
     async def idle(self) -> None:
         """Waits until the gateway has closed the account of every request."""
-        await self.gateway.door.wait_idle()
+        await self.gateway.admission.wait_idle()
 
     async def records(self) -> list[dict[str, Any]]:
         await self.idle()
@@ -149,6 +133,6 @@ async def world(
         aiohttp.ClientSession(gateway.url) as http,
     ):
         if wait:
-            clusters = gateway.door.clusters
+            clusters = gateway.clusters
             assert await clusters.wait_for(lambda: all(node.connected for node in clusters.nodes), PATIENCE_S)
         yield World(gateway, nodes, http)

@@ -30,10 +30,9 @@ def reserve(
     *,
     purpose: Purpose = Purpose.PREFILL,
     now: float = 0.0,
-    ttl_s: float = 60.0,
 ) -> Reservation:
     hashes = hashes_of(tokens, cache.layout.block_size)
-    return cache.reserve(request_id, hashes, len(tokens), now=now, ttl_s=ttl_s, purpose=purpose)
+    return cache.reserve(request_id, hashes, len(tokens), now=now, purpose=purpose)
 
 
 def prefill(cache: PrefixCache, tokens: list[int], *, now: float = 0.0) -> Reservation:

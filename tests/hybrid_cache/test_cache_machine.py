@@ -48,7 +48,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.made += 1
         before = self.cache.report()
         try:
-            reservation = reserve(self.cache, name, tokens, purpose=purpose, now=self.now, ttl_s=10.0)
+            reservation = reserve(self.cache, name, tokens, purpose=purpose, now=self.now)
         except OutOfPages:
             assert self.cache.report() == before
             return
@@ -105,8 +105,6 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(seconds=st.floats(0.0, 8.0))
     def wait(self, seconds):
         self.now += seconds
-        for name in self.cache.expire(self.now):
-            del self.open[name]
 
     @rule()
     def clear(self):

@@ -2,10 +2,11 @@ import pytest
 
 from hybrid_cache.errors import DuplicateReservation, IntegrityError, OutOfPages, UnknownReservation
 from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
+from hybrid_cache.eviction.choice import POLICIES, policy_named
 from hybrid_cache.lookup import PrefixHit
+from hybrid_cache.pool import PagePool
 from hybrid_cache.prefix_cache import PrefixCache
 from hybrid_cache.reservation import Purpose
-from hybrid_cache.snapshots import LastBoundary
 from tests.hybrid_cache.builders import FULL, STATE, WINDOW, hashes_of, make_layout, prefill, reserve
 
 PROMPT = list(range(18))  # four full blocks and a half
@@ -81,7 +82,6 @@ def test_branch_point_gets_a_snapshot():
     prefill(cache, PROMPT)
     other = PROMPT[:8] + [70] * 10
     assert reserve(cache, "b", other).states[1].keys() == {8, 16, 18}
-    assert make_cache(snapshots=LastBoundary()).layout == cache.layout
 
 
 def test_landing_needs_the_state_but_not_the_shared_attention():
@@ -163,13 +163,10 @@ def test_extra_snapshots_yield_to_the_request_itself():
     assert reserve(cache, "r", PROMPT).states[1].keys() == {18}
 
 
-def test_leases_end():
+def test_what_has_ended_cannot_be_committed():
     cache = make_cache()
-    reserve(cache, "a", PROMPT, now=0.0, ttl_s=5.0)
-    reserve(cache, "b", PROMPT, now=0.0, ttl_s=9.0)
-    cache.renew("a", now=4.0, ttl_s=10.0)
-    assert cache.expire(9.0) == ["b"]
-    assert cache.expire(14.0) == ["a"]
+    reserve(cache, "a", PROMPT)
+    cache.release("a", 1.0)
     assert cache.report().reservations == 0
     with pytest.raises(UnknownReservation, match="no reservation 'a'"):
         cache.commit("a", 4, 15.0)
@@ -196,7 +193,7 @@ def test_bad_calls():
 
 def test_blocks_without_a_hash_stay_private():
     cache = make_cache()
-    cache.reserve("private", [], 18, now=0.0, ttl_s=1.0, purpose=Purpose.PREFILL)
+    cache.reserve("private", [], 18, now=0.0, purpose=Purpose.PREFILL)
     cache.commit("private", 18, 0.0)
     cache.release("private", 0.0)
     assert cache.report().pages_free == 400
@@ -231,15 +228,18 @@ def test_report_adds_up():
 
 
 def test_integrity_check_sees_a_lost_page():
-    cache = make_cache()
-    cache._pool.allocate(1)
+    pool = PagePool(4)
+    pages = pool.allocate(2)
+    pool.check_integrity(pages)
     with pytest.raises(IntegrityError, match="lost"):
-        cache.check_integrity()
+        pool.check_integrity(pages[:1])
+    with pytest.raises(IntegrityError, match="held twice"):
+        pool.check_integrity([*pages, pages[0]])
 
 
 def test_prompt_shorter_than_a_block_is_the_first_ever():
     cache = make_cache()
-    cache.reserve("short", [], 3, now=0.0, ttl_s=1.0, purpose=Purpose.PREFILL)
+    cache.reserve("short", [], 3, now=0.0, purpose=Purpose.PREFILL)
     cache.commit("short", 3, 0.0)
     cache.release("short", 0.0)
     prefill(cache, PROMPT)
@@ -256,3 +256,28 @@ def test_what_nobody_filled_does_not_become_prefix_cache():
     cache.release("r", 1.0)
     assert cache.match(HASHES, 18) == PrefixHit(0, 16)
     cache.check_integrity()
+
+
+def test_an_answer_shares_attention_and_brings_the_state_of_its_end():
+    """Where a prompt landed, its attention is cached and its state is not."""
+    cache = make_cache()
+    reserve(cache, "l", PROMPT[:10], purpose=Purpose.LANDING)
+    cache.commit("l", 10, 0.0)
+    cache.release("l", 0.0)
+    answer = reserve(cache, "a", PROMPT[:16], purpose=Purpose.ANSWER)
+    assert answer.cached_tokens == 8
+    assert [list(lengths) for lengths in answer.states if lengths] == [[16]]
+    cache.commit("a", 16, 0.0)
+    cache.release("a", 0.0)
+    assert cache.match(hashes_of(PROMPT), 18).num_tokens == 16
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_that_a_node_may_name_keeps_a_cache_going(name):
+    layout = make_layout(FULL, WINDOW, STATE)
+    cache = PrefixCache(layout, 100, eviction=policy_named(name, layout, 100))
+    for number in range(60):
+        prefill(cache, [number % 7] * 20 + [number] * 20, now=float(number))
+        cache.check_integrity()
+    assert cache.match(hashes_of([59 % 7] * 20 + [59] * 20), 40).num_tokens

@@ -30,7 +30,7 @@ def hit_tokens(policy: EvictionPolicy, pool_bytes: float) -> int:
     hits = 0
     for row in ROWS:
         hashes = [key.to_bytes(32) for key in row.path]
-        reservation = cache.reserve("r", hashes, row.input_length - 1, now=row.now, ttl_s=1.0, purpose=Purpose.PREFILL)
+        reservation = cache.reserve("r", hashes, row.input_length - 1, now=row.now, purpose=Purpose.PREFILL)
         hits += reservation.cached_tokens
         cache.commit("r", row.input_length - 1, row.now)
         cache.release("r", row.now)

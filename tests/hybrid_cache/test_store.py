@@ -1,9 +1,19 @@
+import tracemalloc
+
 import pytest
 
 from hybrid_cache.events import BlocksStored, Medium
 from hybrid_cache.index import PrefixIndex
 from hybrid_cache.lookup import PrefixHit
-from hybrid_cache.store import DropReplica, Placement, PrefixStore, Replicate, StoreConfig
+from hybrid_cache.store import (
+    BYTES_PER_HASH,
+    BYTES_PER_PREFIX,
+    DropReplica,
+    Placement,
+    PrefixStore,
+    Replicate,
+    StoreConfig,
+)
 from tests.hybrid_cache.builders import FULL, hashes_of, make_layout
 
 CHAIN = tuple(hashes_of(list(range(32))))
@@ -64,10 +74,37 @@ def test_what_only_an_engine_has_is_not_copied():
     assert store.replicate(IDLE, now=0.0) == [Replicate("b", "c", CHAIN, 32, "hot")]
 
 
-def test_tracking_is_bounded():
-    store = make_store("a", max_tracked=2)
-    for length in (8, 16, 24, 32):
-        store.get(CHAIN[: length // 4], length, IDLE, now=0.0)
-    assert len(store._demand) == 2
+def test_what_is_remembered_of_prefixes_is_bounded_in_bytes():
+    store, limit = make_store(max_tracked_bytes=1 << 20), 1 << 20
+    store.index = PrefixIndex(make_layout(FULL))
+    tracemalloc.start()
+    try:
+        for number in range(200):  # long prompts that have nothing in common, and as many short ones
+            for blocks in (300, 1):
+                chain = tuple((number * 1000 + blocks + index).to_bytes(32) for index in range(blocks))
+                store.index.apply("a", BlocksStored(0, chain))
+                store.get(chain, len(chain) * 4, IDLE, now=float(number))
+                store.index.drop("a")
+                assert store.tracked_bytes <= limit
+        del chain
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert limit / 8 < taken <= limit
+
+
+@pytest.mark.parametrize(
+    "limit", [{"max_tracked": 2}, {"max_tracked_bytes": 2 * (BYTES_PER_PREFIX + 8 * BYTES_PER_HASH)}]
+)
+def test_the_prefix_asked_for_longest_ago_is_forgotten_first(limit):
+    store = make_store("a", **limit)
+    for length in (8, 16, 8, 24):
+        for _ in range(4):
+            store.get(CHAIN[: length // 4], length, IDLE, now=0.0)
+    kept = [decision.num_tokens for decision in store.replicate(IDLE, now=0.0)]
+    assert sorted(kept) == [8, 24]
+
+
+def test_limits_of_nothing_are_refused():
     with pytest.raises(ValueError, match="max_replicas"):
         StoreConfig(max_replicas=0)

@@ -42,7 +42,7 @@ class Node:
         return {byte for view in self.views(LAYOUT.segments(group, 0, pages)) for byte in bytes(view)}
 
     def promote(self, tokens):
-        plan = self.tiers.plan_promotion("promote", hashes_of(tokens), len(tokens), now=1.0, ttl_s=9.0)
+        plan = self.tiers.plan_promotion("promote", hashes_of(tokens), len(tokens), now=1.0)
         if plan is None:
             return False
         ok = self.tiers.read(plan)
@@ -85,7 +85,7 @@ def test_damaged_block_ends_the_promotion(tmp_path):
     node.prefill(PROMPT)
     node.cache.clear(0.0)
     node.disk.flush()
-    file = tmp_path / node.disk._names[2]
+    file = next(tmp_path.glob("*-2.kv"))
     data = bytearray(file.read_bytes())
     data[300] ^= 1
     file.write_bytes(data)
@@ -129,7 +129,7 @@ def test_attention_alone_comes_back_for_a_landing(tmp_path):
         for block_hash in node.disk.hashes(group):
             node.disk.drop(BlockKey(group, block_hash))
     assert not node.promote(PROMPT)
-    plan = node.tiers.plan_promotion("p", hashes_of(PROMPT), 18, now=1.0, ttl_s=9.0, attention_only=True)
+    plan = node.tiers.plan_promotion("p", hashes_of(PROMPT), 18, now=1.0, attention_only=True)
     assert plan is not None
     assert {key.group for key, _ in plan.blocks} == {0}
     assert plan.size == 4 * LAYOUT.block_bytes(0)

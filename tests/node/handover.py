@@ -11,16 +11,18 @@ from hybrid_cache.hashing import block_hashes, tokens_digest
 from hybrid_cache.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.spec import FullAttention, LinearState, SlidingWindow
 from node.answers import Reply
+from node.arena import Arena, arena_directory, arena_path
 from node.broadcast import Broadcast
 from node.config import NodeConfig
 from node.consumer import Consumer
 from node.links import Links
 from node.pages import Pages
 from node.producer import Producer
-from transport import messages as m
-from transport.control import ticket_info
-from transport.proto import node_pb2 as pb
-from transport.rdma_device import RdmaDevices
+from pd_cluster.landings import DecodeLandings
+from transport.control import messages as m
+from transport.control.proto import node_pb2 as pb
+from transport.control.tickets import ticket_info
+from transport.rdma.device import RdmaDevices
 
 BLOCK = 8
 LAYOUT = ModelLayout(
@@ -61,10 +63,12 @@ class HandNode:
         config = NodeConfig(**(values | changes))
         self.links = Links(config, use_shm=use_shm, rdma=rdma)
         self.links.start()
-        self.pages = Pages(LAYOUT, config, Broadcast(), time.monotonic)
-        self.links.open_memory(self.pages.arena.view(0, self.pages.arena.page_bytes * self.pages.arena.num_pages))
+        self.arena = Arena(arena_path(arena_directory(tmp_path), config.node_id), config.cache_bytes)
+        self.pages = Pages(LAYOUT, self.arena, config, Broadcast(), time.monotonic)
+        self.links.open_memory(self.pages.memory())
         self.producer = Producer(self.pages, self.links, room_timeout_s, time.monotonic)
         self.consumer = Consumer(self.pages, self.links, 0.5, time.monotonic)
+        self.landings = DecodeLandings(self.consumer)
         self.inbox: asyncio.Queue[m.AgentMessage] = asyncio.Queue()
 
     async def heard(self) -> m.AgentMessage:
@@ -76,6 +80,7 @@ class HandNode:
         await asyncio.sleep(0.01)
         self.pages.cache.check_integrity()
         await self.pages.close()
+        self.arena.close()
 
     # As an engine
 
@@ -173,12 +178,12 @@ class HandNode:
         message = m.ClaimLanding(
             job=job, transfer_id=ticket.transfer_id, tokens_digest=tokens_digest(tokens, b""), timeout_s=timeout_s
         )
-        self.consumer.claim(message, self, reply)
+        self.landings.claim(message, self, reply)
 
     def end(self, job: str, *, loaded: bool = False) -> None:
         message = m.EndJob(job=job, loaded=loaded)
         self.producer.end(message, self)
-        self.consumer.end(message, self)
+        self.landings.end(message, self)
 
 
 def content_of(group: int, index: int, prefix: Sequence[int]) -> bytes:

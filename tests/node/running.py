@@ -15,9 +15,9 @@ from node.agent import NodeAgent
 from node.config import NodeConfig
 from node.metrics import MetricsServer, serve_metrics
 from node.service import NodeService, serve
-from pd_cluster.admission import admit
-from transport.proto import node_pb2 as pb
-from transport.proto import node_pb2_grpc as rpc
+from pd_cluster.role import PD
+from transport.control.proto import node_pb2 as pb
+from transport.control.proto import node_pb2_grpc as rpc
 
 BLOCK = 16
 START_S = 60.0
@@ -56,7 +56,7 @@ class RunningNode:
         self.http = http
 
     async def describe(self) -> pb.NodeDescription:
-        description: pb.NodeDescription = await self.stub.Describe(pb.DescribeRequest())
+        description: pb.NodeDescription = await self.stub.Describe(pb.DescribeRequest(check_integrity=True))
         return description
 
     async def prefill(self, prompt: list[int]) -> int:
@@ -78,11 +78,11 @@ class RunningNode:
 async def running_node(node_config: NodeConfig, *, wait: bool = True) -> AsyncIterator[RunningNode]:
     """Everything ends with the block, in the order in which node.main ends it."""
     async with contextlib.AsyncExitStack() as stack:
-        agent = NodeAgent(node_config, time.monotonic)
+        agent = NodeAgent(node_config, PD, time.monotonic)
         stack.push_async_callback(agent.close)
         metrics = await serve_metrics(agent, node_config.host, 0)
         stack.push_async_callback(metrics.close)
-        server, port = await serve(NodeService(agent, admit, time.monotonic), node_config.host, 0)
+        server, port = await serve(NodeService(agent, time.monotonic), node_config.host, 0)
         stack.push_async_callback(server.stop, None)
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"{node_config.host}:{port}"))
         http = await stack.enter_async_context(aiohttp.ClientSession())

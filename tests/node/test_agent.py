@@ -15,10 +15,10 @@ import pytest
 
 from hybrid_cache.hashing import block_hashes
 from node import supervisor
-from node.errors import EngineError
+from node.errors import EngineError, NoRoom
 from tests.node.running import BLOCK, RunningNode, config, new_runner, running_node, until
-from transport import messages as m
-from transport.proto import node_pb2 as pb
+from transport.control import messages as m
+from transport.control.proto import node_pb2 as pb
 
 T = TypeVar("T")
 NUM_TOKENS = 6 * BLOCK
@@ -126,7 +126,7 @@ def test_a_watcher_that_leaves_is_forgotten(bench: Bench) -> None:
         stream.cancel()
 
         async def is_forgotten() -> bool:
-            return not bench.node.agent.events._watchers
+            return not bench.node.agent.events.watching
 
         await until(is_forgotten)
 
@@ -254,14 +254,14 @@ def test_who_is_not_the_engine_is_hung_up_on(bench: Bench, said: bytes) -> None:
 def test_metrics_and_health(bench: Bench) -> None:
     async def scenario() -> None:
         await bench.node.prefill(prompt(7, NUM_TOKENS + 1))
-        bench.node.agent.links._server.landings.counters["rejected:checksum"] += 1
+        bench.node.agent.links._server.count("rejected:checksum")
         status, text = await bench.node.get("/metrics")
         assert status == 200
-        assert 'prfaas_landing_events_total{event="rejected:checksum"} 1.0' in text
-        assert "prfaas_node_ready 1.0" in text
-        assert 'prfaas_prefill_tokens_total{source="computed"}' in text
-        assert 'prfaas_engine_jobs_total{kind="local",outcome="ok"}' in text
-        assert 'prfaas_pool_pages{state="prefix"}' in text
+        assert 'prfaas_landing_events_total{cluster="west",event="rejected:checksum"} 1.0' in text
+        assert 'prfaas_node_ready{cluster="west"} 1.0' in text
+        assert 'prfaas_prefill_tokens_total{cluster="west",source="computed"}' in text
+        assert 'prfaas_engine_jobs_total{cluster="west",kind="local",outcome="ok"}' in text
+        assert 'prfaas_pool_pages{cluster="west",state="prefix"}' in text
         status, text = await bench.node.get("/health")
         assert (status, '"ready"' in text) == (200, True)
 
@@ -346,10 +346,9 @@ def test_an_engine_that_keeps_dying_is_given_up(tmp_path: Path) -> None:
 
 def test_an_arena_that_does_not_fit_is_named_as_the_reason(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with running_node(config(tmp_path, cache_bytes=1 << 45), wait=False) as node:
-            with pytest.raises(EngineError, match=f"cache_bytes = {1 << 45}.*bytes free"):
-                await node.agent.wait_ready(60.0)
-            assert node.agent.pages is None
+        with pytest.raises(NoRoom, match=f"cache_bytes = {1 << 45}.*bytes free"):
+            async with running_node(config(tmp_path, cache_bytes=1 << 45), wait=False):
+                pass
 
     alone(scenario())
 
@@ -432,7 +431,7 @@ def test_a_context_is_kept_extended_and_ended(bench: Bench) -> None:
         description = await node.describe()
         assert [context.context_id for context in description.contexts] == ["c"]
         assert description.pool.pages_locked > 0
-        assert f"prfaas_context_tokens {float(NUM_TOKENS)}" in (await node.get("/metrics"))[1]
+        assert f'prfaas_context_tokens{{cluster="west"}} {float(NUM_TOKENS)}' in (await node.get("/metrics"))[1]
         code = grpc.StatusCode
         assert await refused(node.stub.CreateContext(request)) == (code.ALREADY_EXISTS, "context_exists")
 

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from node.broadcast import MAX_QUEUED_EVENTS, Broadcast, WatcherTooSlow
-from transport.proto import node_pb2 as pb
+from transport.control.proto import node_pb2 as pb
 
 
 def test_every_watcher_hears_everything_in_order() -> None:

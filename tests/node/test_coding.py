@@ -15,10 +15,11 @@ from node.config import node_config
 from node.errors import ConfigError
 from tests.node import handover
 from tests.node.handover import BLOCK, HandNode, until
-from transport import messages as m
-from transport.codec import Codec, zstd_module
-from transport.coding import CodingPolicy, Compression, Quantisation
-from transport.elements import Run, from_floats
+from transport.coding.choice import CodingPolicy, Compression, Quantisation
+from transport.coding.codec import Codec, zstd_module
+from transport.coding.elements import Run, from_floats
+from transport.control import messages as m
+from transport.control.settings import SettingsError
 
 TOKENS = list(range(100, 157))  # all but the last fill whole blocks: their state is cached, too
 TABLE: dict[str, Any] = {"node_id": "n", "cluster": "c", "cluster_kind": "pd", "role": "decode", "model": "m"}
@@ -55,7 +56,10 @@ def run(scenario: Coroutine[None, None, None]) -> None:
 
 
 async def hand_over(prefill: HandNode, decode: HandNode, tokens: list[int]) -> tuple[m.Delivered, bool]:
-    """One request from ticket to decode; returns how it was delivered and whether every byte is the same."""
+    """One request from ticket to decode; returns how it was delivered and whether every byte is the same.
+
+    The engine hears whether what it computes on top of it may be prefix cache, which is so where the landing is.
+    """
     ticket = decode.reserve(tokens)
     prefill.begin("job", tokens, len(tokens) - 1, ticket)
     pages = await prefill.heard()
@@ -66,6 +70,7 @@ async def hand_over(prefill: HandNode, decode: HandNode, tokens: list[int]) -> t
     assert delivered.ok
     landed = await decode.claim(ticket, tokens)
     assert isinstance(landed, m.JobPages), landed
+    assert landed.exact == (cached_on(decode, tokens) > 0)
     try:
         decode.check(landed, tokens)
         exact = True
@@ -209,8 +214,11 @@ def test_a_whole_table() -> None:
         ({"coding": {"reuse_quantised": True}}, "only with accept_quantised"),
         ({"coding": {"full_attention": "zstd"}}, "must be a table"),
         ({"coding": {"full_attention": {"codec": "zstd"}}}, "unknown key 'codec'"),
-        ({"coding": {"full_attention": {"compression": "lz4"}}}, "allowed are 'off', 'auto', 'zstd'"),
-        ({"coding": {"linear_state": {"quantisation": 8}}}, "allowed are 'off', 'int8', 'fp8'"),
+        (
+            {"coding": {"full_attention": {"compression": "lz4"}}},
+            "compression = 'lz4': must be 'off', 'auto' or 'zstd'",
+        ),
+        ({"coding": {"linear_state": {"quantisation": 8}}}, "quantisation = 8: must be 'off', 'int8' or 'fp8'"),
     ],
 )
 def test_what_is_wrong_is_named(table: dict[str, Any], says: str) -> None:
@@ -220,7 +228,7 @@ def test_what_is_wrong_is_named(table: dict[str, Any], says: str) -> None:
 
 def test_compression_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.coding.zstd_module", lambda: None)
-    with pytest.raises(ConfigError, match="zstd extra"):
+    with pytest.raises(SettingsError, match="zstd extra"):
         coding_of({"full_attention": {"compression": "auto"}})
 
 

@@ -49,7 +49,7 @@ def test_types_are_those_of_the_file() -> None:
 
 
 def test_bad_values_are_named_as_in_a_file() -> None:
-    with pytest.raises(ConfigError, match="chunk_tokens = 0: allowed is 1 to"):
+    with pytest.raises(ConfigError, match="chunk_tokens = 0: must be 1 to"):
         parse("--model", "m", "--chunk-tokens", "0")
     with pytest.raises(ConfigError, match="give a file with -c, or at least --model"):
         parse()
@@ -61,7 +61,7 @@ def test_switching_the_engine_changes_one_word() -> None:
         for engine in ("embedded", "vllm")
     )
     assert embedded[1:3] == ["-m", "engine"]
-    assert vllm[1:3] == ["-m", "engine.vllm_launch"]
+    assert vllm[1:3] == ["-m", "engine.vllm.launch"]
     assert vllm[3:] == [*embedded[3:-2], "--", "--x", "1"]
 
 

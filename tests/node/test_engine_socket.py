@@ -10,7 +10,7 @@ import pytest
 
 from node import engine_socket
 from node.engine_socket import EngineConnection, EngineSocket
-from transport import messages as m
+from transport.control import messages as m
 
 HELLO = m.Hello(engine_pid=1, model_id="m", layout_json="{}", max_model_len=1, http_url="")
 WELCOME = m.Welcome(arena_path="", page_bytes=1, num_pages=1, chunk_tokens=1)

@@ -9,7 +9,7 @@ import pytest
 from hybrid_cache.hashing import block_hashes
 from node.errors import NodeRefusal
 from tests.node.handover import BLOCK, HandNode, two_nodes, until
-from transport import messages as m
+from transport.control import messages as m
 
 TOKENS = list(range(100, 161))
 
@@ -84,7 +84,7 @@ def test_another_node_finishes_what_a_dead_one_began(tmp_path: Path) -> None:
             pages = await prefill.heard()
             assert isinstance(pages, m.JobPages)
             prefill.compute(pages, TOKENS, upto=40)
-            landing = decode.consumer._incoming[ticket.transfer_id].landing
+            landing = decode.consumer.incoming[ticket.transfer_id].landing
             await until(lambda: landing and landing.bytes_landed >= 5 * 2 * 24 * BLOCK)
             early = landing.bytes_landed if landing else 0
             prefill.producer.engine_gone(prefill)
@@ -100,7 +100,7 @@ def test_another_node_finishes_what_a_dead_one_began(tmp_path: Path) -> None:
                 landed = await decode.claim(ticket, TOKENS)
                 assert isinstance(landed, m.JobPages)
                 decode.check(landed, TOKENS)
-                assert delivered.bytes_total + early == landing._landing.bytes_total  # type: ignore[union-attr]
+                assert delivered.bytes_total + early == landing.bytes_total
                 second.end("job")
                 decode.end("claim", loaded=True)
             finally:

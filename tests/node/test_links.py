@@ -11,10 +11,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from node.config import NodeConfig
 from node.links import SMALL_S, URGENT_S, Links, PushResult, urgency_of
 from tests.node.running import new_runner
-from transport.certificates import Authority
-from transport.lanes import Urgency
-from transport.link import LinkState
-from transport.messages import TicketInfo
+from transport.control.certificates import Authority
+from transport.control.messages import TicketInfo
+from transport.path.link import LinkState
+from transport.send.spec import Urgency
 
 SIZE = 200_000
 

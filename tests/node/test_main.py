@@ -1,7 +1,6 @@
 """The node as a process: how it starts, how it says why it does not, how it ends."""
 
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from node.config import LISTENERS
 from pd_cluster.__main__ import main
 
 TABLE = """[node]
@@ -48,11 +48,21 @@ def node(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     assert not list(Path("/dev/shm").glob(f"prfaas-{name}-*"))
 
 
-def wait_for(process: subprocess.Popen[str], prefix: str) -> None:
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on right now."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def said(process: subprocess.Popen[str], prefix: str) -> str:
+    """The first line that begins so."""
     assert process.stdout is not None
-    while select.select([process.stdout], [], [], 60.0)[0] and (line := process.stdout.readline()):
+    while line := process.stdout.readline():
         if line.startswith(prefix):
-            return
+            return line
     raise AssertionError(f"it never said {prefix!r}")
 
 
@@ -60,7 +70,7 @@ def wait_for(process: subprocess.Popen[str], prefix: str) -> None:
 def test_sigterm_ends_it_and_its_engine(tmp_path: Path, when: str) -> None:
     """With a running engine, and with one that is still starting."""
     with node(tmp_path) as process:
-        wait_for(process, when)
+        said(process, when)
         (engine,) = _children(process.pid)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60.0) == 0
@@ -81,8 +91,47 @@ def test_a_port_in_use_is_said_in_one_line(tmp_path: Path, capsys: pytest.Captur
         port = taken.getsockname()[1]
         path = config_file(tmp_path, more=f"{key} = {port}")
         assert main(["-c", path]) == 2
-    said = f"node main: cannot start: {key} = {port}: cannot listen on 127.0.0.1:{port}: Address already in use\n"
-    assert said in capsys.readouterr().err
+    refusal = f"node main: cannot start: {key} = {port}: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    assert refusal in capsys.readouterr().err
+
+
+def test_a_node_that_was_killed_comes_back_on_its_ports(tmp_path: Path) -> None:
+    ports = free_ports(4)
+    more = "\n".join(f"{key}_port = {port}" for key, port in zip(LISTENERS, ports, strict=True))
+    command = [sys.executable, "-m", "pd_cluster", "-c", config_file(tmp_path, f"main{time.monotonic_ns()}", more)]
+    for end in (signal.SIGKILL, signal.SIGTERM):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                said(process, "node ready")
+            finally:
+                process.send_signal(end)
+            assert process.wait(60.0) == (-signal.SIGKILL if end is signal.SIGKILL else 0)
+
+
+def test_every_port_has_an_address_of_its_own(tmp_path: Path) -> None:
+    hosts = {listener: f"127.0.0.{number}" for number, listener in enumerate(LISTENERS, 2)}
+    (number,) = free_ports(1)  # one for all: they do not meet
+    more = "\n".join(f'{name}_host = "{host}"\n{name}_port = {number}' for name, host in hosts.items())
+    command = [sys.executable, "-m", "pd_cluster", "-c", config_file(tmp_path, f"main{time.monotonic_ns()}", more)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            listening = said(process, "node listening")
+            ready = said(process, "node ready")
+            for host in hosts.values():
+                socket.create_connection((host, number), 60.0).close()
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", number), 60.0)
+        finally:
+            process.send_signal(signal.SIGTERM)
+    assert f"agent={hosts['control']}:{number} metrics=http://{hosts['metrics']}:{number}" in listening
+    assert f"engine=http://{hosts['engine']}:{number}" in ready
+
+
+def test_memory_that_is_not_there_is_said_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(config_file(tmp_path))
+    path.write_text(path.read_text().replace("4194304", str(1 << 49)))
+    assert main(["-c", str(path)]) == 2
+    assert f"cannot start: cache_bytes = {1 << 49}: /dev/shm has " in capsys.readouterr().err
 
 
 def test_a_hang_up_signal_changes_budgets_and_says_so(tmp_path: Path) -> None:
@@ -93,7 +142,7 @@ def test_a_hang_up_signal_changes_budgets_and_says_so(tmp_path: Path) -> None:
 
         def reloaded(outcome: str) -> bool:
             with urllib.request.urlopen(f"{metrics}/metrics", timeout=10) as answer:
-                return f'prfaas_config_reloads_total{{outcome="{outcome}"}} 1.0' in answer.read().decode()
+                return f'prfaas_config_reloads_total{{cluster="c",outcome="{outcome}"}} 1.0' in answer.read().decode()
 
         path = tmp_path / "node.toml"
         text = path.read_text()
@@ -118,5 +167,4 @@ def test_an_engine_that_cannot_work_ends_the_node_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["-c", config_file(tmp_path, more="block_size = 8192")]) == 3
-    said = capsys.readouterr().err
-    assert "its engine did not come up: no arena for llama with cache_bytes = 4194304" in said
+    assert "its engine did not come up: no arena for llama with cache_bytes = 4194304" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 from hybrid_cache.hashing import block_hashes
 from node.errors import NodeRefusal
 from tests.node.handover import BLOCK, HandNode, two_nodes, until
-from transport import messages as m
+from transport.control import messages as m
 
 TOKENS = list(range(100, 161))
 LAST = len(TOKENS) - 1
@@ -274,8 +274,8 @@ def test_jobs_are_counted_by_what_came_of_them(tmp_path: Path) -> None:
             }
             again = await decode.claim(ticket, TOKENS)
             assert isinstance(again, m.Refused)
-            assert decode.consumer.counts.jobs == {("landing", "ok"): 1, ("landing", again.reason): 1}
-            assert decode.consumer.counts.loaded_tokens == LAST
+            assert decode.landings.jobs == {("landing", "ok"): 1, ("landing", again.reason): 1}
+            assert decode.landings.loaded_tokens == LAST
 
     run(scenario())
 
@@ -293,3 +293,54 @@ def test_a_leg_whose_push_fails_is_counted_by_that(tmp_path: Path) -> None:
             decode.consumer.abort(ticket.transfer_id, "")
 
     run(scenario())
+
+
+def test_an_answer_is_taken_without_waiting_and_counts_as_no_prefill(tmp_path: Path) -> None:
+    """What a decode node computed token by token: attention that is cached is shared, the state is only the last one."""
+
+    async def scenario() -> None:
+        async with two_nodes(tmp_path) as (node, _):
+            prompt, talk = TOKENS[: 2 * BLOCK], TOKENS[: 3 * BLOCK]
+            await cache(node, prompt)
+            before = node.producer.counts.prefilled_tokens, node.producer.counts.cached_tokens
+            node.producer.begin(answer_of(talk), node, node.inbox.put_nowait)
+            pages = await node.heard()
+            assert isinstance(pages, m.JobPages)
+            assert (pages.num_tokens, pages.cached_tokens) == (3 * BLOCK, 2 * BLOCK)
+            assert [tuple(lengths) for lengths in pages.states if lengths] == [(3 * BLOCK,)]
+            node.producer.prefill_done(
+                m.PrefillDone(job="answer", num_tokens=3 * BLOCK, computed_tokens=0, compute_s=0.0), node
+            )
+            node.producer.end(m.EndJob(job="answer"), node)
+            assert (node.producer.counts.prefilled_tokens, node.producer.counts.cached_tokens) == before
+            assert node.producer.counts.jobs["answer", "ok"] == 1
+            assert (await lent(node, "next", [*talk, 7, 8])).cached_tokens == 3 * BLOCK
+            node.end("next")
+
+    run(scenario())
+
+
+def test_an_answer_gets_no_room_that_others_hold(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with two_nodes(tmp_path) as (node, _):
+            blocks = 1
+            while True:  # a prompt holds all there is
+                message = m.BeginPrefill(
+                    job=f"hog{blocks}", request_id="r", hashes=b"", num_tokens=BLOCK, tokens_digest=b"", computed=True
+                )
+                node.producer.begin(message, node, node.inbox.put_nowait)
+                if isinstance(answer := await node.heard(), m.Refused):
+                    break
+                blocks += 1
+            assert answer.reason == "no_capacity"
+            for number in range(1, blocks):
+                node.producer.end(m.EndJob(job=f"hog{number}"), node)
+
+    run(scenario())
+
+
+def answer_of(talk: list[int]) -> m.BeginPrefill:
+    hashes = b"".join(block_hashes(talk, BLOCK, b""))
+    return m.BeginPrefill(
+        job="answer", request_id="r", hashes=hashes, num_tokens=len(talk), tokens_digest=b"", computed=True
+    )

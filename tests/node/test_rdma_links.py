@@ -12,9 +12,10 @@ from node.links import rdma_of
 from tests.node.handover import HandNode
 from tests.node.test_config import TABLE
 from tests.node.test_handover import TOKENS, hand_over, run
-from transport import rdma
-from transport.rdma_device import RdmaDevices, RdmaError
-from transport.rdma_loopback import LoopbackFabric
+from transport.control.settings import SettingsError
+from transport.rdma import verbs as rdma
+from transport.rdma.device import RdmaDevices, RdmaError
+from transport.rdma.loopback import LoopbackFabric
 
 
 def nodes(
@@ -75,7 +76,7 @@ def test_rdma_that_is_asked_for_and_impossible_is_an_error_that_says_why(monkeyp
         rdma_of(replace(config, transport="rdma"))
     with pytest.raises(ConfigError, match="RDMA is not possible here"):
         rdma_of(replace(config, rdma_devices=("mlx5_0",)))
-    with pytest.raises(ConfigError, match="rdma_devices: allowed only with transport"):
+    with pytest.raises(SettingsError, match="rdma_devices: allowed only with transport"):
         replace(config, transport="tcp", rdma_devices=("mlx5_0",))
 
 

@@ -13,8 +13,8 @@ import pytest
 from hybrid_cache.disk import HEADER_BYTES, Buffer, DiskTier, FileDisk
 from hybrid_cache.hashing import block_hashes
 from tests.node.handover import BLOCK, LAYOUT, HandNode, until
-from transport import messages as m
-from transport.proto import node_pb2 as pb
+from transport.control import messages as m
+from transport.control.proto import node_pb2 as pb
 
 PROMPT = list(range(100, 100 + 6 * BLOCK + 1))
 LAST = len(PROMPT) - 1

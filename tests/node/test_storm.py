@@ -8,7 +8,7 @@ import pytest
 
 from node.errors import NodeRefusal
 from tests.node.handover import HandNode, two_nodes
-from transport import messages as m
+from transport.control import messages as m
 
 REQUESTS = 60
 MAX_PAUSE_S = 0.004

@@ -3,7 +3,7 @@ import pytest
 from node.config import NodeConfig
 from node.errors import NodeRefusal
 from pd_cluster.admission import admit
-from transport.proto import node_pb2 as pb
+from transport.control.proto import node_pb2 as pb
 
 
 def config(role: str) -> NodeConfig:

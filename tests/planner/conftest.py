@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from planner.plan import Options, Problem, pose
-from planner.search import Service
-from planner.site import Site, load_site
+from planner.model.site import Site, load_site
+from planner.solve.goals import Service
+from planner.solve.problem import Options, Problem, pose
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from planner.routing import RoutingPolicy
-from planner.views import ClusterKind, LinkView, NodeView, Role, RouteRequest
+from planner.decisions.routing import RoutingPolicy
+from planner.decisions.views import ClusterKind, LinkView, NodeView, Role, RouteRequest
 
 GB = 10**9
 

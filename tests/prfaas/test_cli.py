@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.cli import _run, main
-from transport.crypto import Identity
+from transport.wire.identity import Identity
 
 
 @pytest.mark.parametrize("command", [["demo"], ["up"], ["gateway"], ["node"], ["certificates"], ["model"], []])
@@ -36,7 +36,7 @@ def test_an_unknown_key_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_an_unknown_architecture_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["model", "build", "--arch", "gpt5", "--out", str(tmp_path / "m")]) == 2
-    assert "arch = 'gpt5': allowed are kimi_linear, " in capsys.readouterr().err
+    assert "arch = 'gpt5': must be 'kimi_linear', " in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import GatewayConfig, RoutingConfig, Timeouts
+from gateway.config import GatewayConfig, RoutingConfig, Strangers, Timeouts
 from gateway.config import NodeConfig as Agent
 from node.config import NodeConfig
 from transport.metrics import LINK_METRICS
@@ -25,7 +25,7 @@ def test_every_key_of_a_node_is_explained(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", [field.name for part in (GatewayConfig, RoutingConfig, Timeouts, Agent) for field in fields(part)]
+    "key", [field.name for part in (GatewayConfig, RoutingConfig, Timeouts, Strangers, Agent) for field in fields(part)]
 )
 def test_every_key_of_a_gateway_is_explained(key: str) -> None:
     assert f"`{key}`" in rows("The gateway's settings") or f"[gateway.{key}]" in rows("The gateway's settings")

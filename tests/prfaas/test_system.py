@@ -3,8 +3,12 @@
 import asyncio
 from pathlib import Path
 
+import aiohttp
 import pytest
 
+from engine.byte_tokenizer import save_byte_tokenizer
+from engine.model.emulated import emulated_tokens
+from prfaas.client import complete
 from prfaas.errors import StartError
 from prfaas.system import RunLock, System
 from prfaas.topology import parse_topology
@@ -31,9 +35,52 @@ def test_a_node_that_does_not_start_is_named_and_the_others_are_ended(tmp_path: 
     RunLock(tmp_path / "run").close()
 
 
+def test_a_node_that_is_started_again_is_told_to_gateways_where_it_was(tmp_path: Path) -> None:
+    """A gateway that has ended, too, may be back before it is."""
+    document = {
+        "model": {"path": str(tmp_path / "no-model")},
+        "clusters": [{"name": "w", "kind": "pd", "nodes": [{"node_id": "d0", "role": "decode"}]}],
+    }
+    topology = parse_topology(document, tmp_path)
+    (tmp_path / "run").mkdir()
+    system = System(topology, tmp_path / "run", lambda line: None)
+
+    async def scenario() -> None:
+        with pytest.raises(StartError):
+            await system.start_node(topology.nodes[0])
+        system.nodes["d0"].agent_address = "127.0.0.1:7001"  # as if it had come up, and said so
+        with pytest.raises(StartError):
+            await system.start_node(topology.nodes[0])
+
+    asyncio.run(scenario())
+    assert system.nodes["d0"].agent_address == "127.0.0.1:7001"
+
+
 def test_a_run_directory_has_one_system(tmp_path: Path) -> None:
     lock = RunLock(tmp_path / "run")
     with pytest.raises(StartError, match="another system runs in"):
         RunLock(tmp_path / "run")
     lock.close()
     RunLock(tmp_path / "run").close()
+
+
+def test_a_system_of_emulated_engines_answers_with_their_tokens(tmp_path: Path) -> None:
+    """Real processes from gateway to engine, and no model: a directory with a tokenizer is all that there is."""
+    directory = tmp_path / "models" / "llama-0"
+    directory.mkdir(parents=True)
+    save_byte_tokenizer(directory, 4096)
+    document = {
+        "model": {"arch": "llama", "name": "tiny"},
+        "gateway": {"port": 0},
+        "node": {"engine": "emulated", "cache_bytes": 8 << 20},
+        "clusters": [{"name": "west", "kind": "pd", "nodes": [{"node_id": "d0", "role": "decode"}]}],
+    }
+    system = System(parse_topology(document, tmp_path), tmp_path / "run", lambda line: None)
+    prompt = list(range(4, 260))
+
+    async def scenario() -> list[list[int]]:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        async with system, aiohttp.ClientSession() as session:
+            return [(await complete(session, system.api_url, body, name)).token_ids for name in ("first", "again")]
+
+    assert asyncio.run(scenario()) == [emulated_tokens(prompt, 12)] * 2

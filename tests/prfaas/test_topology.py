@@ -4,7 +4,6 @@ from typing import Any
 import pytest
 
 from gateway.errors import ConfigError as GatewayConfigError
-from node.errors import ConfigError
 from prfaas.errors import TopologyError
 from prfaas.topology import DEFAULT_FILE, load_topology, parse_topology
 
@@ -41,20 +40,20 @@ def test_common_settings_reach_every_node_and_its_own_win() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"modell": {}}, "unknown key 'modell'; allowed are model, gateway, node, clusters"),
+        ({"modell": {}}, r"unknown key 'modell' .did you mean 'model'\?\); known are clusters, gateway, model, node"),
         ({"model": {}}, "give exactly one"),
-        ({"model": {"arch": "gpt5"}}, r"\[model\]: arch = 'gpt5': allowed are kimi_linear, "),
-        ({"model": {"arch": "llama", "seed": "x"}}, r"\[model\]: seed = 'x': it must be of type int"),
+        ({"model": {"arch": "gpt5"}}, r"\[model\]: arch = 'gpt5': must be 'kimi_linear', "),
+        ({"model": {"arch": "llama", "seed": "x"}}, r"\[model\]: seed = 'x': must be an integer"),
         ({"clusters": []}, "no node has role = 'decode'"),
-        ({"clusters": {}}, "clusters = {}: it must be an array of tables"),
-        ({"node": {"chunk_tokens": 0}}, r"chunk_tokens = 0: allowed is 1 to"),
+        ({"clusters": {}}, "clusters = {}: must be an array"),
+        ({"node": {"chunk_tokens": 0}}, r"chunk_tokens = 0: must be 1 to"),
         ({"node": {"chunk_token": 1}}, r"unknown key 'chunk_token'"),
-        ({"node": {"chunk_tokens": "many"}}, r"chunk_tokens = 'many': it must be of type int"),
+        ({"node": {"chunk_tokens": "many"}}, r"clusters.0..nodes.0.: chunk_tokens = 'many': must be an integer"),
         ({"gateway": {"prot": 1}}, r"gateway.prot=1: unknown key \(did you mean 'port'\?\)"),
     ],
 )
 def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises((TopologyError, ConfigError, GatewayConfigError), match=message):
+    with pytest.raises((TopologyError, GatewayConfigError), match=message):
         parse_topology(document(**changes), Path("state"))
 
 
@@ -105,5 +104,5 @@ def test_node_ids_are_unique() -> None:
 def test_a_prfaas_cluster_does_not_decode() -> None:
     clusters = document()["clusters"]
     clusters[0]["nodes"][0]["role"] = "decode"
-    with pytest.raises(ConfigError, match="nodes of a PrfaaS cluster only prefill"):
+    with pytest.raises(TopologyError, match="nodes of a PrfaaS cluster only prefill"):
         parse_topology(document(clusters=clusters), Path("state"))

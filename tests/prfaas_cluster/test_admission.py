@@ -3,7 +3,7 @@ import pytest
 from node.config import NodeConfig
 from node.errors import NodeRefusal
 from prfaas_cluster.admission import admit
-from transport.proto import node_pb2 as pb
+from transport.control.proto import node_pb2 as pb
 
 CONFIG = NodeConfig(node_id="n", cluster="east", cluster_kind="prfaas", role="prefill", model="m")
 

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.transport.helpers import SECRET
-from tests.transport.rdma_worlds import PinnedMemory
-from transport.client import ClientOptions, Push, TransferClient
-from transport.landings import LandingResult
-from transport.rdma import RdmaOptions, open_devices
-from transport.server import ServerOptions, TransferServer
-from transport.tcp import TcpOptions
+from tests.transport.rdma.worlds import PinnedMemory
+from transport.path.tcp import TcpOptions
+from transport.rdma.verbs import RdmaOptions, open_devices
+from transport.receive.landing import LandingResult
+from transport.receive.options import ServerOptions
+from transport.receive.server import TransferServer
+from transport.send.client import ClientOptions, Push, TransferClient
+from transport.send.spec import TransferSpec, Via
 
 # An emulated machine under load does not answer within the 67 ms that suit a NIC.
 TIMEOUT_EXPONENT = 17
@@ -63,7 +65,9 @@ class End:
     def push(self, address: str, transfer_id: str, sizes: list[int], secret: str = "") -> str:
         """Sends ranges full of random bytes; returns their digest."""
         source = PinnedMemory(sizes, fill=True, seed=len(self.pushes))
-        push = self.client.open(address, transfer_id, secret.encode() or SECRET, sizes, source.source, over_rdma=True)
+        push = self.client.open(
+            TransferSpec(address, transfer_id, secret.encode() or SECRET, sizes, via=Via.RDMA), source.source
+        )
         push.ready_all()
         self.pushes[transfer_id] = push
         return digest(source)

@@ -7,9 +7,9 @@ import pytest
 
 from tests.rdma_vm.ends import End, RemoteEnd
 from tests.rdma_vm.links import mend_all, resources, swallow, unplug
-from transport.rdma import RdmaOptions, VerbsDevice, open_devices
-from transport.rdma_device import PROOF, Completion, QueuePair, RdmaError, address_of
-from transport.rdma_rails import Posting, Write
+from transport.rdma.device import PROOF, Completion, QueuePair, RdmaError, address_of
+from transport.rdma.rails import Posting, Write
+from transport.rdma.verbs import RdmaOptions, VerbsDevice, open_devices
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
 

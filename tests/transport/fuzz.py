@@ -21,14 +21,16 @@ from typing import Final
 from tests.transport.fuzz_inlet import RealInlets
 from tests.transport.fuzz_inputs import SECRET, SEGMENT, SEGMENT_BYTES, SIZES, any_frame, spoil
 from tests.transport.fuzz_outlet import RealOutlets
-from transport import frames
-from transport.checksum import Integrity
-from transport.connection import Connection, Role, State
 from transport.errors import TransportError
-from transport.frames import HEADER, VERSION_MAX, VERSION_MIN, Abort, Chunk, CodedChunk, Frame, Open, encode
-from transport.landings import Landings, Segment
-from transport.lanes import LaneScheduler, Transfer
-from transport.transfer import Manifest, Outbox
+from transport.receive.landings import Landings
+from transport.receive.segments import Segment
+from transport.send.lanes import LaneScheduler, Transfer
+from transport.wire import frames
+from transport.wire.checksum import Integrity
+from transport.wire.connection import Connection, Role, State
+from transport.wire.encoding import encode
+from transport.wire.frames import HEADER, Abort, Chunk, CodedChunk, Frame, Open
+from transport.wire.manifest import Manifest, Outbox
 
 INPUTS_PER_END: Final = 50
 INPUTS_PER_REAL_LISTENER: Final = 100
@@ -45,14 +47,13 @@ class End:
     def __init__(self, rng: random.Random) -> None:
         self.role = rng.choice(list(Role))
         self.sealed = rng.random() < 0.3
-        self.version_max = rng.choice((VERSION_MIN, VERSION_MAX - 1, VERSION_MAX, VERSION_MAX))
         self.connection = self._connection(self.role, b"n" * 16)
         self.greeted = rng.random() < 0.75
         if self.greeted:
             self._greet()
         self.landings = Landings()
         self.landings.connected(1)
-        self.landings.segments[SEGMENT] = Segment(SEGMENT_MEMORY, SECRET, readable=True)
+        self.landings.segments.register(SEGMENT, Segment(SEGMENT_MEMORY, SECRET, readable=True))
         self.landings.expect("t", SECRET, SIZES, _memory, on_done=None, deadline=1e9)
         self.scheduler = LaneScheduler(chunk_bytes=1 << 16)
         self.scheduler.lane_up(1)
@@ -70,7 +71,6 @@ class End:
             max_chunk_bytes=1 << 16,
             session=b"s" * 16,
             session_secret=lambda _: b"k" * 32,
-            version_max=self.version_max,
         )
 
     def _greet(self) -> None:
@@ -87,7 +87,7 @@ class End:
     @property
     def next_number(self) -> int:
         """Of the frame that this end expects: fuzzing would end at the first wrong one."""
-        return self.connection._receive_seq
+        return self.connection.frames_received
 
     def feed(self, data: bytes) -> int:
         """Returns the number of frames that were taken. Raises TransportError."""
@@ -112,7 +112,7 @@ class End:
             return
         match frame:
             case Open():
-                self.landings.open(1, frame, self.connection.nonces, 0.0)
+                self.landings.open(1, frame, self.connection.transcript, 0.0)
             case Abort():
                 self.landings.abort(1, frame, 0.0)
             case Chunk() | CodedChunk():
@@ -156,7 +156,7 @@ def _sealed(rng: random.Random, end: End, data: bytes) -> bytes:
     peer = end.peer
     if peer.state is not State.OPEN:
         return data
-    peer._send_seq = end.next_number
+    peer.frames_sent = end.next_number
     try:
         return peer.send(any_frame(rng, end))
     except (TransportError, ValueError, frames.struct.error, AssertionError):

@@ -17,16 +17,18 @@ from typing import Final
 
 from tests.transport.fuzz_inputs import SECRET, SEGMENT, SEGMENT_BYTES, SIZES, any_frame, spoil
 from tests.transport.raw_sender import RawSender
-from transport.checksum import Integrity, digest, transfer_seed
-from transport.codec import Codec, Encoder, Part, decodable
-from transport.connection import Role
-from transport.crypto import TAG_BYTES, Identity, chunk_seal
-from transport.elements import Run
+from transport.coding.codec import Codec, Encoder, Part, decodable
+from transport.coding.elements import Run
 from transport.errors import LocalProtocolError
-from transport.frames import AskRails, Chunk, CodedChunk, Frame
-from transport.rdma_device import RdmaDevices
-from transport.rdma_loopback import LoopbackFabric
-from transport.server import ServerOptions, TransferServer
+from transport.rdma.device import RdmaDevices
+from transport.rdma.loopback import LoopbackFabric
+from transport.receive.options import ServerOptions
+from transport.receive.server import TransferServer
+from transport.wire.checksum import DIGEST_BYTES, Integrity, digest, transfer_seed
+from transport.wire.connection import Role
+from transport.wire.frames import AskRails, Chunk, CodedChunk
+from transport.wire.identity import Identity
+from transport.wire.seal import TAG_BYTES, chunk_seal
 
 INPUTS_PER_CONNECTION: Final = 8
 MAX_CHUNK_BYTES: Final = 1 << 16
@@ -111,7 +113,7 @@ class RealInlets:
         with suppress(LocalProtocolError):  # it is expected still
             server.expect("t", SECRET, SIZES, self._target, exact=self._rng.random() < 0.5)
         sealed = server.options.integrity is Integrity.AEAD
-        return Stranger.to(server.address, server._new_session(time.monotonic()) if sealed else None)
+        return Stranger.to(server.address, server.new_session() if sealed else None)
 
     def _target(self, index: int) -> list[memoryview]:
         start = sum(SIZES[:index])
@@ -128,17 +130,14 @@ class RealInlets:
                 pass
 
     def _input(self, stranger: Stranger) -> bytes:
-        data, connection = bytearray(), stranger.connection
+        data = bytearray()
         if self._inputs_left == INPUTS_PER_CONNECTION - 1 and self._rng.random() < 0.8:
             if self._rng.random() < 0.3:
                 data += stranger.encoded(AskRails())
             data += stranger.encoded(stranger.opening(0, "t", SIZES, SECRET))
         for _ in range(self._rng.choice((1, 1, 2, 5))):
-            number = connection._send_seq
-            try:
+            with suppress(ValueError, struct.error):  # not one that can be said
                 data += self._said(stranger)
-            except (ValueError, struct.error):  # not one that can be said
-                connection._send_seq = number
         return bytes(spoil(self._rng, data) if self._rng.random() < 0.2 else data)
 
     def _said(self, stranger: Stranger) -> bytes:
@@ -146,7 +145,7 @@ class RealInlets:
             return self._chunk(stranger)
         frame = any_frame(self._rng, stranger)
         if not isinstance(frame, Chunk | CodedChunk):
-            return stranger.connection._encode(frame)
+            return stranger.connection.encoded(frame)
         size = frame.length if isinstance(frame, Chunk) else frame.coded_length
         return stranger.encoded(frame) + self._rng.randbytes(min(size, MAX_CHUNK_BYTES) + TAG_BYTES * frame.sealed)
 
@@ -158,22 +157,24 @@ class RealInlets:
         plain = memoryview(bytes(length))
         coded = self._coded(plain) if rng.random() < 0.5 else None
         carried = plain if coded is None else coded
-        if connection.session:
-            seal = chunk_seal(connection.session_secret, connection.nonces, "t", SECRET)
+        if connection.session_secret:
+            seal = chunk_seal(connection.session_secret, connection.transcript, "t", SECRET)
             if coded is None:
-                header, sealing = connection.seal_chunk(seal, slot, offset, length)
+                header = connection.chunk_header(slot, offset, length, sealed=True)
             else:
                 chunk = CodedChunk(
                     slot=slot, offset=offset, length=length, coded_length=len(coded), checksum=0, sealed=True
                 )
-                header, sealing = connection.seal_coded(seal, chunk)
+                header = connection.coded_header(chunk)
+            sealing = connection.seal_chunk(seal, header)
             out = memoryview(bytearray(len(carried)))
             sealing.update(carried, out)
             return header + bytes(out) + sealing.tag()
-        checksum = digest([carried], transfer_seed("t", connection.nonces), offset)
-        frame: Frame = Chunk(slot=slot, offset=offset, length=length, checksum=checksum)
-        if coded is not None:
-            frame = CodedChunk(slot=slot, offset=offset, length=length, coded_length=len(coded), checksum=checksum)
+        checksum = digest([carried], transfer_seed("t", connection.transcript), offset)
+        if coded is None:
+            trailer = checksum.to_bytes(DIGEST_BYTES, "little")
+            return stranger.encoded(Chunk(slot=slot, offset=offset, length=length)) + bytes(carried) + trailer
+        frame = CodedChunk(slot=slot, offset=offset, length=length, coded_length=len(coded), checksum=checksum)
         return stranger.encoded(frame) + bytes(carried)
 
     def _coded(self, plain: memoryview) -> memoryview | None:

@@ -16,15 +16,19 @@ from typing import Final
 
 from tests.transport.fuzz_inputs import SECRET, SIZES, any_frame, spoil
 from tests.transport.helpers import PATIENCE_S
-from tests.transport.rdma_worlds import PinnedMemory
-from transport.checksum import Integrity
-from transport.client import ClientOptions, Push, TransferClient
-from transport.codec import Codec, decodable
-from transport.connection import Connection, Role, State
+from tests.transport.rdma.worlds import PinnedMemory
+from transport.coding.codec import Codec, decodable
 from transport.errors import TransportError
-from transport.frames import (
-    VERSION_MAX,
-    VERSION_MIN,
+from transport.rdma.device import RECEIVE_DEPTH, QueuePair, QueuePairEnd, RdmaDevices, RdmaError, Region
+from transport.rdma.loopback import LoopbackFabric
+from transport.rdma.topology import format_nics
+from transport.receive.options import ServerOptions
+from transport.receive.server import TransferServer
+from transport.send.client import ClientOptions, Push, TransferClient
+from transport.send.spec import TransferSpec, Via
+from transport.wire.checksum import Integrity
+from transport.wire.connection import Connection, Role, State
+from transport.wire.frames import (
     Accept,
     Ack,
     Cancel,
@@ -35,17 +39,12 @@ from transport.frames import (
     Grant,
     Nack,
     Nics,
-    Offer,
     RailAnswer,
     RailClosed,
     RailOffer,
     Refuse,
     Written,
 )
-from transport.rdma_device import RECEIVE_DEPTH, QueuePair, QueuePairEnd, RdmaDevices, RdmaError, Region
-from transport.rdma_loopback import LoopbackFabric
-from transport.rdma_topology import format_nics
-from transport.server import ServerOptions, TransferServer
 
 INPUTS_PER_CONNECTION: Final = 8
 CHUNK_LIMITS: Final = (1, 1 << 16, 1 << 16, 1 << 20)
@@ -73,8 +72,7 @@ class StrangeReceiver:
             nonce=rng.randbytes(16),
             now=0.0,
             max_chunk_bytes=rng.choice(CHUNK_LIMITS),
-            codecs=decodable(lossy=True) if rng.random() < 0.5 else Codec.RAW,
-            version_max=rng.choice((VERSION_MIN, VERSION_MAX - 1, VERSION_MAX, VERSION_MAX)),
+            codecs=rng.choice((Codec.RAW, Codec.RAW, decodable(lossy=True), decodable(lossy=True), 255)),
         )
         while self.connection.state is State.GREETING:
             self._take(self.sock.recv(1 << 16))
@@ -112,19 +110,14 @@ class StrangeReceiver:
 
     def said(self) -> bytes:
         """A frame that a receiver might say now, or any other."""
-        if self._rng.random() < 0.7:
-            return self.connection._encode(self._likely())
-        number = self.connection._send_seq
-        try:
-            return self.connection._encode(any_frame(self._rng, self))
-        except (ValueError, struct.error):  # not one that can be said
-            self.connection._send_seq = number
-            return b""
+        with suppress(ValueError, struct.error):  # not one that can be said
+            return self.connection.encoded(self._likely() if self._rng.random() < 0.7 else any_frame(self._rng, self))
+        return b""
 
     def _likely(self) -> Frame:
         rng = self._rng
         slot = rng.choice((0, 0, 0, 0, 0, 1))
-        match rng.randrange(9 if self.connection.version >= VERSION_MIN + 2 else 5):
+        match rng.randrange(9):
             case 0 | 1:
                 missing = rng.choice((((0, TOTAL_BYTES),), ((0, 4096),), ((100, 5000), (4000, 9000)), ()))
                 return Accept(slot=slot, missing=missing)
@@ -135,9 +128,7 @@ class StrangeReceiver:
                 slot, offset, length = rng.choice(self.sent)
                 return Nack(slot=slot, offset=offset, length=length, code=rng.choice(list(Code)))
             case 4:
-                kind = rng.choice((Cancel, Refuse, Offer))
-                if kind is Offer:
-                    return Offer(codecs=rng.choice((Codec.RAW, decodable(lossy=True), 255)))
+                kind = rng.choice((Cancel, Refuse))
                 return kind(slot=slot, code=rng.choice(list(Code)), detail="so be it")
             case 5 | 6 if self.offers:
                 return self._answer(rng.choice(self.offers))
@@ -238,10 +229,9 @@ class RealOutlets:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.settimeout(PATIENCE_S)
             address = "{}:{}".format(*listener.getsockname())
-            over_rdma = self._rng.random() < 0.5
-            self._push = self._client.open(
-                address, "t", SECRET, SIZES, self._source.source, over_rdma=over_rdma, deadline_s=PATIENCE_S
-            )
+            via = Via.RDMA if self._rng.random() < 0.5 else Via.TCP
+            spec = TransferSpec(address, "t", SECRET, SIZES, via=via, deadline_s=PATIENCE_S)
+            self._push = self._client.open(spec, self._source.source)
             self._push.ready_all()
             sock, _ = listener.accept()
         try:
@@ -267,12 +257,12 @@ class RealOutlets:
         self.ends[result.reason or "ok"] += 1
 
     def _serve_honest_receivers(self) -> None:
-        for over_rdma in (False, True):
+        for via in (Via.TCP, Via.RDMA):
             with TransferServer(options=ServerOptions(rdma=self._far)) as server:
                 target = PinnedMemory(SIZES)
                 self._far.register(memoryview(target.buffer))
                 server.expect("t", SECRET, SIZES, target, on_done=None)
-                push = self._client.open(server.address, "t", SECRET, SIZES, self._source.source, over_rdma=over_rdma)
+                push = self._client.open(TransferSpec(server.address, "t", SECRET, SIZES, via=via), self._source.source)
                 push.ready_all()
                 result = push.wait(PATIENCE_S)
                 assert result is not None

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from transport.client import Push, PushResult, TransferClient
-from transport.landings import Landing, LandingResult
-from transport.server import TransferServer
+from transport.receive.landing import Landing, LandingResult
+from transport.receive.server import TransferServer
+from transport.send.client import ClientOptions, Push, PushResult, TransferClient
+from transport.send.spec import TransferSpec
 
 SECRET = b"one-time secret!"
 PATIENCE_S = 60.0  # what must happen may take this long on a machine that is busy with other things
@@ -20,6 +21,10 @@ def wait_for(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> 
     while not condition():
         assert time.monotonic() < give_up_at
         time.sleep(0.002)
+
+
+def client_of(connections: int = 4, **options: object) -> TransferClient:
+    return TransferClient(options=ClientOptions(connections=connections, **options))  # type: ignore[arg-type]
 
 
 def random_bytes(size: int, seed: int = 0) -> bytearray:
@@ -101,7 +106,7 @@ def deliver(
         landed.set()
 
     landing = server.expect(transfer_id, SECRET, sizes, target, on_done=on_done, orphan_timeout_s=orphan_timeout_s)
-    push = client.open(address or server.address, transfer_id, secret, sizes, source)
+    push = client.open(TransferSpec(address or server.address, transfer_id, secret, sizes), source)
     if ready:
         push.ready_all()
     return Delivery(source, target, landing, push, landed, results)

@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 
-from transport.tcp import format_address, parse_address
+from transport.path.tcp import format_address, parse_address
 
 
 class Proxy:

@@ -4,13 +4,13 @@ import socket
 from typing import Self
 
 from tests.transport.helpers import PATIENCE_S, SECRET
-from transport.checksum import Integrity
-from transport.connection import Connection, Role
-from transport.crypto import Session
 from transport.errors import ConnectionRefused
-from transport.frames import Accept, Chunk, CodedChunk, Frame, Open, Pong, Refuse, Welcome
-from transport.tcp import parse_address
-from transport.transfer import Manifest, proof_of
+from transport.path.tcp import parse_address
+from transport.wire.checksum import Integrity
+from transport.wire.connection import Connection, Role
+from transport.wire.frames import Accept, Chunk, CodedChunk, Frame, Open, Pong, Refuse, Welcome
+from transport.wire.manifest import Manifest, proof_of
+from transport.wire.session import Session
 
 MAX_CHUNK_BYTES = 16 << 20
 
@@ -57,9 +57,7 @@ class RawSender:
     def encoded(self, frame: Frame) -> bytes:
         match frame:
             case Chunk():
-                return self.connection.chunk_header(
-                    frame.slot, frame.offset, frame.length, frame.checksum, sealed=frame.sealed
-                )
+                return self.connection.chunk_header(frame.slot, frame.offset, frame.length, sealed=frame.sealed)
             case CodedChunk():
                 return self.connection.coded_header(frame)
             case _:
@@ -78,7 +76,7 @@ class RawSender:
         return Open(
             slot=slot,
             transfer_id=transfer_id,
-            proof=proof_of(secret, transfer_id, manifest.digest, self.connection.nonces),
+            proof=proof_of(secret, transfer_id, manifest.digest, self.connection.transcript),
             total_bytes=manifest.total_bytes,
             num_ranges=len(sizes),
             manifest_digest=manifest.digest,

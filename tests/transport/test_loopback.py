@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.transport.helpers import SECRET, Memory
-from transport.landings import LandingResult
-from transport.lanes import MAX_REJECTED_CHUNKS
 from transport.loopback import Loopback
+from transport.receive.landing import LandingResult
+from transport.wire.outcome import MAX_REJECTED_CHUNKS
 
 SIZES = [70_000, 0, 20_480, 1, 300_000, 5_000]
 

@@ -1,16 +1,17 @@
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.transport.helpers import PATIENCE_S, SECRET, Memory, deliver
-from transport.checksum import Integrity
-from transport.client import ClientOptions, TransferClient
 from transport.metrics import TransportCollector
-from transport.server import TransferServer
+from transport.receive.server import TransferServer
+from transport.send.client import ClientOptions, TransferClient
+from transport.send.spec import TransferSpec
+from transport.wire.checksum import Integrity
 
 
 def test_links_and_landings_are_told_when_asked() -> None:
     with TransferServer() as server, TransferClient() as client:
         deliver(server, client, [100_000] * 10).wait()
-        client.open(server.address, "x", SECRET, [1], Memory([1])).wait(PATIENCE_S)
+        client.open(TransferSpec(server.address, "x", SECRET, [1]), Memory([1])).wait(PATIENCE_S)
         registry = CollectorRegistry()
         registry.register(TransportCollector(client, server))
         lines = generate_latest(registry).decode().splitlines()
@@ -26,7 +27,7 @@ def test_links_and_landings_are_told_when_asked() -> None:
 
 def test_a_peer_that_turns_us_away_is_counted_under_a_word_of_ours() -> None:
     with TransferServer() as server, TransferClient(options=ClientOptions(integrity=Integrity.NONE)) as client:
-        client.open(server.address, "x", SECRET, [1], Memory([1]), link="west").wait(PATIENCE_S)
+        client.open(TransferSpec(server.address, "x", SECRET, [1], link="west"), Memory([1])).wait(PATIENCE_S)
         registry = CollectorRegistry()
         registry.register(TransportCollector(client, server))
         text = generate_latest(registry).decode()

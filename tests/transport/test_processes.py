@@ -14,10 +14,12 @@ import numpy as np
 
 from tests.transport.helpers import PATIENCE_S, SECRET, Memory, deliver, wait_for
 from tests.transport.proxy import Proxy
-from transport.client import ClientOptions, TransferClient
-from transport.connection import Connection, Role
-from transport.server import ServerOptions, TransferServer
-from transport.tcp import TcpOptions, parse_address
+from transport.path.tcp import TcpOptions, parse_address
+from transport.receive.options import ServerOptions
+from transport.receive.server import TransferServer
+from transport.send.client import ClientOptions, TransferClient
+from transport.send.spec import TransferSpec
+from transport.wire.connection import Connection, Role
 
 MB = 1 << 20
 SIZES = [MB] * 24
@@ -25,10 +27,11 @@ SIZES = [MB] * 24
 SENDER = """
 import sys, time
 from tests.transport.helpers import SECRET, Memory
-from transport.client import ClientOptions, TransferClient
+from transport.send.client import ClientOptions, TransferClient
+from transport.send.spec import TransferSpec
 sizes = [1 << 20] * 24
 client = TransferClient(options=ClientOptions(connections=3, egress_bytes_per_s=20e6, peer_timeout_s=60.0))
-push = client.open(sys.argv[1], "t", SECRET, sizes, Memory(sizes, fill=True, seed=1))
+push = client.open(TransferSpec(sys.argv[1], "t", SECRET, sizes), Memory(sizes, fill=True, seed=1))
 push.ready_all()
 push.wait()
 """
@@ -36,7 +39,7 @@ push.wait()
 RECEIVER = """
 import sys, time
 from tests.transport.helpers import SECRET, Memory
-from transport.server import TransferServer
+from transport.receive.server import TransferServer
 sizes = [1 << 20] * 24
 server = TransferServer("127.0.0.1", int(sys.argv[1])).start()
 server.expect("t", SECRET, sizes, Memory(sizes))
@@ -65,7 +68,7 @@ def test_a_killed_sender_is_replaced_and_only_the_rest_is_sent() -> None:
             os.kill(sender.pid, signal.SIGKILL)
         source = Memory(SIZES, fill=True, seed=1)
         with TransferClient() as client:
-            push = client.open(server.address, "t", SECRET, SIZES, source)
+            push = client.open(TransferSpec(server.address, "t", SECRET, SIZES), source)
             push.ready_all()
             result = push.wait(PATIENCE_S)
             assert result is not None
@@ -94,7 +97,7 @@ def test_a_killed_receiver_is_noticed_and_a_new_one_at_the_same_address_served()
         address = receiver.stdout.readline().strip()
         options = ClientOptions(connections=3, egress_bytes_per_s=20e6, peer_timeout_s=1.0)
         with TransferClient(options=options) as client:
-            push = client.open(address, "t", SECRET, SIZES, Memory(SIZES, fill=True))
+            push = client.open(TransferSpec(address, "t", SECRET, SIZES), Memory(SIZES, fill=True))
             push.ready_all()
             wait_for(lambda: push.stats.bytes_acked > 4 * MB)
             os.kill(receiver.pid, signal.SIGKILL)
@@ -105,7 +108,7 @@ def test_a_killed_receiver_is_noticed_and_a_new_one_at_the_same_address_served()
                 assert again.stdout is not None
                 assert again.stdout.readline().strip() == address
                 client.set_egress_budget(None)
-                push = client.open(address, "t", SECRET, SIZES, Memory(SIZES, fill=True))
+                push = client.open(TransferSpec(address, "t", SECRET, SIZES), Memory(SIZES, fill=True))
                 push.ready_all()
                 result = push.wait(PATIENCE_S)
                 assert result is not None
@@ -117,7 +120,9 @@ def test_a_stopped_receiver_is_not_waited_for_for_ever() -> None:
     options = ClientOptions(connections=2, egress_bytes_per_s=20e6, peer_timeout_s=0.5, tcp=tcp)
     with process(RECEIVER, "0") as receiver, TransferClient(options=options) as client:
         assert receiver.stdout is not None
-        push = client.open(receiver.stdout.readline().strip(), "t", SECRET, SIZES, Memory(SIZES, fill=True))
+        push = client.open(
+            TransferSpec(receiver.stdout.readline().strip(), "t", SECRET, SIZES), Memory(SIZES, fill=True)
+        )
         push.ready_all()
         wait_for(lambda: push.stats.bytes_acked > 2 * MB)
         os.kill(receiver.pid, signal.SIGSTOP)
@@ -192,7 +197,7 @@ time.gmtime = lambda seconds=None: _localtime(_wall() if seconds is None else se
 def test_the_time_of_day_may_jump_at_either_end() -> None:
     from_midnight = "DailyBudget(((0.0, 40e6), (3600.0, 60e6), (43200.0, 50e6)))"
     sender = SENDER.replace("egress_bytes_per_s=20e6", f"egress_bytes_per_s={from_midnight}")
-    sender = sender.replace("import sys, time", "import sys, time\nfrom transport.pacing import DailyBudget")
+    sender = sender.replace("import sys, time", "import sys, time\nfrom transport.path.pacing import DailyBudget")
     sender += "print(push.wait().ok, flush=True)\n"
     with process(CLOCK + RECEIVER, "0") as receiver:
         assert receiver.stdout is not None

@@ -1,4 +1,4 @@
-from transport.sieve import Sieve
+from transport.send.sieve import Sieve
 
 
 def sieve_of(*keys: str) -> Sieve[str]:

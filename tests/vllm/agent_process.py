@@ -19,7 +19,7 @@ from node.config import NodeConfig
 from node.engine_socket import EngineSocket
 from node.pages import Pages
 from node.service import NodeService, serve
-from pd_cluster.admission import admit
+from pd_cluster.role import PD
 
 
 async def main(settings: dict) -> None:
@@ -28,10 +28,10 @@ async def main(settings: dict) -> None:
         Pages.computed = lambda *_: None
     socket = Path(settings.pop("socket"))
     config = NodeConfig(**settings)
-    agent = NodeAgent(config, time.monotonic)
+    agent = NodeAgent(config, PD, time.monotonic)
     agent.socket = EngineSocket(socket, agent)  # where a successor of this agent is found again
     agent.supervisor.run = asyncio.Event().wait  # nothing to supervise
-    _, port = await serve(NodeService(agent, admit, time.monotonic), config.host, 0)
+    _, port = await serve(NodeService(agent, time.monotonic), config.host, 0)
     await agent.start()
     print(json.dumps({"control": f"{config.host}:{port}"}), flush=True)
     await asyncio.Event().wait()

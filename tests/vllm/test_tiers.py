@@ -11,9 +11,9 @@ import pytest
 from hybrid_cache.hashing import block_hashes
 from tests.vllm.cases import LLAMA, Case, build
 from tests.vllm.harness import ANSWER_S, Answer, Engine, Node, Pair, make_pair, prompt_of, until
-from transport.proto import node_pb2 as pb
+from transport.control.proto import node_pb2 as pb
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.dimensions(start="tiers")]
 
 TOKENS = 16
 PROMPT_TOKENS = 600  # about 2 MB of KVCache
@@ -21,9 +21,9 @@ CACHE_BYTES = 8 << 20
 _seeds = count(20_000)
 
 
-@pytest.fixture(scope="module")
-def case() -> Case:
-    return LLAMA
+@pytest.fixture(scope="module", params=[LLAMA], ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
 
 
 @pytest.fixture(scope="module")

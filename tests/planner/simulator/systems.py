@@ -4,13 +4,13 @@ from typing import Any
 
 import numpy as np
 
-from planner.profile import DecodeProfile, Floats, KvSize, PrefillCurve
-from planner.routing import RoutingPolicy
+from planner.decisions.routing import RoutingPolicy
+from planner.decisions.views import ClusterKind
+from planner.model.profile import DecodeProfile, Floats, KvSize, PrefillCurve
+from planner.model.site import Site
+from planner.model.workload import Trace
 from planner.simulator.scenario import Pool, Scenario, Wire
-from planner.site import Site
-from planner.trials import Setting, Trial, scenario_of
-from planner.views import ClusterKind
-from planner.workload import Trace
+from planner.simulator.trials import Setting, Trial, scenario_of
 
 PUBLISHED = Setting(19_400, 0.0, 3, 5)
 FOREVER = 1e9

@@ -6,17 +6,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.admission import AdmissionPolicy
-from planner.placement import PlacementPolicy
-from planner.plan import Options, make_plan
-from planner.profile import DecodeProfile, KvSize
-from planner.queueing import erlang_c
-from planner.routing import RoutingPolicy
+from planner.decisions.admission import AdmissionPolicy
+from planner.decisions.placement import PlacementPolicy
+from planner.decisions.routing import RoutingPolicy
+from planner.model.profile import DecodeProfile, KvSize
+from planner.model.queueing import erlang_c
+from planner.model.workload import Trace, poisson, read_trace
 from planner.simulator.outcome import confidence_95
 from planner.simulator.scenario import Pool, Targets
+from planner.simulator.trials import Setting, from_workload, judged
 from planner.simulator.world import simulate
-from planner.trials import Setting, from_workload, judged
-from planner.workload import poisson, read_trace
+from planner.solve.plan import make_plan
+from planner.solve.problem import Options
 from tests.planner.simulator.systems import PUBLISHED, arrivals, case_study_scenario, queue_of, with_link
 from tests.planner.traces import MOONCAKE
 
@@ -197,6 +198,54 @@ def test_one_decode_node_does_everything_when_nobody_prefills():
     found = simulate(queue_of(1, pools=[pool]), arrivals([0.0], 2000.0, 10.0))
     assert found.ttft_s[0] == pytest.approx(2.0)
     assert found.routes == {"decode no_prefill": 1}
+
+
+def conversation(turns: int, first: int = 30_000, new: int = 60, every_s: float = 60.0, block: int = 16) -> Trace:
+    """One conversation: each prompt is the one before, its answer and some more; partial last blocks are nobody else's."""
+    prompts = [first + new * turn for turn in range(turns)]
+    return Trace(
+        name="conversation",
+        arrival_s=np.arange(turns) * every_s,
+        prompt_tokens=np.array(prompts, dtype=np.float64),
+        output_tokens=np.full(turns, 50.0),
+        blocks=tuple((*range(n // block), 10_000_000 + turn) for turn, n in enumerate(prompts)),
+        block_size=block,
+    )
+
+
+def test_a_conversation_does_not_stay_remote_because_it_began_there(case_study):
+    """Six turns of 60 new tokens after a long prompt: the decode node at home holds all the rest."""
+    trace, kv = conversation(7), case_study.profile.kv_size()
+    scenario = case_study_scenario(case_study, cache_gb=800.0, increment_tokens=1_024)
+    found = simulate(scenario, trace)
+    assert found.routes == {"decode held": 6, "remote long": 1}
+    assert found.egress_bytes[1.0].sum() == pytest.approx(kv(30_000))
+    assert found.ttft_s[1:].max() < found.ttft_s[0]
+
+
+def test_a_prefix_on_a_decode_node_is_fetched_by_a_prefill_node_of_its_cluster(case_study):
+    found = simulate(case_study_scenario(case_study, cache_gb=800.0, fetch_gbps=100.0), conversation(7))
+    assert found.routes == {"local short": 6, "remote long": 1}
+
+
+def test_a_decode_node_is_sent_only_what_it_lacks(case_study):
+    trace, kv = conversation(4, new=25_000), case_study.profile.kv_size()
+    found = simulate(case_study_scenario(case_study, cache_gb=800.0), trace)
+    assert found.routes["remote long"] == 4
+    had = [0, *((int(n) + 50) // 16 * 16 for n in trace.prompt_tokens[:-1])]
+    lacking = [kv(n) - kv.bytes_per_token * have for n, have in zip(trace.prompt_tokens, had, strict=True)]
+    # The last one leaves after the horizon, which is its arrival.
+    assert found.egress_bytes[1.0].sum() == pytest.approx(sum(lacking[:-1]), rel=1e-6)
+
+
+def test_a_batch_stands_still_while_its_node_computes_a_prompt(case_study):
+    """The answer that is under way is longer by what the GPUs spent on the prompt, no more and no less."""
+    trace = replace(conversation(2, every_s=10.0), output_tokens=np.array([1_000.0, 10.0]))
+    scenario = case_study_scenario(case_study, cache_gb=800.0, increment_tokens=1_024)
+    found, alone = simulate(scenario, trace), simulate(scenario, trace.head(1))
+    curve = case_study.profile.prefill_on("h20x8")
+    assert found.routes == {"decode held": 1, "remote long": 1}
+    assert found.e2e_s[0] - alone.e2e_s[0] == pytest.approx(curve(30_060) - curve(30_000), rel=1e-6)
 
 
 def test_settings_are_what_runs(case_study):

@@ -1,0 +1,1 @@
+"""What computes: transformers models on torch, and an engine without a model."""

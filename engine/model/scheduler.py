@@ -1,0 +1,337 @@
+"""Decides what the model computes next: at most one prefill chunk, then one decode step of every running sequence.
+
+    round   | prefill chunk of one sequence | decode a | decode b | ... | a piece of a finished answer to its pages |
+
+So a long prompt slows running streams by one chunk per token and no more. Among prompts the one with the least left to
+compute goes first, but every chunk that others were given counts as a chunk less: nobody waits for ever.
+
+    WAITING ──► PREFILL ──► DECODE ──► done          a prefill leg ends after PREFILL: it never samples
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from engine.base import Engine
+from engine.errors import EngineError, PagesInvalid, PrefillAborted, TransferError
+from engine.model.sampling import Sampled, Sampler, SamplingParams
+from engine.pages import JobKV
+from engine.text import OutputText
+from prompts.tokenizer import TextTokenizer
+
+log = logging.getLogger(__name__)
+
+MAX_RUNNING: Final = 64
+GROWTH_HINT_TOKENS: Final = 1024  # room for output that is reserved at once; more is found when it is needed
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The KVCache of all prompt tokens but the last is there. Times on the scheduler's clock, in seconds."""
+
+    num_tokens: int
+    started_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """One output token and the text that became certain with it. `finish_reason` is set on the last one."""
+
+    sampled: Sampled
+    text: str
+    finish_reason: str | None
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    error: EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of a request that ended well. `sequence` holds an answer that could be kept (see Keep)."""
+
+    sequence: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """All that a finished sequence had for its pages is in them."""
+
+
+Event = Prefilled | NewToken | Failed | Finished | Kept
+
+
+@dataclass(eq=False, kw_only=True)
+class Work:
+    """One request for the model. `emit` is called on the model's thread."""
+
+    id: str
+    prompt: Sequence[int]
+    params: SamplingParams | None  # None: a prefill leg
+    emit: Callable[[Event], None]
+    kv: JobKV | None = None
+    load_tokens: int = 0  # how many tokens of `kv` are there already
+    keeps: bool = False  # whether the answer is wanted as prefix cache afterwards
+    aborted: bool = False
+    sequence: Any = None
+    started_s: float | None = None
+    chunks_waited: int = 0
+    received: bool = False
+    output: "_Output | None" = field(default=None, repr=False)
+
+    @property
+    def prefill_tokens(self) -> int:
+        return len(self.prompt) - 1
+
+    @property
+    def remaining_tokens(self) -> int:
+        sequence = self.sequence  # read once: the model's thread may drop it
+        done = self.load_tokens if sequence is None else sequence.num_tokens
+        return max(0, self.prefill_tokens - done)
+
+    def abort(self) -> None:
+        """Stops the work as soon as possible, also in the middle of a chunk. Any thread."""
+        self.aborted = True
+        sequence = self.sequence
+        if sequence is not None:
+            sequence.cancelled = True
+
+
+@dataclass(eq=False, kw_only=True)
+class Keep:
+    """A finished sequence whose KVCache goes into pages, a piece per round. `emit` is called on the model's thread."""
+
+    sequence: Any
+    kv: JobKV
+    emit: Callable[[Event], None]
+    aborted: bool = False
+    pieces: Iterator[None] | None = None
+
+    def abort(self) -> None:
+        """Any thread."""
+        self.aborted = True
+
+
+@dataclass(slots=True)
+class _Output:
+    params: SamplingParams
+    end_tokens: tuple[int, ...]
+    sampler: Sampler
+    text: OutputText
+    last_token: int
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    running: int
+    waiting: int
+    queued_tokens: int
+
+
+class Scheduler:
+    """The queue of one model. Not thread-safe: it lives on the model's thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: TextTokenizer,
+        clock: Callable[[], float],
+        *,
+        chunk_tokens: int,
+        max_running: int = MAX_RUNNING,
+    ) -> None:
+        self.chunk_tokens = chunk_tokens
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._max_running = max_running
+        self._waiting: deque[Work] = deque()
+        self._prefilling: list[Work] = []
+        self._decoding: list[Work] = []
+        self._keeping: deque[Keep] = deque()
+
+    @property
+    def load(self) -> Load:
+        works = [*self._waiting, *self._prefilling]
+        return Load(
+            running=len(self._prefilling) + len(self._decoding),
+            waiting=len(self._waiting),
+            queued_tokens=sum(work.remaining_tokens for work in works),
+        )
+
+    @property
+    def idle(self) -> bool:
+        return not (self._waiting or self._prefilling or self._decoding or self._keeping)
+
+    def add(self, work: Work | Keep) -> None:
+        if isinstance(work, Keep):
+            self._keeping.append(work)
+            return
+        work.received = True
+        self._waiting.append(work)
+
+    def step(self) -> None:
+        """One round."""
+        self._drop_aborted()
+        self._admit()
+        if self._prefilling:
+            self._guarded(self._prefill_some, self._next_prefill())
+        for work in list(self._decoding):
+            if not work.aborted:
+                self._guarded(self._decode_one, work)
+        self._keep_some()
+
+    def fail_all(self, error: EngineError) -> None:
+        for work in [*self._waiting, *self._prefilling, *self._decoding]:
+            work.emit(Failed(error))
+        for keep in self._keeping:
+            keep.emit(Failed(error))
+        self._keeping.clear()
+        self._waiting.clear()
+        self._prefilling.clear()
+        self._decoding.clear()
+
+    def _drop_aborted(self) -> None:
+        if any(work.aborted for work in (*self._waiting, *self._prefilling, *self._decoding)):
+            self._waiting = deque(work for work in self._waiting if not work.aborted)
+            self._prefilling = [work for work in self._prefilling if not work.aborted]
+            self._decoding = [work for work in self._decoding if not work.aborted]
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._prefilling) + len(self._decoding) < self._max_running:
+            self._prefilling.append(self._waiting.popleft())
+
+    def _guarded(self, action: Callable[[Work], None], work: Work) -> None:
+        """One request's failure is its own."""
+        try:
+            action(work)
+        except PrefillAborted:
+            self._forget(work)
+        except EngineError as exc:
+            self._forget(work)
+            work.emit(Failed(exc))
+        except Exception as exc:
+            log.exception("request %s failed in the model", work.id)
+            self._forget(work)
+            work.emit(Failed(EngineError(f"the model failed: {type(exc).__name__}: {exc}")))
+
+    def _forget(self, work: Work) -> None:
+        for queue in (self._prefilling, self._decoding):
+            if work in queue:
+                queue.remove(work)
+        work.sequence = None
+
+    # Prefill
+
+    def _next_prefill(self) -> Work:
+        chosen = min(self._prefilling, key=self._urgency)
+        for work in self._prefilling:
+            work.chunks_waited += work is not chosen
+        return chosen
+
+    def _urgency(self, work: Work) -> float:
+        return work.remaining_tokens / self.chunk_tokens - work.chunks_waited
+
+    def _prefill_some(self, work: Work) -> None:
+        if work.sequence is None:
+            self._start(work)
+        start = work.sequence.num_tokens
+        if start < work.prefill_tokens:
+            stop = self._chunk_stop(work, start)
+            self._engine.prefill(work.sequence, work.prompt[start:stop], work.kv)
+        if work.sequence.num_tokens >= work.prefill_tokens:
+            self._end_prefill(work)
+
+    def _start(self, work: Work) -> None:
+        work.started_s = self._clock()
+        max_tokens = work.params.max_tokens if work.params else 0
+        work.sequence = self._engine.new_sequence(len(work.prompt) + min(max_tokens, GROWTH_HINT_TOKENS))
+        if work.aborted:
+            raise PrefillAborted
+        if work.kv is None or not work.load_tokens:
+            return
+        try:
+            self._engine.load(work.sequence, work.kv, work.load_tokens)
+        except PagesInvalid as exc:
+            raise TransferError("pages_invalid", str(exc)) from exc
+
+    def _chunk_stop(self, work: Work, start: int) -> int:
+        """Chunks end on block borders, at every length whose states must be stored, and one token before the end."""
+        block_size = self._engine.layout.block_size
+        stops = [work.prefill_tokens, start + self.chunk_tokens - start % block_size]
+        if work.kv is not None:
+            stops += [length for length in work.kv.snapshot_lengths if length > start]
+        return min(stops)
+
+    def _end_prefill(self, work: Work) -> None:
+        assert work.started_s is not None
+        self._prefilling.remove(work)
+        work.emit(Prefilled(work.sequence.num_tokens, work.started_s, self._clock()))
+        if work.params is None:
+            work.sequence = None
+            work.emit(Finished())
+            return
+        if work.keeps:
+            self._engine.begin_answer(work.sequence)
+        work.output = self._new_output(work.params, work.prompt[-1])
+        self._decoding.append(work)
+
+    # Decode
+
+    def _new_output(self, params: SamplingParams, last_token: int) -> "_Output":
+        eos = () if params.ignore_eos else self._tokenizer.eos_token_ids
+        end_tokens = (*eos, *params.stop_token_ids)
+        return _Output(
+            params, end_tokens, Sampler(params, end_tokens), OutputText(self._tokenizer, params.stop), last_token
+        )
+
+    def _decode_one(self, work: Work) -> None:
+        output = work.output
+        assert output is not None
+        logits = self._engine.decode(work.sequence, output.last_token)
+        sampled = output.sampler.sample(logits, work.sequence.num_tokens)
+        output.last_token = sampled.token
+        output.count += 1
+        text, stopped = output.text.push(sampled.token, may_stop=output.count > output.params.min_tokens)
+        reason = "stop" if stopped else self._finish_reason(output, work.sequence.num_tokens + 1)
+        if reason and not stopped:
+            rest, stopped = output.text.flush()
+            text, reason = text + rest, "stop" if stopped else reason
+        work.emit(NewToken(sampled, text, reason, self._clock()))
+        if reason:
+            sequence = work.sequence if work.keeps and work.sequence.marked_tokens else None
+            self._forget(work)
+            work.emit(Finished(sequence))
+
+    # Keeping
+
+    def _keep_some(self) -> None:
+        """One piece of one finished answer: running ones do not wait for more."""
+        while self._keeping and self._keeping[0].aborted:
+            self._keeping.popleft()
+        if not self._keeping:
+            return
+        keep = self._keeping[0]
+        try:
+            if keep.pieces is None:
+                keep.pieces = self._engine.keep(keep.sequence, keep.kv)
+            next(keep.pieces)
+        except StopIteration:
+            self._keeping.popleft()
+            keep.emit(Kept())
+        except Exception as exc:
+            log.exception("an answer cannot be kept")
+            self._keeping.popleft()
+            keep.emit(Failed(EngineError(f"the model failed: {type(exc).__name__}: {exc}")))
+
+    def _finish_reason(self, output: "_Output", total_tokens: int) -> str | None:
+        if output.last_token in output.end_tokens:
+            return "stop"
+        full = output.count >= output.params.max_tokens or total_tokens >= self._engine.max_model_len
+        return "length" if full else None

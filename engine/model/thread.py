@@ -1,0 +1,93 @@
+"""The one thread that computes. The event loop hands it work through a queue and hears events back."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from engine.errors import EngineError
+from engine.model.scheduler import Keep, Load, Scheduler, Work
+
+log = logging.getLogger(__name__)
+
+_STOP: Final = None
+
+
+class ModelThread:
+    """Runs a scheduler until it is stopped. While there is nothing to do it sleeps on the queue."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        on_load: Callable[[], None] = lambda: None,
+        on_death: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._on_load = on_load
+        self._on_death = on_death
+        self._fresh: list[Work] = []
+        self._inbox: queue.SimpleQueue[Work | Keep | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+        self._load = scheduler.load
+        self._stopping = False
+
+    @property
+    def load(self) -> Load:
+        """As of the last round, with what has been submitted since. Of the event loop's thread."""
+        self._fresh = [work for work in self._fresh if not (work.received or work.aborted)]
+        fresh_tokens = sum(work.remaining_tokens for work in self._fresh)
+        last = self._load
+        return Load(last.running, last.waiting + len(self._fresh), last.queued_tokens + fresh_tokens)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, work: Work | Keep) -> None:
+        if isinstance(work, Work):
+            self._fresh.append(work)
+        self._inbox.put(work)
+
+    def set_chunk_tokens(self, chunk_tokens: int) -> None:
+        self._scheduler.chunk_tokens = chunk_tokens
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends the thread after the round under way; what still runs is told that it failed."""
+        self._stopping = True
+        self._inbox.put(_STOP)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._receive()
+                self._scheduler.step()
+                self._publish_load()
+        except Exception:
+            log.exception("the model thread ends")
+            self._on_death()
+        finally:
+            self._scheduler.fail_all(EngineError("the engine is shutting down"))
+
+    def _publish_load(self) -> None:
+        load = self._scheduler.load
+        if load != self._load:
+            self._load = load
+            self._on_load()
+
+    def _receive(self) -> None:
+        """Takes what has come in; waits for it when there is nothing to compute."""
+        block = self._scheduler.idle
+        while True:
+            try:
+                work = self._inbox.get(block=block)
+            except queue.Empty:
+                return
+            if work is _STOP:
+                return
+            self._scheduler.add(work)
+            block = False

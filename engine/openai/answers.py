@@ -1,0 +1,144 @@
+"""Answers of the OpenAI surface: whole ones, chunks of a stream, errors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import RequestError
+from engine.model.sampling import Sampled
+from engine.openai.api import ChatRequest, OpenAIRequest, top_logprobs
+from prompts.tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class AnswerShape:
+    """How one answer is spelled: chat or plain completion, whole or in chunks."""
+
+    def __init__(self, request: OpenAIRequest, request_id: str, created_s: int, tokenizer: TextTokenizer) -> None:
+        self._chat = isinstance(request, ChatRequest)
+        self._model = request.model
+        self._with_tokens = bool(request.return_token_ids)
+        self._with_usage = bool(request.stream_options and request.stream_options.include_usage)
+        self._with_logprobs = top_logprobs(request) is not None
+        self._tokenizer = tokenizer
+        self._created_s = created_s
+        self._id = f"{'chatcmpl' if self._chat else 'cmpl'}-{request_id}"
+        self._first = True
+        self._text_offset = 0
+
+    def whole(
+        self,
+        text: str,
+        sampled: Sequence[Sampled],
+        finish_reason: str,
+        usage: Usage,
+        prompt: Sequence[int],
+        kv_transfer_params: dict[str, Any] | None,
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason}
+        if self._chat:
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            choice["text"] = text
+        choice["logprobs"] = self._logprobs(sampled) if self._with_logprobs else None
+        if self._with_tokens:
+            choice["token_ids"] = [token.token for token in sampled]
+            if not self._chat:
+                choice["prompt_token_ids"] = list(prompt)
+        answer = self._envelope([choice], chunk=False) | {"usage": usage.to_dict()}
+        if self._with_tokens and self._chat:
+            answer["prompt_token_ids"] = list(prompt)
+        return answer | _optional(kv_transfer_params)
+
+    def chunk(
+        self,
+        text: str,
+        sampled: Sequence[Sampled],
+        finish_reason: str | None,
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason}
+        if self._chat:
+            choice["delta"] = ({"role": "assistant"} if self._first else {}) | {"content": text}
+        else:
+            choice["text"] = text
+        self._first = False
+        choice["logprobs"] = self._logprobs(sampled) if self._with_logprobs else None
+        if self._with_tokens:
+            choice["token_ids"] = [token.token for token in sampled]
+        usage: dict[str, Any] = {"usage": None} if self._with_usage else {}
+        return self._envelope([choice], chunk=True) | usage | _optional(kv_transfer_params)
+
+    def usage_chunk(self, usage: Usage, kv_transfer_params: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The last chunk, if the client wants one."""
+        if not self._with_usage:
+            return None
+        return self._envelope([], chunk=True) | {"usage": usage.to_dict()} | _optional(kv_transfer_params)
+
+    def _envelope(self, choices: list[dict[str, Any]], *, chunk: bool) -> dict[str, Any]:
+        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self._chat else "text_completion"
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created_s,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def _logprobs(self, sampled: Sequence[Sampled]) -> dict[str, Any]:
+        return self._chat_logprobs(sampled) if self._chat else self._completion_logprobs(sampled)
+
+    def _chat_logprobs(self, sampled: Sequence[Sampled]) -> dict[str, Any]:
+        def entry(token: int, logprob: float | None) -> dict[str, Any]:
+            text = self._tokenizer.token_text(token)
+            return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+
+        return {
+            "content": [
+                entry(s.token, s.logprob) | {"top_logprobs": [entry(t.token, t.logprob) for t in s.top]}
+                for s in sampled
+            ]
+        }
+
+    def _completion_logprobs(self, sampled: Sequence[Sampled]) -> dict[str, Any]:
+        texts = [self._tokenizer.token_text(s.token) for s in sampled]
+        offsets = []
+        for text in texts:
+            offsets.append(self._text_offset)
+            self._text_offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(s.logprob) for s in sampled],
+            "top_logprobs": [
+                {self._tokenizer.token_text(t.token): _finite(t.logprob) for t in s.top} if s.top else None
+                for s in sampled
+            ],
+            "text_offset": offsets,
+        }
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
+
+
+def _finite(logprob: float | None) -> float | None:
+    """JSON has no infinity; OpenAI's floor for hopeless tokens is -9999."""
+    return None if logprob is None else max(logprob, -9999.0)
+
+
+def _optional(kv_transfer_params: dict[str, Any] | None) -> dict[str, Any]:
+    return {} if kv_transfer_params is None else {"kv_transfer_params": kv_transfer_params}

@@ -1,0 +1,1 @@
+"""vLLM as the engine of a node: its launch, and the KV connector that it loads."""

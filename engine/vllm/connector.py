@@ -1,0 +1,232 @@
+"""The vLLM KV connector: a vLLM server with it is the engine of a PrfaaS node.
+
+    --kv-transfer-config '{"kv_connector": "PrfaasConnector", "kv_connector_module_path": "engine.vllm.connector",
+                           "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+                           "kv_connector_extra_config": {"agent_socket": "/run/...", "http_url": "http://..."}}'
+
+This module translates between vLLM's base class and our two sides, `engine.vllm.scheduler` and `engine.vllm.worker`. The base
+class is called experimental there: `engine.vllm.version` says what was run. What is beyond it is in `engine.vllm.internals`.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import vllm
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from engine.identity import default_memory
+from engine.vllm import internals
+from engine.vllm.agent import AgentThread, agent_socket
+from engine.vllm.identity import kv_identity, with_forms
+from engine.vllm.layout import Kind, VllmLayout, vllm_layout
+from engine.vllm.parent import end_with_parent
+from engine.vllm.scheduler import SchedulerSide
+from engine.vllm.stats import PrfaasPromMetrics, PrfaasStats, copy_stats, handover_stats
+from engine.vllm.steps import Step
+from engine.vllm.version import is_tested, release, untested
+from engine.vllm.worker import WorkerSide
+from hybrid_cache.errors import LayoutError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """A Step in vLLM's envelope."""
+
+    step: Step
+
+
+class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Prefill as a service for vLLM: pushes and receives KVCache through its node's agent."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        check_version(vllm.__version__)
+        internals.check_scheduling(vllm_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._agent: AgentThread | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            end_with_parent()
+            layout = layout_of(vllm_config, kv_cache_config, identity(vllm_config, kv_cache_config))
+            self._agent = _agent(vllm_config, layout)
+            self._agent.start()
+            local_tier = bool(self._kv_transfer_config.get_from_extra_config("local_tier", True))
+            self._scheduler = SchedulerSide(
+                layout, self._agent, time.monotonic, local_tier=local_tier, has_input=internals.engine_has_input()
+            )
+        else:  # nobody asks a rank for its model's name, and reading all weights for it would take long
+            layout = layout_of(vllm_config, kv_cache_config, "")
+            self._worker = WorkerSide(layout, get_tensor_model_parallel_rank())
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """What a preempted request has saved lies in pages of the agent, which no preemption frees."""
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Heads outermost in a block: then a rank's part of a slab is one piece. MLA has one head anyway."""
+        if vllm_config.model_config is None or vllm_config.model_config.use_mla:
+            return None
+        return "LBHNC"
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Layers are saved from Python code between them, which a whole graph would leave out."""
+        return True
+
+    # Scheduler
+
+    def on_new_request(self, request: Any) -> None:
+        self._scheduling.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        num_tokens = self._scheduling.num_new_matched_tokens(request, num_computed_tokens)
+        return num_tokens, bool(num_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """A load fills every group: pages hold the request's own blocks, not hashes of some."""
+        groups: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
+        return groups
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduling.after_alloc(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        state = scheduler_output.kv_connector_block_state
+        return StepMetadata(self._scheduling.build_step(scheduler_output.num_scheduled_tokens, state.resolve_block_ids))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduling.loads_ended(
+            set(connector_output.finished_recving or ()), set(connector_output.failed_recving or ())
+        )
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Blocks can be freed at once: a step ends only when what it saves has been copied."""
+        return False, self._scheduling.request_finished(request)
+
+    def reset_cache(self) -> bool | None:
+        """False: the agent's pages stay. Whoever loads other weights has to start the node anew."""
+        return False
+
+    # Worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._working.register(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepMetadata)
+        self._working.begin_step(connector_metadata.step)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._working.start_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Requests are scheduled once all of their load is there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        self._working.save_layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        self._working.finish_step()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = self._working.take_results()
+        return KVConnectorTransferResults(finished_recving=results.done, failed_recving=results.failed)
+
+    # Either
+
+    def get_kv_connector_stats(self) -> PrfaasStats | None:
+        if self._worker is not None:
+            stats = copy_stats(self._worker.take_counts())
+        else:
+            stats = handover_stats(self._scheduling.take_counts())
+        return None if stats.is_empty() else stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PrfaasStats:
+        return PrfaasStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PrfaasPromMetrics:
+        return PrfaasPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        if self._agent is not None:
+            self._agent.close()
+
+    @property
+    def _scheduling(self) -> SchedulerSide:
+        assert self._scheduler is not None
+        return self._scheduler
+
+    @property
+    def _working(self) -> WorkerSide:
+        assert self._worker is not None
+        return self._worker
+
+
+def check_version(version: str) -> None:
+    """Warns when this vLLM is not one that the connector was tested with."""
+    if not is_tested(version):
+        log.warning("%s", untested(version))
+
+
+def identity(vllm_config: Any, kv_cache_config: Any) -> str:
+    """The name of this server's KVCache. Raises LayoutError where weights cannot be told apart."""
+    facts = internals.kv_facts(vllm_config)
+    facts["vllm"] = release(vllm.__version__)
+    facts["packings"] = ", ".join(internals.packings(vllm_config, kv_cache_config))
+    source, commit = internals.model_source(vllm_config)
+    revision = str(vllm_config.kv_transfer_config.get_from_extra_config("model_revision", ""))
+    name = kv_identity(source, commit, facts, revision=revision, memory=default_memory())
+    return with_forms(name, internals.state_forms(kv_cache_config))
+
+
+def layout_of(vllm_config: Any, kv_cache_config: Any, model: str) -> VllmLayout:
+    """The canonical layout of a model as vLLM caches it. Raises LayoutError for what cannot be transferred."""
+    layers = internals.cache_layers(vllm_config, kv_cache_config)
+    block_tokens = {layer.block_tokens for layer in layers if layer.kind is not Kind.STATE}
+    if not block_tokens:
+        raise LayoutError("a model without any attention layer has no blocks that a prompt could be cut into")
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    dtype = str(vllm_config.model_config.dtype).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    return vllm_layout(layers, model=model, dtype=dtype, block_tokens=max(block_tokens), ranks=ranks)
+
+
+def _agent(vllm_config: Any, layout: VllmLayout) -> AgentThread:
+    settings = vllm_config.kv_transfer_config
+    model = vllm_config.model_config
+    names = model.served_model_name
+    return AgentThread(
+        agent_socket(settings.get_from_extra_config("agent_socket", None)),
+        layout,
+        model_id=str(names[0] if isinstance(names, list) else names or model.model),
+        max_model_len=model.max_model_len,
+        http_url=str(settings.get_from_extra_config("http_url", "")),
+        notice="" if is_tested(vllm.__version__) else untested(vllm.__version__),
+    )

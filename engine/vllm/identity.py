@@ -1,0 +1,51 @@
+"""What names the KVCache of a vLLM server: its weights, and every setting that its bytes depend on.
+
+Two servers that differ in any of it have different layouts, and layouts that differ never pair: KVCache of one would be
+wrong tokens in the other. What cannot be told apart is refused at the start.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from engine.errors import ModelError
+from engine.identity import identity_of, model_identity
+from hybrid_cache.errors import LayoutError
+
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+
+
+def kv_identity(
+    source: str, commit: str, facts: Mapping[str, str], *, revision: str = "", memory: Path | None = None
+) -> str:
+    """The name of a server's KVCache.
+
+    `source` is a directory, one weight file, or a name that vLLM downloads by: then `commit` says what was downloaded. `facts`:
+    settings by name. `revision`: the operator's word for the weights. `memory`: see `engine.identity.model_identity`.
+    Raises LayoutError where neither bytes nor a commit are known: a name or a branch may be other weights tomorrow.
+    """
+    path = Path(source)
+    try:
+        if path.is_dir():
+            return model_identity(path, facts=facts, revision=revision, memory=memory)
+        if path.is_file():
+            return identity_of("file", {**facts, "file": "" if revision else _digest(path), "revision": revision})
+    except (ModelError, OSError) as exc:
+        raise LayoutError(str(exc)) from exc
+    if not revision and _COMMIT.fullmatch(commit) is None:
+        raise LayoutError(
+            f"which weights {source!r} stands for cannot be told: give a directory, model_revision, or a commit as --revision"
+        )
+    return identity_of(path.name, {**facts, "source": source, "commit": commit, "revision": revision})
+
+
+def with_forms(identity: str, forms: Sequence[str]) -> str:
+    """`forms`: what recurrent states consist of, readable in the layout's name."""
+    return "/".join([identity, "vllm", *forms])
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,310 @@
+"""Every reach into vLLM beyond its connector's base class and its configuration's public face, in one place.
+
+What is read or changed here is no interface of vLLM's: `tests/vllm/test_contract.py` says of each that it is still there.
+Requests are vLLM's own objects and are known by their attributes alone, so most of this runs without vLLM; what has to be
+imported is imported where it is needed.
+"""
+
+import dataclasses
+import enum
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any, Final
+
+from engine.vllm.layout import CacheLayer, Kind
+from hybrid_cache.errors import LayoutError
+
+HELD_STEP: Final = 1 << 62  # a scheduler step that never comes
+
+# Requests (vllm.v1.request.Request)
+
+
+def unsuited(request: Any) -> str:
+    """Why a request's KVCache is not that of its tokens alone, or of no use to it; empty if neither is so."""
+    if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+        return "prompt_embeds"
+    if request.mm_features:
+        return "multimodal"
+    if request.lora_request is not None:
+        return "lora"
+    if request.skip_reading_prefix_cache:  # prompt logprobs: vLLM computes it all, whatever can be loaded
+        return "prompt_logprobs"
+    return "cache_salt" if request.cache_salt else ""
+
+
+def stop_before_last(request: Any) -> None:
+    """Cuts the last token off a prompt, and leaves room for the token that a held request samples at its end."""
+    _cut(request, request.num_prompt_tokens - 1)
+    request.max_tokens = 2
+    if request.sampling_params is not None:
+        # A stop token among the two would end the request before its delivery. The front end keeps the original.
+        request.sampling_params = request.sampling_params.clone()
+        request.sampling_params._eos_token_id = None
+        request.sampling_params.stop_token_ids = []
+        request.sampling_params.repetition_detection = None
+
+
+def shrink(request: Any) -> None:
+    """Leaves one token of a prompt that is not worth computing, and one to sample."""
+    _cut(request, 1)
+    sample_one(request)
+
+
+def sample_one(request: Any) -> None:
+    """The request ends with the next token that it samples."""
+    request.max_tokens = 1
+
+
+def hold(request: Any) -> None:
+    """The request is not scheduled any more, until it is let go."""
+    request.next_decode_eligible_step = HELD_STEP
+
+
+def let_go(request: Any) -> None:
+    """The request may be scheduled again."""
+    request.next_decode_eligible_step = 0
+
+
+def _cut(request: Any, num_tokens: int) -> None:
+    if not 0 < num_tokens < request.num_prompt_tokens or request.prompt_token_ids is None:
+        return
+    request.prompt_token_ids = request.prompt_token_ids[:num_tokens]
+    del request._all_token_ids[num_tokens:]
+    request.num_prompt_tokens = num_tokens
+    # Hashes cover whole blocks: one that reached beyond the cut would name what follows by other tokens.
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+# The engine (vllm.v1.engine.core)
+
+
+def engine_has_input() -> Callable[[], bool]:
+    """Whether the engine that is making this connector has been sent something that it has not read.
+
+    No interface tells, so the engine is looked for on the stack. One that is not found is taken to have input
+    always: then nothing waits for long.
+    """
+    from vllm.v1.engine.core import EngineCoreProc
+
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        engine: Any = frame.f_locals.get("self")
+        if type(engine) is EngineCoreProc:
+            inbox = engine.input_queue
+            return lambda: not inbox.empty()
+        frame = frame.f_back
+    return lambda: True
+
+
+def check_scheduling(vllm_config: Any) -> None:
+    """Raises ValueError for a scheduler that would not hold a prefill leg until its KVCache has been delivered.
+
+    With the second model runner, AsyncScheduler says itself in which step a request decodes next, after our word.
+    """
+    if vllm_config.scheduler_config.async_scheduling and vllm_config.use_v2_model_runner:
+        raise ValueError("the connector needs VLLM_USE_V2_MODEL_RUNNER=0 or --no-async-scheduling")
+    if vllm_config.speculative_config is not None:
+        raise ValueError("the connector does not work with speculative decoding: remove --speculative-config")
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        raise ValueError("the connector knows one engine per node: start a node for each data parallel rank")
+
+
+# The KV cache (vllm.v1.kv_cache_interface)
+
+
+def cache_layers(vllm_config: Any, kv_cache_config: Any) -> list[CacheLayer]:
+    """The layers that are transferred, as one rank has them. Raises LayoutError for what cannot be."""
+    parallel = vllm_config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise LayoutError(f"{name} = {getattr(parallel, name)}: the connector knows tensor parallelism only")
+    heads = vllm_config.model_config.get_total_num_kv_heads()
+    return [
+        _cache_layer(name, table, _layer_spec(group.kv_cache_spec, name), parallel.tensor_parallel_size, heads)
+        for table, group in enumerate(kv_cache_config.kv_cache_groups)
+        if group.enable_kv_transfer
+        for name in group.layer_names
+    ]
+
+
+def state_forms(kv_cache_config: Any) -> list[str]:
+    """What recurrent states consist of: states of one size may differ in that, and must not be mistaken."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    states = [spec for spec in _specs(kv_cache_config) if isinstance(spec, MambaSpec)]
+    return sorted({f"{tuple(map(tuple, spec.shapes))}{spec.dtypes}".replace("torch.", "") for spec in states})
+
+
+def packings(vllm_config: Any, kv_cache_config: Any) -> list[str]:
+    """How attention keeps keys inside a block, where that depends on the machine: on CPUs, on their instruction set."""
+    from vllm.platforms import current_platform
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    platform = str(current_platform.device_type)
+    if not current_platform.is_cpu():
+        return [platform]
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    specs = [spec for spec in _specs(kv_cache_config) if isinstance(spec, AttentionSpec)]
+    isas = {
+        _get_attn_isa(vllm_config.model_config.dtype, spec.block_size, spec.head_size, cache_dtype) for spec in specs
+    }
+    return sorted(f"{platform} {isa}" for isa in isas)
+
+
+def _specs(kv_cache_config: Any) -> list[Any]:
+    return [
+        _layer_spec(group.kv_cache_spec, name)
+        for group in kv_cache_config.kv_cache_groups
+        for name in group.layer_names
+    ]
+
+
+def _layer_spec(spec: Any, name: str) -> Any:
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    return spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _cache_layer(name: str, table: int, spec: Any, ranks: int, heads: int) -> CacheLayer:
+    from vllm.v1.kv_cache_interface import (
+        AttentionSpec,
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        MambaSpec,
+        SlidingWindowSpec,
+    )
+
+    if isinstance(spec, MambaSpec):
+        return CacheLayer(
+            name=name,
+            table=table,
+            kind=Kind.STATE,
+            block_tokens=spec.block_size,
+            part_bytes=spec.state_content_size_bytes,
+            parts=1 if spec.tp_replicated else ranks,
+        )
+    known = isinstance(spec, FullAttentionSpec | SlidingWindowSpec) and not isinstance(spec, ChunkedLocalAttentionSpec)
+    if not isinstance(spec, AttentionSpec) or not known:
+        raise LayoutError(f"{name}: KVCache of kind {type(spec).__name__} cannot be transferred")
+    if spec.tokens_per_state != 1:
+        raise LayoutError(f"{name}: {spec.tokens_per_state} tokens per cache entry cannot be transferred")
+    is_window = isinstance(spec, SlidingWindowSpec)
+    if is_window and spec.extra_retained_tokens:
+        raise LayoutError(f"{name}: a window with {spec.extra_retained_tokens} extra tokens cannot be transferred")
+    return CacheLayer(
+        name=name,
+        table=table,
+        kind=Kind.WINDOW if is_window else Kind.FULL,
+        block_tokens=spec.block_size,
+        part_bytes=spec.unpadded_page_size_bytes,
+        parts=min(ranks, spec.max_tp_shards or heads),
+        window=spec.sliding_window if is_window else 0,
+    )
+
+
+# The configuration (vllm.config): everything but what is known not to change KVCache, so that what a new version adds counts.
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+HARMLESS: Final[Mapping[str, frozenset[str]]] = {
+    # Weights have an identity of their own, configurations count as they are in effect, tokens are compared by themselves.
+    # Then what is asked of requests and made of logits; then how it is run, which rounds differently at most.
+    "model_config": _names("""
+        model model_weights revision hf_config hf_text_config hf_config_path config_format hf_token trust_remote_code
+        tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init enable_prompt_embeds
+        seed max_model_len spec_target_max_model_len max_logprobs logprobs_mode use_fp64_gumbel return_sampling_mask
+        enable_trace_replay generation_config override_generation_config logits_processors served_model_name
+        io_processor_plugin pooler_config renderer_num_workers multimodal_config allowed_local_media_path
+        allowed_media_domains allow_deprecated_quantization
+        enforce_eager disable_cascade_attn enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend
+        sleep_mode_offload_cudagraph enable_nccl_comm_suspend enable_cumem_allocator
+    """),
+    # The layout has block sizes and forms of states. Then how much there is, and how it is looked up.
+    "cache_config": _names("""
+        block_size user_specified_block_size mamba_block_size mamba_cache_mode mamba_page_size_padded
+        skip_page_size_padded kv_cache_layout
+        prefix_match_unit gpu_memory_utilization is_attention_free num_gpu_blocks_override enable_prefix_caching
+        prefix_caching_hash_algo prefix_cache_retention_interval enable_mamba_shared_prefix_checkpoint num_gpu_blocks
+        num_cpu_blocks effective_attention_block_size kv_cache_size_tokens kv_cache_max_concurrency hash_block_size
+        cache_hit_alignment_tokens kv_cache_memory_bytes kv_offloading_size kv_offloading_backend
+    """),
+    "load_config": _names("""
+        download_dir safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size device
+        use_tqdm_on_load pt_load_map_location
+    """),
+    "attention_config": _names("""
+        flash_attn_max_num_splits_for_cuda_graph tokenspeed_mla_min_split_kv tq_max_kv_splits_for_cuda_graph
+        sparse_mla_prefill_workspace_factor
+    """),
+    "mamba_config": _names(""),
+    "lora_config": _names("max_loras max_cpu_loras"),
+}
+# Where a configuration lies, and what loading notes in it: not the model's.
+HF_PLACES: Final = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
+
+
+def model_source(vllm_config: Any) -> tuple[str, str]:
+    """What the weights are loaded from: a path or a name, and the commit of a name's repository, if that is known."""
+    model = vllm_config.model_config
+    commit = getattr(model.hf_config, "_commit_hash", None) or model.revision or ""
+    return str(model.model_weights or model.model), str(commit)
+
+
+def kv_facts(vllm_config: Any) -> dict[str, str]:
+    """Every setting but the weights that KVCache may depend on, by name."""
+    model = vllm_config.model_config
+    facts = {
+        f"{part}.{field.name}": _text(getattr(config, field.name))
+        for part, harmless in HARMLESS.items()
+        if (config := getattr(vllm_config, part)) is not None
+        for field in dataclasses.fields(config)
+        if field.name not in harmless and not field.name.startswith("_") and hasattr(config, field.name)
+    }
+    facts["hf_config"] = _text(model.hf_config)
+    facts["additional_config"] = _text(vllm_config.additional_config)
+    if vllm_config.load_config.load_format == "dummy":
+        facts["seed"] = str(model.seed)
+    if (original := _find(model.hf_config, "original_max_position_embeddings")) is not None:
+        facts["long_rope"] = str(model.max_model_len > original)  # Phi3LongRoPEScaledRotaryEmbedding chooses by it
+    return facts
+
+
+def _find(config: Any, name: str) -> Any:
+    for place in (config, getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)):
+        found = place.get(name) if isinstance(place, Mapping) else getattr(place, name, None)
+        if found is not None:
+            return found
+    return None
+
+
+def _text(value: Any) -> str:
+    """A value as text that is equal in other processes, whatever it is."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return (
+            "{"
+            + ", ".join(f"{key}: {_text(value[key])}" for key in sorted(value, key=str) if key not in HF_PLACES)
+            + "}"
+        )
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(map(_text, value))) + "}"
+    if isinstance(value, Sequence):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    if hasattr(value, "to_dict"):  # a PreTrainedConfig
+        return _text(value.to_dict())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _text({field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)})
+    if isinstance(value, type) or callable(value):
+        return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+    text = str(value)
+    return text if " at 0x" not in text else f"{type(value).__module__}.{type(value).__qualname__}"

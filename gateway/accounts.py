@@ -1,0 +1,73 @@
+"""The books that all rooms write in: what became of a request, for its record, the log and the metrics."""
+
+import logging
+from collections.abc import Callable
+
+from gateway.clusters import Node
+from gateway.metrics import Metrics
+from gateway.records import Records
+from gateway.request import PrefillOutcome, Request
+from gateway.usage import recompute_reason
+from planner.decisions.routing import Route, Target
+from planner.decisions.views import ClusterKind
+
+log = logging.getLogger("prfaas.gateway.route")
+
+
+class Accounts:
+    """Keeps the books of requests."""
+
+    def __init__(self, metrics: Metrics, records: Records, clock: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._records = records
+        self._clock = clock
+
+    def routed(self, request: Request, chosen: Route, tries: int) -> None:
+        """A route was chosen, after `tries` that failed."""
+        if request.timeline.routed is None:
+            request.timeline.routed = self._clock()
+        request.route = chosen
+        request.prefill_node = chosen.prefill_node or chosen.decode_node
+        request.is_remote = chosen.target is Target.REMOTE
+        request.forget_prefill()
+        log.info("route id=%s %s%s", request.id, chosen, f" attempt={tries + 1}" if tries else "")
+
+    def fell_back(self, request: Request, reason: str, error: Exception | None = None) -> None:
+        """A first choice did not work out."""
+        request.fallbacks.append(reason)
+        self._metrics.fallback(reason)
+        log.warning("fallback id=%s reason=%s%s", request.id, reason, f" ({error})" if error else "")
+
+    def prefilling(self, request: Request, node: Node) -> None:
+        """`node` computes the prompt, be it the one that was chosen or another one."""
+        request.prefill_node = node.id
+        request.is_remote = node.info is not None and node.info.cluster_kind == ClusterKind.PRFAAS
+
+    def delivered(self, request: Request, outcome: PrefillOutcome) -> None:
+        """The KVCache is with the decode node."""
+        now, timeline = self._clock(), request.timeline
+        request.outcome = outcome
+        # The node tells durations, not times: they are counted back from its answer, never to before the routing.
+        earliest = timeline.routed or timeline.arrived
+        timeline.kv_ready = now
+        timeline.prefill_end = max(earliest, now - max(0.0, outcome.delivered_s - outcome.prefill_end_s))
+        timeline.prefill_start = max(earliest, now - max(0.0, outcome.delivered_s - outcome.prefill_start_s))
+
+    def notice_recompute(self, request: Request, chunk: bytes) -> None:
+        """A decode node that could not use what landed says so in its answer; that is not to go by unseen."""
+        if not request.is_recomputed and (reason := recompute_reason(chunk)) is not None:
+            request.is_recomputed = True
+            self.fell_back(request, f"recompute_{reason}")
+
+    def answering(self, request: Request) -> None:
+        """The decode node has begun to answer."""
+        request.timeline.first_token = self._clock()
+
+    def relayed(self, request: Request) -> None:
+        """The client has all that it will get."""
+        request.timeline.last_token = self._clock()
+
+    def closed(self, request: Request, status: int, error: str, code: str) -> None:
+        """The request is over, however it ended; `code` is why."""
+        self._records.add(request, status, request.stream_error or error)
+        self._metrics.finished(request, status, code)

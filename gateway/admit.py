@@ -1,0 +1,58 @@
+"""The second room: a place among the requests being served. It is taken when the body is there, not while it is awaited."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from gateway.errors import Overloaded, Unavailable
+
+
+class Admission:
+    """Counts who is served. While it is draining, running requests end in peace and new ones are refused."""
+
+    def __init__(self, limit: int, on_change: Callable[[int], None]) -> None:
+        self.limit = limit
+        self.in_flight = 0
+        self.is_draining = False
+        self._on_change = on_change
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def check(self) -> None:
+        """Raises ApiError when nobody more would get a place now."""
+        if self.is_draining:
+            raise Unavailable("The gateway is shutting down.", "draining")
+        if self.in_flight >= self.limit:
+            raise Overloaded(f"The gateway already serves {self.limit} requests, its limit. Please retry.")
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """A place, for as long as the block lasts. Raises ApiError."""
+        self.check()
+        self._changed(1)
+        try:
+            yield
+        finally:
+            self._changed(-1)
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Refuses new requests and waits for the running ones."""
+        self.is_draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.wait_idle()
+        except TimeoutError:
+            return False
+        return True
+
+    async def wait_idle(self) -> None:
+        """Waits until no request is in flight."""
+        await self._idle.wait()
+
+    def _changed(self, by: int) -> None:
+        self.in_flight += by
+        self._on_change(self.in_flight)
+        if self.in_flight:
+            self._idle.clear()
+        else:
+            self._idle.set()

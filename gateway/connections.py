@@ -1,0 +1,308 @@
+"""Connections of clients: how many, how long without a request, what they are told when they make no sense.
+
+    new ── head ──► receiving ── body ──► serving ── answer ──► idle ── head ──► receiving …
+
+A connection in any state but `serving` waits for its client and may be closed for it: when it is too slow, and when there are
+too many, the one that has waited for longest first. So whoever sends a request gets in, however many strangers hold
+connections. The operators' listener has a gate, and descriptors, of its own.
+"""
+
+import asyncio
+import logging
+import socket
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any, Final, cast
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from gateway.config import Strangers
+from gateway.errors import ApiError, Overloaded
+from gateway.metrics import Metrics
+
+log = logging.getLogger("prfaas.gateway.connections")
+
+LOG_INTERVAL_S: Final = 10.0
+JSON: Final = "application/json"
+CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+TCP_CLOSE: Final = 7  # include/net/tcp_states.h
+FIRST_LOOK_S: Final = 0.005
+LAST_LOOK_S: Final = 1.0
+
+
+class State(StrEnum):
+    """What a connection is doing."""
+
+    NEW = "new"
+    RECEIVING = "receiving"
+    SERVING = "serving"
+    IDLE = "idle"
+
+
+class Gate:
+    """All connections of one listener. `now` is the event loop's clock."""
+
+    def __init__(self, name: str, limit: int, limits: Strangers, metrics: Metrics, now: Callable[[], float]) -> None:
+        self.limit = limit
+        self._name = name
+        self._limits = limits
+        self._metrics = metrics
+        self._now = now
+        self._open: Counter[str] = Counter()
+        # In the order in which they began to wait.
+        self._waiting: dict[State, OrderedDict[Connection, float]] = {
+            state: OrderedDict() for state in State if state is not State.SERVING
+        }
+        self._waiting_at: dict[str, OrderedDict[Connection, None]] = {}
+        self._suppressed: Counter[str] = Counter()
+        self._logged_at = float("-inf")
+
+    def __len__(self) -> int:
+        return self._open.total()
+
+    def opened(self, connection: "Connection") -> None:
+        """A client has connected; another one may have to go, or this one."""
+        address = connection.address
+        self._open[address] += 1
+        self._metrics.connections.labels(self._name).set(len(self))
+        self.changed(connection, State.NEW)
+        if self._open[address] > self._limits.max_connections_per_address and not self._limits.trusts(address):
+            self._close_longest_waiting(self._waiting_at.get(address, ()), connection, "per_address")
+        elif len(self) > self.limit:
+            fronts = [next(iter(each.items())) for each in self._waiting.values() if each]
+            longest = [each for each, _ in sorted(fronts, key=lambda front: front[1])]
+            self._close_longest_waiting(longest, connection, "too_many")
+
+    def closed(self, connection: "Connection") -> None:
+        """A connection is no more."""
+        self._forget(connection)
+        self._open[connection.address] -= 1
+        if not self._open[connection.address]:
+            del self._open[connection.address]
+        self._metrics.connections.labels(self._name).set(len(self))
+
+    def changed(self, connection: "Connection", state: State) -> None:
+        """A connection is in another state from now on."""
+        self._forget(connection)
+        connection.state = state
+        if state is not State.SERVING:
+            self._waiting[state][connection] = self._now()
+            self._waiting_at.setdefault(connection.address, OrderedDict())[connection] = None
+
+    def sweep(self) -> None:
+        """Closes connections whose head has not come in time."""
+        for state, limit_s in ((State.NEW, self._limits.header_s), (State.IDLE, self._limits.idle_s)):
+            waiting = self._waiting[state]
+            while waiting:
+                connection, since = next(iter(waiting.items()))
+                if self._now() - since < limit_s:
+                    break
+                self.turn_away(connection, "no_request" if state is State.NEW else "idle")
+
+    def turn_away(self, connection: "Connection", reason: str) -> None:
+        """Closes a connection for `reason`."""
+        self._forget(connection)
+        connection.end()
+        self.noted(reason, connection.address)
+
+    def noted(self, reason: str, address: str, detail: str = "") -> None:
+        """Counts what was done to a stranger; the log gets a line of it now and then."""
+        self._metrics.turned_away(self._name, reason)
+        self._suppressed[reason] += 1
+        if self._now() - self._logged_at < LOG_INTERVAL_S:
+            return
+        counts = ", ".join(f"{reason}={count}" for reason, count in self._suppressed.items())
+        log.warning(
+            "%s: turned away %s; last from %s%s; %d connections open",
+            self._name, counts, address or "?", f" ({detail})" if detail else "", len(self),
+        )  # fmt: skip
+        self._suppressed.clear()
+        self._logged_at = self._now()
+
+    def _close_longest_waiting(self, waiting: Any, newcomer: "Connection", reason: str) -> None:
+        longest = next((each for each in waiting if each is not newcomer), None)
+        if longest is None:
+            newcomer.refuse()
+        self.turn_away(longest or newcomer, reason)
+
+    def _forget(self, connection: "Connection") -> None:
+        if connection.state is State.SERVING:
+            return
+        self._waiting[connection.state].pop(connection, None)
+        if (at_address := self._waiting_at.get(connection.address)) is not None:
+            at_address.pop(connection, None)
+            if not at_address:
+                del self._waiting_at[connection.address]
+
+
+class Connection(RequestHandler):
+    """aiohttp's, that tells its gate what it does, answers errors in OpenAI's shape, and outlives half of a close."""
+
+    def __init__(self, gate: Gate, server: web.Server, **options: Any) -> None:
+        super().__init__(server, **options)
+        self.state = State.NEW
+        self.address = ""
+        self.has_begun = False  # to answer the current request
+        self.probe_stream: Callable[[], None] | None = None  # sends a byte that means nothing, in a stream
+        self._gate = gate
+        self._current: web.BaseRequest | None = None
+        self._looking: asyncio.TimerHandle | None = None
+        self._wire: asyncio.Transport | None = None  # until it is gone; `transport` is None as soon as it is closed
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._wire = cast(asyncio.Transport, transport)  # uvloop's transports are none by class
+        peer = transport.get_extra_info("peername")
+        self.address = peer[0] if isinstance(peer, tuple) else ""
+        self._gate.opened(self)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._wire = None
+        if self._looking is not None:
+            self._looking.cancel()
+        self._gate.closed(self)
+
+    @contextmanager
+    def request(self, http: web.BaseRequest) -> Iterator[None]:
+        """The time from a request's head to the end of its answer."""
+        self._current, self.has_begun = http, False
+        self._gate.changed(self, State.SERVING)
+        try:
+            yield
+        finally:
+            self._current = None
+            if self._wire is not None:  # closed or not: the client may still have to read its answer
+                self._gate.changed(self, State.IDLE)
+
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        """The time until the body is there."""
+        self._gate.changed(self, State.RECEIVING)
+        try:
+            yield
+        finally:
+            if self._wire is not None:
+                self._gate.changed(self, State.SERVING)
+
+    def end(self) -> None:
+        """Closes now. What a client has not read by then would keep the descriptor for as long as it reads nothing."""
+        wire = self._wire
+        self.force_close()
+        if wire is not None and wire.get_write_buffer_size():
+            wire.abort()
+
+    def refuse(self) -> None:
+        """Says that there are too many connections, before any request has come."""
+        if self.transport is not None:
+            error = Overloaded("Too many connections from this address. Please retry.", "too_many_connections")
+            body = error.body()
+            head = f"HTTP/1.1 429 Too Many Requests\r\nContent-Type: {JSON}\r\nContent-Length: {len(body)}\r\n"
+            self.transport.write(f"{head}Retry-After: 1\r\nConnection: close\r\n\r\n".encode() + body)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What is no HTTP, or not as it should be: one answer in the API's shape, one line in the log at most."""
+        text = (message or "Bad request.").splitlines()[0][:200]
+        self._gate.noted("malformed", self.address, text)
+        response = error_response(ApiError(status, f"The request cannot be read: {text}", code="bad_http"))
+        response.force_close()
+        return response
+
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
+        """What aiohttp would log with a traceback, once per connection."""
+        self._gate.noted("broken", self.address, str(kwargs.get("exc_info") or ""))
+
+    # A client that has closed its half of the connection
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keeps the connection for a client that has said all it will say, if it still listens.
+
+        Both a half-closed client and one that is gone send FIN. Another byte makes the second answer with RST.
+        """
+        # Its request may have come in the same packet, and begin to be handled in a moment.
+        self._look_again_in(FIRST_LOOK_S)
+        return True
+
+    def _look_again_in(self, seconds: float) -> None:
+        self._looking = self._loop.call_later(seconds, self._look, seconds)
+
+    def _look(self, after_s: float) -> None:
+        transport, http = self.transport, self._current
+        if transport is None or transport.is_closing():
+            return
+        if http is None:
+            transport.close()  # what is left of its answer is still sent
+            return
+        if not http.content.is_eof() or _is_reset(transport):
+            transport.abort()
+            return
+        if after_s == FIRST_LOOK_S:
+            self._probe(transport, http)
+        self._look_again_in(min(2 * after_s, LAST_LOOK_S))
+
+    def _probe(self, transport: asyncio.Transport, http: web.BaseRequest) -> None:
+        if self.probe_stream is not None:
+            self.probe_stream()
+        elif not self.has_begun and http.version >= (1, 1):
+            transport.write(CONTINUE)  # RFC 9110 §15.2: a client takes 1xx it does not expect
+
+
+def _is_reset(transport: asyncio.Transport) -> bool:
+    connection = transport.get_extra_info("socket")
+    return bool(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE)
+
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+def shaped(handle: Handler) -> Handler:
+    """`handle` for connections of ours; errors that aiohttp raises outside the application get the API's shape, too."""
+
+    async def handler(http: web.BaseRequest) -> web.StreamResponse:
+        connection = http.protocol
+        assert isinstance(connection, Connection)
+        with connection.request(http):
+            try:
+                return await handle(http)
+            except web.HTTPException as error:
+                return http_error_response(http, error)
+
+    return handler
+
+
+def http_error_response(http: web.BaseRequest, error: web.HTTPException) -> web.Response:
+    """An error of aiohttp's in the API's shape."""
+    match error.status:
+        case 404:
+            shape = ApiError(404, f"Unknown URL: {http.method} {http.path}", code="unknown_url")
+        case 405:
+            shape = ApiError(405, f"{http.method} is not allowed for {http.path}.", code="method_not_allowed")
+        case 417:
+            shape = ApiError(417, "The only expectation that is met is 100-continue.", code="expectation_failed")
+        case _:
+            shape = ApiError(error.status, error.reason, code=error.reason.lower().replace(" ", "_"))
+    response = error_response(shape)
+    if "Allow" in error.headers:
+        response.headers["Allow"] = error.headers["Allow"]
+    return response
+
+
+def error_response(error: ApiError) -> web.Response:
+    """The answer that an ApiError stands for."""
+    headers = {"Content-Type": JSON}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    if error.status in (429, 503) and error.code:
+        headers["x-prfaas-rejected"] = error.code
+    if error.is_final:
+        headers["x-should-retry"] = "false"  # as the OpenAI clients read it
+    return web.Response(status=error.status, body=error.body(), headers=headers)

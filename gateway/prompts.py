@@ -1,0 +1,132 @@
+"""From the bytes of a call to its prompt: tokens, block hashes and digest. A function of values, for threads and processes.
+
+Long bodies take seconds, and most of the steps hold the interpreter's lock: `gateway.read` decides where this runs.
+"""
+
+from typing import Any, Final, cast
+
+import msgspec
+import numpy as np
+
+from gateway.errors import ApiError, BadRequest
+from gateway.openai import NOT_JSON, Call, ChatOptions, Endpoint, bad_field, parse
+from hybrid_cache.hashing import block_hashes, tokens_digest
+from prompts.errors import BadPrompt
+from prompts.reading import Chat, chat_tokens, completion_tokens
+from prompts.segments import TokenArray
+from prompts.tokenizer import TextTokenizer
+
+_PROMPT: Final = msgspec.json.Decoder(str | list[int | str | list[int]])
+_MESSAGES: Final = msgspec.json.Decoder(list[dict[str, Any]])
+_LIST: Final = msgspec.json.Decoder(list[Any] | None)
+_OBJECT: Final = msgspec.json.Decoder(dict[str, Any] | None)
+
+
+class Hashing(msgspec.Struct, frozen=True):
+    """How the served model's blocks are named: tokens per block, and the salt of the model."""
+
+    block_size: int
+    salt: bytes
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A prompt as the clusters know it. `hashes` are those of the full blocks of its first N-1 tokens."""
+
+    num_tokens: int
+    hashes: list[bytes]
+    digest: bytes
+
+    @property
+    def transfer_tokens(self) -> int:
+        """Tokens whose KVCache a prefill node computes: all but the last one."""
+        return self.num_tokens - 1
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """What reading needs to know of the model served: the names it goes by, the longest context, how blocks are named."""
+
+    names: tuple[str, ...]
+    max_model_len: int
+    hashing: Hashing
+
+
+def read_call(endpoint: Endpoint, body: bytes, model: Model, tokenizer: TextTokenizer) -> tuple[Call, Prompt]:
+    """The call that `body` makes of `model`, and its prompt. Raises ApiError, BadRequest above all."""
+    call = parse(endpoint, body)
+    check_name(call, model)
+    tokens = prompt_tokens(call, tokenizer)
+    if not len(tokens):
+        raise _invalid(endpoint.prompt_field, "the prompt is empty")
+    check_length(call, len(tokens), model.max_model_len)
+    hashing = model.hashing
+    hashes = block_hashes(tokens[:-1], hashing.block_size, hashing.salt)
+    return call, Prompt(len(tokens), hashes, tokens_digest(tokens, hashing.salt))
+
+
+def check_name(call: Call, model: Model) -> None:
+    """Raises ApiError 404 for a model that is not served."""
+    name = call.options.model
+    if name not in model.names:
+        message = f"The model '{name}' does not exist; this gateway serves '{model.names[0]}'."
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def check_length(call: Call, num_tokens: int, max_model_len: int) -> None:
+    """Raises BadRequest when prompt and answer do not fit into the model's context."""
+    wanted = call.options.output_tokens or 1
+    if num_tokens + wanted <= max_model_len:
+        return
+    raise BadRequest(
+        f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+        f"{num_tokens + wanted} tokens ({num_tokens} in the prompt, {wanted} in the completion).",
+        param=call.endpoint.prompt_field,
+        code="context_length_exceeded",
+    )
+
+
+def prompt_tokens(call: Call, tokenizer: TextTokenizer) -> TokenArray:
+    """The tokens that the prompt of `call` stands for. Raises BadRequest."""
+    try:
+        return _chat(call, tokenizer) if call.endpoint is Endpoint.CHAT else _completion(call, tokenizer)
+    except BadPrompt as error:
+        raise BadRequest(error.message, param=error.param, code=error.code) from error
+
+
+def _chat(call: Call, tokenizer: TextTokenizer) -> TokenArray:
+    options = cast(ChatOptions, call.options)
+    chat = Chat(
+        messages=_field(call, "messages", _MESSAGES),
+        tools=_field(call, "tools", _LIST),
+        documents=_field(call, "documents", _LIST),
+        add_generation_prompt=options.add_generation_prompt,
+        continue_final_message=options.continue_final_message,
+        add_special_tokens=options.add_special_tokens,
+        chat_template_kwargs=_field(call, "chat_template_kwargs", _OBJECT),
+    )
+    return chat_tokens(chat, tokenizer)
+
+
+def _completion(call: Call, tokenizer: TextTokenizer) -> TokenArray:
+    prompt = _field(call, "prompt", _PROMPT)
+    tokens = completion_tokens(prompt, tokenizer, add_special_tokens=call.options.add_special_tokens)
+    if len(tokens) and int(np.max(tokens)) > tokenizer.max_token_id:
+        raise _invalid("prompt", f"token ids must be in [0, {tokenizer.max_token_id}]")
+    return tokens
+
+
+def _invalid(param: str, what: str) -> BadRequest:
+    return BadRequest(f"Invalid value for '{param}': {what}.", param=param, code="invalid_value")
+
+
+def _field(call: Call, name: str, decoder: msgspec.json.Decoder[Any]) -> Any:
+    raw = call.fields.get(name)
+    if raw is None:
+        return None
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise bad_field(error, name) from error
+    except NOT_JSON as error:
+        raise BadRequest(
+            f"The body is not valid JSON: in '{name}': {error}", param=name, code="invalid_json"
+        ) from error

@@ -1,0 +1,140 @@
+"""The first room: bytes of a body become a call and its prompt, and the event loop goes on meanwhile.
+
+Short bodies are read in threads of this process. A long one would hold the interpreter's lock for as long as its JSON is
+decoded or its tokens become a list (up to seconds for 10 MB), so it goes to a process, started when the first one comes.
+"""
+
+import asyncio
+import logging
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from gateway.errors import ApiError, ReaderDied
+from gateway.openai import Call, Endpoint
+from gateway.prompts import Model, Prompt, read_call
+from gateway.reading_process import LENGTHS, Question, answered, header_of
+from gateway.tasks import TaskSet
+from prompts.tokenizer import TextTokenizer
+
+log = logging.getLogger("prfaas.gateway.read")
+
+LONG_BODY_BYTES: Final = 128 * 1024  # the worst JSON of this length is decoded in 3 ms
+PIECE_BYTES: Final = 256 * 1024
+END_S: Final = 5.0
+
+
+class Reader:
+    """Reads bodies: `threads` short ones and as many long ones at once."""
+
+    def __init__(self, tokenizer: TextTokenizer, tasks: TaskSet, *, threads: int = 2, timeout_s: float = 120.0) -> None:
+        self._tokenizer = tokenizer
+        self._tasks = tasks
+        self._timeout_s = timeout_s
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenise")
+        self._turns = asyncio.Semaphore(threads)
+        self._idle: list[ReadingProcess] = []
+
+    async def read(self, endpoint: Endpoint, body: bytes, model: Model) -> tuple[Call, Prompt]:
+        """The call that `body` makes, and its prompt. Raises ApiError."""
+        if len(body) <= LONG_BODY_BYTES:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, read_call, endpoint, body, model, self._tokenizer)
+        await self._turns.acquire()
+        # A task of its own: should the client leave, the process still gets its question whole, and its answer is taken.
+        asking = self._tasks.start(self._ask(endpoint, body, model), "read", expected=(ApiError,))
+        return await asyncio.shield(asking)
+
+    async def close(self) -> None:
+        """Ends threads and processes."""
+        for process in self._idle:
+            await process.close()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    async def _ask(self, endpoint: Endpoint, body: bytes, model: Model) -> tuple[Call, Prompt]:
+        process: ReadingProcess | None = None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                process = await self._process()
+                header, data = await process.ask(header_of(Question(endpoint, model), len(body)), body)
+            self._idle.append(process)
+            process = None
+            # Its hashes may be a hundred thousand objects.
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, answered, header, data, endpoint)
+        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError) as error:
+            log.error("a process that read a body of %d bytes is gone: %r", len(body), error)
+            raise ReaderDied from error
+        finally:
+            self._turns.release()
+            if process is not None:
+                await process.close()
+
+    async def _process(self) -> "ReadingProcess":
+        """One that waits for work, or a new one. Which ended while it waited did not die of what comes next."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.is_alive:
+                return process
+            log.warning("a process that was to read bodies has ended; another one takes its place")
+            await process.close()
+        return await ReadingProcess.start(self._tokenizer)
+
+
+class ReadingProcess:
+    """One `gateway.reading_process`, and the socket to it."""
+
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.pid = process.pid
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def start(cls, tokenizer: TextTokenizer) -> "ReadingProcess":
+        """A process that has been told its tokenizer."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.to_thread(_spawn, theirs)
+        started = cls(process, *await asyncio.open_connection(sock=ours, limit=4 * PIECE_BYTES))
+        started._writer.write(header_of(tokenizer.blueprint()))
+        return started
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return self._process.poll() is None
+
+    async def ask(self, header: bytes, body: bytes) -> tuple[bytes, bytearray]:
+        """Header and data of the answer. Raises ConnectionError or IncompleteReadError when the process has died."""
+        self._writer.write(header)
+        for start in range(0, len(body), PIECE_BYTES):
+            self._writer.write(body[start : start + PIECE_BYTES])
+            await self._writer.drain()
+        header_size, size = LENGTHS.unpack(await self._reader.readexactly(LENGTHS.size))
+        return await self._reader.readexactly(header_size), await self._data(size)
+
+    async def _data(self, size: int) -> bytearray:
+        """In pieces: none of the steps is long."""
+        data, filled = bytearray(size), 0
+        while filled < size:
+            piece = await self._reader.read(min(PIECE_BYTES, size - filled))
+            if not piece:
+                raise ConnectionResetError("the process has closed its socket")
+            data[filled : filled + len(piece)] = piece
+            filled += len(piece)
+        return data
+
+    async def close(self) -> None:
+        """Ends the process: at once where it works, else when it sees that nobody asks any more."""
+        self._writer.transport.abort()
+        self._process.kill()
+        await asyncio.to_thread(self._process.wait, END_S)
+
+
+def _spawn(stdin: socket.socket) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen([sys.executable, "-m", "gateway.reading_process"], stdin=stdin.fileno())

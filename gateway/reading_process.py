@@ -1,0 +1,118 @@
+"""The process in which long bodies are read: what takes seconds there would hold the gateway's interpreter for as long.
+
+It speaks over its standard input, a socket, until the gateway closes it. Frames are two lengths, of a msgpack header and of
+what follows it as it is:
+
+    gateway                                       process
+    Blueprint ─────────────────────────────────►  the tokenizer
+    Question · body of the call ───────────────►
+    ◄───────────────────── Answer · fields of the body, one after the other
+                           Refusal · nothing                                    one at a time, for ever
+"""
+
+import io
+import socket
+import struct
+import sys
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from gateway.errors import ApiError
+from gateway.openai import Call, Endpoint, call_of
+from gateway.prompts import Model, Prompt, read_call
+from hybrid_cache.hashing import split_hashes
+from prompts.tokenizer import Blueprint, TextTokenizer
+
+LENGTHS: Final = struct.Struct("<QQ")
+
+
+class Question(msgspec.Struct, frozen=True, tag=True):
+    """Which call does the body that follows make, and with what prompt?"""
+
+    endpoint: Endpoint
+    model: Model
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """The prompt; `fields` are name and length, in bytes, of each top-level field that follows. Hashes come put together."""
+
+    num_tokens: int
+    hashes: bytes
+    digest: bytes
+    fields: list[tuple[str, int]]
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    """The client's mistake: an ApiError as a value."""
+
+    status: int
+    message: str
+    param: str | None
+    code: str | None
+
+
+_BLUEPRINT: Final = msgspec.msgpack.Decoder(Blueprint)
+_QUESTION: Final = msgspec.msgpack.Decoder(Question)
+_ANSWER: Final = msgspec.msgpack.Decoder(Answer | Refusal)
+
+
+def header_of(value: msgspec.Struct, size: int = 0) -> bytes:
+    """The frame of `value` up to the `size` bytes that follow."""
+    header = msgspec.msgpack.encode(value)
+    return LENGTHS.pack(len(header), size) + header
+
+
+def answered(header: bytes, data: bytearray, endpoint: Endpoint) -> tuple[Call, Prompt]:
+    """What an answer says. Raises ApiError for a refusal."""
+    answer = _ANSWER.decode(header)
+    if isinstance(answer, Refusal):
+        raise ApiError(answer.status, answer.message, param=answer.param, code=answer.code)
+    fields, view, start = {}, memoryview(data), 0
+    for name, size in answer.fields:
+        fields[name] = msgspec.Raw(view[start : start + size])
+        start += size
+    return call_of(endpoint, fields), Prompt(answer.num_tokens, split_hashes(answer.hashes), answer.digest)
+
+
+def serve(connection: socket.socket) -> None:
+    """Answers questions until the other end closes."""
+    with connection, connection.makefile("rb") as incoming:
+        try:
+            tokenizer = TextTokenizer.build(_BLUEPRINT.decode(_frame(incoming)[0]))
+            while True:
+                header, body = _frame(incoming)
+                for part in _answer(_QUESTION.decode(header), body, tokenizer):
+                    connection.sendall(part)
+        except (EOFError, ConnectionError):
+            return  # the gateway has no more to ask
+
+
+def _answer(question: Question, body: bytes, tokenizer: TextTokenizer) -> Iterable[bytes]:
+    try:
+        call, prompt = read_call(question.endpoint, body, question.model, tokenizer)
+    except ApiError as error:
+        return [header_of(Refusal(error.status, error.message, error.param, error.code))]
+    values = [bytes(raw) for raw in call.fields.values()]
+    sizes = [len(value) for value in values]
+    answer = Answer(
+        prompt.num_tokens, b"".join(prompt.hashes), prompt.digest, list(zip(call.fields, sizes, strict=True))
+    )
+    return [header_of(answer, sum(sizes)), *values]
+
+
+def _frame(incoming: io.BufferedReader) -> tuple[bytes, bytes]:
+    header_size, size = LENGTHS.unpack(_exactly(incoming, LENGTHS.size))
+    return _exactly(incoming, header_size), _exactly(incoming, size)
+
+
+def _exactly(incoming: io.BufferedReader, size: int) -> bytes:
+    data = incoming.read(size)
+    if len(data) < size:
+        raise EOFError
+    return data
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=sys.stdin.fileno()))

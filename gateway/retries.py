@@ -1,0 +1,114 @@
+"""What follows a failure, before the client has seen a byte: one table, asked by all that can fail on a node.
+
+    stage      what was asked                      another node              when there is none, or tries run out
+    reserve    a decode node for a ticket          another decode node       full: this one, without a transfer
+    prefill    an engine for a prompt's KVCache    same ticket, what has     the decode node computes the prompt itself
+                                                   landed stays
+    decode     an engine for the answer            new ticket                the request is refused
+
+A failure that every node would repeat is tried nowhere else. An engine that dies under a request may have died of it: such a
+request is tried once more elsewhere, whatever the stage, and then refused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
+
+MAX_DEATHS: Final = 2  # a request under which that many engines have died is not carried to another one
+
+
+class Stage(StrEnum):
+    """What was asked of the node that failed."""
+
+    RESERVE = "reserve"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Failure(StrEnum):
+    """How it failed."""
+
+    UNREACHABLE = "unreachable"  # nobody listens
+    LOST = "lost"  # the connection broke while the node worked on it
+    DIED = "died"  # the same, and its engine is gone
+    TIMEOUT = "timeout"
+    FULL = "full"  # well, but without room
+    TROUBLE = "trouble"  # the node's own, which another may not have
+    REQUEST = "request"  # the request's: every node would say the same
+
+
+class Next(StrEnum):
+    """What is to be done."""
+
+    ELSEWHERE = "elsewhere"  # the same of another node
+    ALONE = "alone"  # this decode node computes the prompt itself, nothing travels
+    RECOMPUTE = "recompute"  # the decode node is told to stop waiting, and computes the prompt itself
+    REFUSE = "refuse"  # the client is told
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`otherwise` is done when nobody else is left to try. `suspect`: new requests leave the node alone for a moment."""
+
+    next: Next
+    otherwise: Next
+    suspect: bool = False
+
+
+RULES: Final[Mapping[tuple[Stage, Failure], Rule]] = MappingProxyType(
+    {
+        (Stage.RESERVE, Failure.UNREACHABLE): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
+        (Stage.RESERVE, Failure.TIMEOUT): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
+        (Stage.RESERVE, Failure.FULL): Rule(Next.ELSEWHERE, Next.ALONE),
+        (Stage.RESERVE, Failure.TROUBLE): Rule(Next.ELSEWHERE, Next.REFUSE),
+        (Stage.RESERVE, Failure.REQUEST): Rule(Next.ALONE, Next.ALONE),
+        (Stage.PREFILL, Failure.UNREACHABLE): Rule(Next.ELSEWHERE, Next.RECOMPUTE, suspect=True),
+        (Stage.PREFILL, Failure.LOST): Rule(Next.ELSEWHERE, Next.RECOMPUTE, suspect=True),
+        (Stage.PREFILL, Failure.DIED): Rule(Next.ELSEWHERE, Next.RECOMPUTE, suspect=True),
+        (Stage.PREFILL, Failure.TIMEOUT): Rule(Next.ELSEWHERE, Next.RECOMPUTE),
+        (Stage.PREFILL, Failure.FULL): Rule(Next.ELSEWHERE, Next.RECOMPUTE),
+        (Stage.PREFILL, Failure.TROUBLE): Rule(Next.ELSEWHERE, Next.RECOMPUTE),
+        (Stage.PREFILL, Failure.REQUEST): Rule(Next.RECOMPUTE, Next.RECOMPUTE),
+        (Stage.DECODE, Failure.UNREACHABLE): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
+        (Stage.DECODE, Failure.LOST): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
+        (Stage.DECODE, Failure.DIED): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
+        (Stage.DECODE, Failure.TIMEOUT): Rule(Next.ELSEWHERE, Next.REFUSE),
+        (Stage.DECODE, Failure.FULL): Rule(Next.ELSEWHERE, Next.REFUSE),
+        (Stage.DECODE, Failure.TROUBLE): Rule(Next.ELSEWHERE, Next.REFUSE),
+        (Stage.DECODE, Failure.REQUEST): Rule(Next.REFUSE, Next.REFUSE),
+    }
+)
+
+# Every engine would say the same: it comes to other tokens than the gateway did, the request makes no sense to it, or
+# (vLLM's) the prompt's KVCache is not that of its tokens alone. Only the decode node's own can go on.
+SAME_EVERYWHERE: Final = frozenset(
+    {"digest_mismatch", "layout_mismatch", "bad_request", "lora", "multimodal", "cache_salt", "prompt_embeds"}
+)
+_FAILURES: Final = MappingProxyType(
+    {
+        "unreachable": Failure.UNREACHABLE,
+        "connection_lost": Failure.LOST,
+        "engine_died": Failure.DIED,
+        "timeout": Failure.TIMEOUT,
+        "no_capacity": Failure.FULL,
+    }
+)
+
+
+def failure_of(reason: str) -> Failure:
+    """What a reason label stands for."""
+    if reason in SAME_EVERYWHERE:
+        return Failure.REQUEST
+    return _FAILURES.get(reason, Failure.TROUBLE)
+
+
+def rule_after(stage: Stage, failure: Failure, *, tries: int, max_tries: int, deaths: int) -> Rule:
+    """What follows the failure of try number `tries`, if `deaths` engines have died under the request by now."""
+    rule = RULES[stage, failure]
+    if deaths >= MAX_DEATHS:
+        return Rule(Next.REFUSE, Next.REFUSE, rule.suspect)
+    if rule.next is Next.ELSEWHERE and tries >= max_tries:
+        return Rule(rule.otherwise, rule.otherwise, rule.suspect)
+    return rule

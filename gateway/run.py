@@ -1,0 +1,183 @@
+"""The fifth room: both legs at once. The prefill node pushes KVCache under the ticket, the decode node waits for it.
+
+Whatever becomes of the prefill, the request hears of it: another prefill node takes over under the same ticket, or the decode
+node is told to compute the prompt itself, or the request ends here and now.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from gateway.accounts import Accounts
+from gateway.clusters import Clusters, Node
+from gateway.decide import Decider
+from gateway.errors import ApiError, DecodeFailed, InternalError, KillsEngines, NodeError, PrefillFailed
+from gateway.legs import DecodeAnswer, Legs
+from gateway.moves import OK, Move, Moves, prefix_of
+from gateway.request import PrefillOutcome, Request
+from gateway.reserve import Hold
+from gateway.retries import Failure, Next, Stage, rule_after
+from gateway.tasks import TaskSet
+from planner.decisions.routing import Route
+
+log = logging.getLogger("prfaas.gateway.run")
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One try at a request that a decode node has begun to answer. A delivery that ends in None did not take place."""
+
+    answer: DecodeAnswer
+    delivery: "asyncio.Task[PrefillOutcome | None] | None" = None
+    hold: Hold | None = None
+
+
+class Runner:
+    """Runs what has been decided and reserved."""
+
+    def __init__(
+        self,
+        clusters: Clusters,
+        legs: Legs,
+        moves: Moves,
+        decider: Decider,
+        accounts: Accounts,
+        tasks: TaskSet,
+        max_tries: int,
+    ) -> None:
+        self._clusters = clusters
+        self._legs = legs
+        self._moves = moves
+        self._decider = decider
+        self._accounts = accounts
+        self._tasks = tasks
+        self._max_tries = max_tries
+
+    @asynccontextmanager
+    async def attempt(self, request: Request, chosen: Route, hold: Hold | None) -> AsyncIterator[Attempt]:
+        """The attempt, once its decode node answers. Raises DecodeFailed, or ApiError for what no node can mend."""
+        decode = self._clusters.by_id(chosen.decode_node)
+        async with AsyncExitStack() as own:
+            delivery = None
+            if hold is not None:
+                delivering = self._deliver(request, chosen, hold)
+                delivery = self._tasks.start(delivering, "deliver", expected=(ApiError,))
+                own.push_async_callback(_cancel, delivery)
+            transfer_id = hold.ticket.transfer_id if hold else None
+            asking = self._tasks.start(self._ask(decode, request, transfer_id), "ask", expected=(DecodeFailed,))
+            own.push_async_callback(_hang_up, asking)
+            yield Attempt(await _unless_it_fails(delivery, asking), delivery, hold)
+
+    async def _ask(self, decode: Node, request: Request, transfer_id: str | None) -> DecodeAnswer:
+        engine = decode.engine
+        try:
+            return await self._legs.decode(decode, request, transfer_id)
+        except DecodeFailed as error:
+            if await self._has_killed(request, decode, engine, error.failure):
+                raise DecodeFailed(decode.id, "engine_died") from error
+            raise
+
+    async def _has_killed(self, request: Request, node: Node, engine: tuple[str, int], failure: Failure) -> bool:
+        """Whether the engine that broke the connection has died; that is kept with the request."""
+        if failure is not Failure.LOST or not await self._clusters.has_died(node, engine):
+            return False
+        request.deaths.append(node.id)
+        return True
+
+    # The prefill's side
+
+    async def _deliver(self, request: Request, chosen: Route, hold: Hold) -> PrefillOutcome | None:
+        """Gets the KVCache to the decode node, by one prefill node or another. None: it computes the prompt itself."""
+        await self._fetch(request, chosen)
+        failed: set[str] = set()
+        node_id = chosen.prefill_node
+        while node_id is not None:
+            node = self._clusters.by_id(node_id)
+            hold.nodes.append(node)
+            self._accounts.prefilling(request, node)
+            try:
+                outcome = await self._prefill(node, request, chosen, hold)
+                self._accounts.delivered(request, outcome)
+                return outcome
+            except PrefillFailed as error:
+                failed.add(node_id)
+                node_id = self._next_prefill(request, chosen, node, error, failed)
+        await self._stop_waiting(request, hold)
+        return None
+
+    async def _prefill(self, node: Node, request: Request, chosen: Route, hold: Hold) -> PrefillOutcome:
+        engine = node.engine
+        promised = request.served.layout.kv_bytes(request.prompt.transfer_tokens) if request.is_remote else 0
+        with node.busy_with(chosen.uncached_tokens, promised):
+            try:
+                return await self._legs.prefill(node, request, hold.ticket)
+            except PrefillFailed as error:
+                if await self._has_killed(request, node, engine, error.failure):
+                    raise PrefillFailed(node.id, "engine_died") from error
+                raise
+
+    def _next_prefill(
+        self, request: Request, chosen: Route, node: Node, error: PrefillFailed, failed: set[str]
+    ) -> str | None:
+        """Who prefills next, None for nobody. Raises KillsEngines."""
+        self._accounts.fell_back(request, f"prefill_{error.reason}", error)
+        rule = rule_after(
+            Stage.PREFILL, error.failure, tries=len(failed), max_tries=self._max_tries, deaths=len(request.deaths)
+        )
+        if rule.suspect:
+            self._clusters.suspect(node)
+        match rule.next:
+            case Next.ELSEWHERE:
+                return self._decider.other_prefill(request, chosen, failed)
+            case Next.REFUSE:
+                raise KillsEngines(request.deaths)
+            case _:
+                return None
+
+    async def _fetch(self, request: Request, chosen: Route) -> None:
+        """Gets the prefill node the prefix that another node has for it. Without it there is more to compute, no more."""
+        if chosen.fetch_from is None or chosen.prefill_node is None:
+            return
+        source, target = self._clusters.by_id(chosen.fetch_from), self._clusters.by_id(chosen.prefill_node)
+        hashes = prefix_of(request.prompt.hashes, chosen.cached_tokens, request.served.layout.block_size)
+        outcome = await self._moves.make(Move(source, target, hashes, chosen.cached_tokens))
+        if outcome == OK:
+            request.fetched_from = source.id
+        else:
+            self._accounts.fell_back(request, f"fetch_{outcome}")
+
+    async def _stop_waiting(self, request: Request, hold: Hold) -> None:
+        """Tells the decode node that nothing will come; its engine then recomputes, and the answer goes on."""
+        self._accounts.fell_back(request, "recompute_no_prefill")
+        request.is_recomputed = True
+        self._accounts.prefilling(request, hold.nodes[0])
+        try:
+            await hold.nodes[0].agent.abort(hold.ticket.transfer_id, "prefill_failed")
+        except NodeError as error:
+            log.warning("id=%s decode node could not be told to recompute: %s", request.id, error)
+
+
+async def _unless_it_fails(
+    delivery: "asyncio.Task[PrefillOutcome | None] | None", asking: "asyncio.Task[DecodeAnswer]"
+) -> DecodeAnswer:
+    """The answer asked for, or at once the error of a delivery that nothing can follow."""
+    if delivery is not None:
+        await asyncio.wait({delivery, asking}, return_when=asyncio.FIRST_COMPLETED)
+        if not asking.done() and not delivery.cancelled() and (error := delivery.exception()) is not None:
+            raise error if isinstance(error, ApiError) else InternalError from error
+    return await asyncio.shield(asking)
+
+
+async def _cancel(task: "asyncio.Task[PrefillOutcome | None]") -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def _hang_up(asking: "asyncio.Task[DecodeAnswer]") -> None:
+    """Ends the decode leg, whether it is still being asked or has answered."""
+    asking.cancel()
+    await asyncio.wait([asking])
+    if not asking.cancelled() and asking.exception() is None:
+        asking.result().close()

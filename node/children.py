@@ -1,0 +1,67 @@
+"""Child processes, started without fork: they end with their parent, however it went.
+
+A parent that is killed -9 must not leave children behind that hold ports and memory. And a process with threads must not fork:
+`preexec_fn`, and uvloop's own way to start processes, do; gRPC's fork handlers then crash some of the children before exec.
+Without either, CPython's subprocess uses vfork, and `node.launcher` does in the child what is left to do.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+LAUNCHER: Final = Path(__file__).with_name("launcher.py")
+
+
+def ending_with_us(command: Sequence[str], by: signal.Signals) -> list[str]:
+    """`command`, so that it gets `by` when the thread of ours that starts it has ended."""
+    return [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid()), str(int(by)), *command]
+
+
+class Child:
+    """A child in a session of its own, whose end is awaited on the event loop (Linux 5.3: pidfd)."""
+
+    def __init__(
+        self, command: Sequence[str], *, output: IO[Any], environment: Mapping[str, str], orphaned_by: signal.Signals
+    ) -> None:
+        """Starts it. Raises OSError."""
+        self._process = subprocess.Popen(
+            ending_with_us(command, orphaned_by),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=dict(environment),
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        """Its process id, and its group's."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; minus a signal's number if that ended it."""
+        return self._process.poll()
+
+    def terminate(self) -> None:
+        """SIGTERM, if it still runs."""
+        self._process.terminate()
+
+    async def wait(self) -> int:
+        """Its returncode, once it has ended."""
+        if (status := self._process.poll()) is not None:
+            return status
+        pidfd, ended = os.pidfd_open(self.pid), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(pidfd, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+        return self._process.wait()

@@ -1,0 +1,109 @@
+"""Names in directories that all nodes of a host share (/dev/shm, /tmp), which belong to a process and go when it has ended.
+
+A name is locked (flock) before it can be seen, and the lock goes with its process, however that ended. So whose lock can be had
+is dead; a process id says less: it may mean another process in another container. Where a name ends with the id of a process
+that lives, it is left alone all the same: nothing is lost but a little memory, and until that process ends.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+log = logging.getLogger(__name__)
+
+PREFIX: Final = "prfaas-"
+OWNER: Final = "owner"  # the file of a directory that is locked
+
+
+def create_file(path: Path) -> int:
+    """Creates and locks a file for reading and writing; returns its descriptor, to be kept. Raises OSError."""
+    hidden = path.with_name(f".{path.name}")
+    hidden.unlink(missing_ok=True)
+    fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        hidden.rename(path)
+    except BaseException:
+        os.close(fd)
+        hidden.unlink(missing_ok=True)
+        raise
+    return fd
+
+
+class OwnedDirectory:
+    """A fresh directory below `parent`, with a short name: the path of a socket in it has a limit of 107 bytes."""
+
+    def __init__(self, parent: Path) -> None:
+        """Creates and locks it. Raises OSError."""
+        hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
+        self.path = hidden.with_name(hidden.name.removeprefix("."))
+        try:
+            self._lock = create_file(hidden / OWNER)
+            hidden.rename(self.path)
+        except BaseException:
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
+
+    def close(self) -> None:
+        """Removes it, with all that is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def sweep_directories(parent: Path) -> list[Path]:
+    """Removes directories that dead nodes left in `parent`; returns which. What lives, or is somebody else's, stays."""
+    return _sweep(entry for entry in parent.glob(f"{PREFIX}*") if entry.is_dir() and not entry.is_symlink())
+
+
+def sweep_files(parent: Path) -> list[Path]:
+    """The same for files, whose names end with the id of their process: nobody else's may, nor may an operator's log."""
+    return _sweep(entry for entry in parent.glob(f"{PREFIX}*-*") if _pid_of(entry) is not None and entry.is_file())
+
+
+def _sweep(entries: Iterable[Path]) -> list[Path]:
+    swept = [entry for entry in entries if _remove_if_dead(entry)]
+    for entry in swept:
+        log.info("removed %s, left behind by a node that ended", entry)
+    return swept
+
+
+def _remove_if_dead(entry: Path) -> bool:
+    locked = entry / OWNER if entry.is_dir() else entry
+    if _names_a_living_process(entry):
+        return False
+    try:
+        fd = os.open(locked, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:  # not ours, or gone
+        return False
+    try:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(entry)
+            return True
+        return False
+    finally:
+        os.close(fd)
+
+
+def _pid_of(entry: Path) -> int | None:
+    pid = entry.name.rpartition("-")[2]
+    return int(pid) if pid.isascii() and pid.isdecimal() else None
+
+
+def _names_a_living_process(entry: Path) -> bool:
+    pid = _pid_of(entry)
+    # Ours: in a container every start of a node may have the same one.
+    return pid is not None and pid != os.getpid() and Path(f"/proc/{pid}").exists()
+
+
+def _remove(entry: Path) -> None:
+    if entry.is_dir():
+        shutil.rmtree(entry, ignore_errors=True)
+    else:
+        entry.unlink(missing_ok=True)

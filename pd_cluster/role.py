@@ -1,0 +1,9 @@
+"""What makes a node one of a PD cluster."""
+
+from typing import Final
+
+from node.role import Role
+from pd_cluster.admission import admit
+from pd_cluster.landings import DecodeLandings
+
+PD: Final = Role(kind="pd", admit=admit, landings=DecodeLandings)

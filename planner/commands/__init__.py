@@ -1,0 +1,1 @@
+"""The command line `prfaas-plan`: one file per command."""

@@ -1,0 +1,56 @@
+"""`prfaas-plan`: plan capacity, judge plans by simulation, compare with what runs. Read-only: applying a plan is not its job.
+
+Results go to stdout, remarks and warnings to stderr. Exit codes: 0 done (diff: no change), 1 wrong input, 2 usage (diff: a
+change), 3 infeasible.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from planner.commands.arguments import COMMANDS
+from planner.errors import Infeasible, PlannerError
+from planner.version import tool_version
+
+EXIT_INPUT, EXIT_INFEASIBLE = 1, 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    args = parser().parse_args(argv)
+    # Vectors are all there is to multiply; a thread per core, started by the first import of numpy, costs more than it saves.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    try:
+        # By name: a command loads what it needs, and no command loads what another one does.
+        return int(import_module(f"planner.commands.{args.command}").run(args))
+    except BrokenPipeError:
+        # Whoever read has seen enough; the interpreter's last flush must not complain about it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Infeasible as exc:
+        print(f"infeasible: {exc}", file=sys.stderr)
+        return EXIT_INFEASIBLE
+    except (PlannerError, OSError) as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return EXIT_INPUT
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(prog="prfaas-plan", description="Capacity planning for PrfaaS-PD deployments.")
+    top.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    for name, (text, add_arguments) in COMMANDS.items():
+        add_arguments(commands.add_parser(name, help=text, description=text))
+    return top
+
+
+class _Version(argparse.Action):
+    """Asks for the version only when it is wanted."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(f"prfaas-plan {tool_version()}")
+        parser.exit()

@@ -1,0 +1,18 @@
+"""How arguments become options of the solver."""
+
+import argparse
+from dataclasses import replace
+
+from planner.solve.goals import Objective, TieBreak
+from planner.solve.problem import Options
+
+
+def options_of(args: argparse.Namespace) -> Options:
+    options = Options.as_in_paper() if args.as_in_paper else Options()
+    return replace(
+        options,
+        extrapolate=args.extrapolate,
+        tie_break=TieBreak(args.tie_break),
+        objective=Objective(getattr(args, "objective", Objective.THROUGHPUT)),
+        rate_req_per_s=getattr(args, "rate", None),
+    )

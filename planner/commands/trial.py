@@ -1,0 +1,101 @@
+"""How arguments become something to simulate: the site, the plan on trial, the requests."""
+
+import argparse
+import csv
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from planner.commands.progress import busy
+from planner.commands.site import options_of
+from planner.decisions.admission import AdmissionPolicy
+from planner.errors import InputError
+from planner.model.fitting import workload_of
+from planner.model.site import Site, load_site
+from planner.model.workload import Trace, read_trace
+from planner.simulator.hits import hits_of
+from planner.simulator.scenario import Scenario
+from planner.simulator.trials import Setting, Source, Trial, from_day, from_trace, from_workload, judged, read_plan
+from planner.solve.controller import ControllerConfig
+from planner.solve.goals import Rule
+from planner.solve.plan import outline
+
+REQUESTS: Final = 20_000  # made up where there is no trace
+
+
+def trial_of(args: argparse.Namespace) -> Trial:
+    controller = ControllerConfig(rule=Rule(args.controller), tick_s=args.tick) if args.controller else None
+    return Trial(
+        placer=args.placement,
+        admission=AdmissionPolicy(args.admission),
+        cache_gb=args.cache_gb,
+        fetch_gbps=args.fetch_gbps,
+        eviction=args.eviction,
+        tail_share=args.tail_share,
+        increment_tokens=args.increment,
+        controller=controller,
+        capacity=_link_trace(args.link_trace) if args.link_trace else None,
+        ttft_s=args.ttft,
+        tbt_s=args.tbt,
+    )
+
+
+def _link_trace(path: Path) -> list[tuple[float, float]]:
+    try:
+        with path.open() as text:
+            return [(float(row["time_s"]), float(row["capacity_gbps"]) * 1.25e8) for row in csv.DictReader(text)]
+    except (KeyError, TypeError, ValueError) as exc:
+        raise InputError(f"link trace {path}: needs columns time_s and capacity_gbps ({exc!r})") from exc
+
+
+def trace_of(args: argparse.Namespace) -> Trace | None:
+    """The trace, or as much of it as was asked for."""
+    if args.trace is None:
+        return None
+    trace = read_trace(args.trace)
+    return trace if args.requests is None else trace.head(args.requests)
+
+
+def site_for_trial(args: argparse.Namespace, trace: Trace | None) -> Site:
+    """The site; with a trace, solved for what the trace leaves uncached."""
+    site = load_site(args.config, args.workload)
+    if trace is None or args.workload:
+        return site
+    hits = hits_of(trace) if not args.no_cache_in_plan else np.zeros(len(trace))
+    return replace(site, workload=workload_of(trace, hits))
+
+
+def settle(args: argparse.Namespace, site: Site) -> tuple[Site, Setting, float]:
+    """Site as deployed, setting, and its Λ."""
+    if args.plan:
+        return site, *read_plan(args.plan)
+    plan = outline(site, options_of(args), args.deployment)
+    deployed = site.deployed(args.deployment)[0] if args.deployment else site
+    return deployed, Setting.of(plan), plan.lambda_max
+
+
+def source_of(args: argparse.Namespace, site: Site, trace: Trace | None, limit: float) -> Source:
+    if trace is not None:
+        return from_trace(trace, args.rate_scale)
+    if args.day:
+        return from_day(site, [share * limit for share in _numbers("day", args.day)], args.bin)
+    return from_workload(site, args.load * limit, args.requests or REQUESTS)
+
+
+def _numbers(name: str, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as exc:
+        raise InputError(f"{name}={text!r}: give numbers with commas between") from exc
+
+
+def seeds_of(args: argparse.Namespace) -> Sequence[int]:
+    return range(args.seed, args.seed + args.seeds)
+
+
+def judged_watched(scenario: Scenario, source: Source, seeds: Sequence[int]) -> dict[str, Any]:
+    with busy("simulating"):
+        return judged(scenario, source, seeds)

@@ -1,0 +1,113 @@
+"""Whether a link between two clusters is used: a breaker per link, pure, closed by itself.
+
+    CLOSED ──failed──► OPEN ──retry time──► HALF_OPEN ──probe arrived──► CLOSED
+                        ▲                       │
+                        └────────failed─────────┘   with a longer retry time
+
+The first failure opens it: a path that fails has cost a request its peer timeout already, and no other request should pay
+that again. Probes are the rim's (a greeting over the path, not somebody's prompt), so while it is not closed nobody pays. A
+failure says something about the link and nothing about the nodes at its ends: they stay in use for everything else.
+"""
+
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
+
+RETRY_S: Final = 1.0
+MAX_RETRY_S: Final = 30.0  # a link that was down for hours is back within half a minute
+PROBE_S: Final = 10.0  # a probe of which nothing is heard has failed: twice the time in which a peer is given up
+
+
+class State(StrEnum):
+    """What a breaker lets pass."""
+
+    CLOSED = "closed"  # everything
+    OPEN = "open"  # nothing
+    HALF_OPEN = "half_open"  # one probe
+
+
+class Event(StrEnum):
+    """What the rim has seen of the path."""
+
+    FAILED = "failed"  # nothing got through within the time in which a peer is given up
+    ARRIVED = "arrived"  # a transfer or a probe did
+    WAITED = "waited"  # the retry time is over
+
+
+TRANSITIONS: Final = MappingProxyType(
+    {
+        (State.CLOSED, Event.FAILED): State.OPEN,
+        (State.CLOSED, Event.ARRIVED): State.CLOSED,
+        (State.OPEN, Event.FAILED): State.OPEN,  # what had left before
+        (State.OPEN, Event.ARRIVED): State.CLOSED,  # what had left before got through after all
+        (State.OPEN, Event.WAITED): State.HALF_OPEN,
+        (State.HALF_OPEN, Event.FAILED): State.OPEN,
+        (State.HALF_OPEN, Event.ARRIVED): State.CLOSED,
+    }
+)
+
+
+class Breaker:
+    """One link's."""
+
+    def __init__(self) -> None:
+        self.state = State.CLOSED
+        self._retry_s = RETRY_S
+        self._until = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Breaker {self.state}, retry {self._retry_s:g} s>"
+
+    @property
+    def up(self) -> bool:
+        """Whether requests may be routed over the link."""
+        return self.state is State.CLOSED
+
+    def on_failed(self, now: float) -> None:
+        """The path failed, for a transfer or for a probe."""
+        if self.state is State.HALF_OPEN:
+            self._retry_s = min(MAX_RETRY_S, 2 * self._retry_s)
+        if self.state is not State.OPEN:
+            self._until = now + self._retry_s
+        self._take(Event.FAILED)
+
+    def on_arrived(self, now: float) -> None:
+        """Something arrived over the path."""
+        self._take(Event.ARRIVED)
+        self._retry_s = RETRY_S
+
+    def wants_probe(self, now: float) -> bool:
+        """Whether to send one now; asked once, it counts as sent, and nobody else is told to."""
+        if self.state is State.CLOSED or now < self._until:
+            return False
+        if self.state is State.HALF_OPEN:  # of the last one nothing was heard
+            self.on_failed(now)
+            return False
+        self._take(Event.WAITED)
+        self._until = now + PROBE_S
+        return True
+
+    def next_probe_time(self) -> float | None:
+        """When to ask again; None while there is nothing to probe."""
+        return None if self.state is State.CLOSED else self._until
+
+    def _take(self, event: Event) -> None:
+        self.state = TRANSITIONS[self.state, event]
+
+
+class Breakers:
+    """Those of all links, by (source cluster, destination cluster). A link never heard of is closed: it is used."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str], Breaker] = {}
+
+    def of(self, source: str, destination: str) -> Breaker:
+        return self._known.setdefault((source, destination), Breaker())
+
+    def up(self, source: str, destination: str) -> bool:
+        known = self._known.get((source, destination))
+        return known is None or known.up
+
+    def probes(self, now: float) -> list[tuple[str, str]]:
+        """The links to probe now."""
+        return [ends for ends, breaker in self._known.items() if breaker.wants_probe(now)]

@@ -1,0 +1,191 @@
+"""What a prefill takes on a node, learned from what prefills took: least squares that forget, in bounded memory.
+
+    seconds(u, c) = a0 + a1·u + a2·u·(2c + u)      u tokens computed behind c cached ones
+
+which is T(c + u) − T(c) + T(0) of a quadratic T, as the profiles have it: every token costs the layers, and attends to all
+before it. Old samples fade, so that a node which has become slower is believed after a few hundred prompts.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from planner.decisions.views import NodeView, PrefillCost
+
+MEMORY: Final = 64.0  # prompts after which a sample's weight has fallen to 1/e
+PRIOR_WEIGHT: Final = 0.005  # of a sample: enough to say what no sample has, not enough to argue with one
+PROBES: Final = (
+    (500, 0),
+    (8_000, 0),
+    (32_000, 0),
+    (2_000, 64_000),
+)  # (computed, cached) at which the prior has its say
+ERRORS_KEPT: Final = 256
+BELIEVED: Final = 8  # samples from which on a node's own estimate is better than its cluster's
+LEAST_S: Final = 1e-6  # what took less was not measured, and would outweigh all that was
+RIDGE: Final = (
+    1e-12  # of a diagonal: more than rounding takes from it, so that equations that nearly agree can be solved
+)
+TOKENS: Final = 1000.0  # features in thousands of tokens: the normal equations are well conditioned
+
+Coefficients = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """Relative errors |predicted / seen − 1| of late predictions, each made before its sample was learned from."""
+
+    mean: float = 0.0
+    p90: float = 0.0
+    samples: int = 0
+
+
+class PrefillEstimate:
+    """One node's curve, or one cluster's."""
+
+    def __init__(self, prior: Coefficients) -> None:
+        """`prior`: (s, s per 1000 tokens, s per (1000 tokens)²), believed until samples say otherwise."""
+        self.samples = 0
+        self._prior = prior
+        self._products = [[0.0] * 3 for _ in range(3)]
+        self._sums = [0.0] * 3
+        self._seconds = self._expected_s = self._tokens = 0.0
+        self._known: Coefficients | None = prior
+        self._errors: deque[float] = deque(maxlen=ERRORS_KEPT)
+
+    def observe(self, computed_tokens: int, cached_tokens: int, seconds: float) -> None:
+        """A prefill took `seconds` from its start to its end. What took next to no time is no sample."""
+        if computed_tokens <= 0 or seconds < LEAST_S:
+            return
+        self._errors.append(abs(self.seconds(computed_tokens, cached_tokens) / seconds - 1.0))
+        fade = 1.0 - 1.0 / MEMORY
+        # Over the seconds seen: what counts is the relative error, for short prompts as much as for long ones.
+        row = [each / seconds for each in _features(computed_tokens, cached_tokens)]
+        for i in range(3):
+            self._sums[i] = self._sums[i] * fade + row[i]
+            for j in range(3):
+                self._products[i][j] = self._products[i][j] * fade + row[i] * row[j]
+        self._seconds = self._seconds * fade + seconds
+        self._expected_s = self._expected_s * fade + _value(self._prior, _features(computed_tokens, cached_tokens))
+        self._tokens = self._tokens * fade + computed_tokens
+        self.samples += 1
+        self._known = None
+
+    def seconds(self, computed_tokens: int, cached_tokens: int) -> float:
+        """Predicted time to compute `computed_tokens` behind `cached_tokens`."""
+        return _value(self.coefficients, _features(max(0, computed_tokens), cached_tokens))
+
+    @property
+    def seconds_per_token(self) -> float:
+        """What a computed token took on average, whatever the prompts were: for queues of unknown lengths."""
+        if self._tokens:
+            return self._seconds / self._tokens
+        return self._prior[1] / TOKENS
+
+    @property
+    def error(self) -> Error:
+        if not self._errors:
+            return Error()
+        ordered = sorted(self._errors)
+        return Error(sum(ordered) / len(ordered), ordered[int(0.9 * (len(ordered) - 1))], len(ordered))
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """(s, s per 1000 tokens, s per (1000 tokens)²); none is negative: more tokens never take less time."""
+        if self._known is None:
+            self._known = self._fit()
+        return self._known
+
+    def _fit(self) -> Coefficients:
+        free = [0, 1, 2]
+        while True:
+            found = _solve(*self._with_prior(), free)
+            negative = [i for i in free if found[i] < 0]
+            if not negative:
+                return found[0], found[1], found[2]
+            free.remove(min(negative, key=lambda i: found[i]))
+
+    def _with_prior(self) -> tuple[list[list[float]], list[float]]:
+        """The equations, and in them the prior's shape at the height of what was seen: the first sample leaves them open."""
+        height = self._seconds / self._expected_s if self._expected_s else 1.0
+        products = [list(row) for row in self._products]
+        sums = list(self._sums)
+        for computed, cached in PROBES:
+            features = _features(computed, cached)
+            row = [each / (height * _value(self._prior, features)) for each in features]
+            for i in range(3):
+                sums[i] += PRIOR_WEIGHT * row[i]
+                for j in range(3):
+                    products[i][j] += PRIOR_WEIGHT * row[i] * row[j]
+        return products, sums
+
+
+def _value(coefficients: Coefficients, features: tuple[float, float, float]) -> float:
+    (a0, a1, a2), (x0, x1, x2) = coefficients, features
+    return a0 * x0 + a1 * x1 + a2 * x2
+
+
+def _features(computed_tokens: int, cached_tokens: int) -> tuple[float, float, float]:
+    u, c = computed_tokens / TOKENS, cached_tokens / TOKENS
+    return 1.0, u, u * (2 * c + u)
+
+
+def _solve(products: Sequence[Sequence[float]], sums: Sequence[float], free: Sequence[int]) -> list[float]:
+    """The coefficients that `free` names, by elimination with pivots; the others are 0. Each is scaled by its diagonal."""
+    scale = {i: products[i][i] ** -0.5 for i in free}
+    rows = [[products[i][j] * scale[i] * scale[j] for j in free] + [sums[i] * scale[i]] for i in free]
+    size = len(free)
+    for at in range(size):
+        rows[at][at] += RIDGE
+    for at in range(size):
+        pivot = max(range(at, size), key=lambda i: abs(rows[i][at]))
+        rows[at], rows[pivot] = rows[pivot], rows[at]
+        for i in range(at + 1, size):
+            factor = rows[i][at] / rows[at][at]
+            rows[i] = [a - factor * b for a, b in zip(rows[i], rows[at], strict=True)]
+    found = [0.0, 0.0, 0.0]
+    for at in reversed(range(size)):
+        known = sum(rows[at][j] * found[free[j]] for j in range(at + 1, size))
+        found[free[at]] = (rows[at][size] - known) / rows[at][at]
+    return [each * scale.get(i, 0.0) for i, each in enumerate(found)]
+
+
+class LearnedCost(PrefillCost):
+    """Prefill times of every node as they have been lately; of a node that has shown little, its cluster's."""
+
+    def __init__(self, tokens_per_s: float = 20_000.0, overhead_s: float = 0.0) -> None:
+        """The prior, until anything has been seen: one rate, and what every prefill takes beside it."""
+        super().__init__(tokens_per_s, overhead_s)
+        # A trace of the quadratic term keeps the prior's equations apart from each other.
+        self._prior = (max(overhead_s, 1e-3), TOKENS / tokens_per_s, 1e-6)
+        self._nodes: dict[str, PrefillEstimate] = {}
+        self._clusters: dict[str, PrefillEstimate] = {}
+
+    def observe(self, node: NodeView, computed_tokens: int, cached_tokens: int, seconds: float) -> None:
+        """`node` has computed a prompt; `seconds` from the start of the computing to its end, no queue, no transfer."""
+        for estimates, key in ((self._nodes, node.node_id), (self._clusters, node.cluster)):
+            estimates.setdefault(key, PrefillEstimate(self._prior)).observe(computed_tokens, cached_tokens, seconds)
+
+    def forget(self, node_id: str) -> None:
+        """The node is gone, or is not what it was."""
+        self._nodes.pop(node_id, None)
+
+    def estimate(self, node: NodeView) -> PrefillEstimate | None:
+        """What is known about `node`; None while nothing is."""
+        own = self._nodes.get(node.node_id)
+        if own is not None and own.samples >= BELIEVED:
+            return own
+        return self._clusters.get(node.cluster, own)
+
+    def prefill_s(self, node: NodeView, num_tokens: int, cached_tokens: int) -> float:
+        known = self.estimate(node)
+        if known is None:
+            return super().prefill_s(node, num_tokens, cached_tokens)
+        return known.seconds(num_tokens - cached_tokens, cached_tokens)
+
+    def queue_s(self, node: NodeView) -> float:
+        known = self.estimate(node)
+        if node.queue_s is not None or known is None:
+            return super().queue_s(node)
+        return node.queued_tokens * known.seconds_per_token

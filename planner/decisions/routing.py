@@ -1,0 +1,426 @@
+"""Local or remote: the short timescale of PrfaaS (§3.4.3), one pure function.
+
+    scarce bandwidth     local iff l_total − l_pd ≤ t                     each cluster's cache on its own
+    abundant bandwidth   local iff l_total − max(l_prfaas, l_pd) ≤ t      the longer prefix is sent where needed
+    congested egress     the threshold rises with the pressure, until nothing goes remote that is sooner done at home
+
+The second row needs prefix transfers between clusters; a policy that says there are none always uses the first.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Self
+
+import msgspec
+
+from planner.decisions.placement import (
+    PlacementPolicy,
+    Placer,
+    PrefillChoice,
+    choose_decode,
+    longest_holder,
+    place_kvcache_centric,
+)
+from planner.decisions.views import ClusterKind, LinkView, NodeView, PrefillCost, Role, RouteRequest
+from planner.errors import NoReadyNode
+
+
+class Target(StrEnum):
+    """Where the prefill happens."""
+
+    LOCAL = "local"
+    REMOTE = "remote"
+    DECODE = "decode"  # on the decode node itself, nothing travels
+
+    __hash__ = str.__hash__  # Enum's own is slow, and every route is counted
+
+
+class Reason(StrEnum):
+    """Why; also the label under which routes are counted."""
+
+    SHORT = "short"  # uncached ≤ t
+    LONG = "long"  # uncached > t
+    REMOTE_PREFIX = "remote_prefix"  # above t at home, but PrfaaS has most of it cached: there it is at most t
+    CONGESTED = "congested"  # above t, below the threshold that the egress pressure left
+    REMOTE_QUEUE = "remote_queue"  # above t, but PrfaaS queues surge
+    LINK_DOWN = "link_down"  # PrfaaS nodes are ready, but no link from them to the PD cluster is up
+    NO_PRFAAS = "no_prfaas"  # above t, but no PrfaaS node is ready
+    NO_LOCAL_PREFILL = "no_local_prefill"  # at most t, but no PD prefill node is ready
+    NO_PREFILL = "no_prefill"  # nobody prefills but the decode node
+    SINGLE_TOKEN = "single_token"  # nothing to hand over: the decode side computes the last token anyway
+    HELD = "held"  # the decode node holds nearly all of it and has computed the rest before anybody else
+    UNSHARED = "unshared"  # nothing to hand over: the decode side computes this prompt whole, whatever is there
+
+    __hash__ = str.__hash__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingPolicy:
+    """The plan's threshold and the limits around it.
+
+    `threshold_tokens` is t. `tie_share` of the requests with exactly t uncached tokens stays local (the rest goes
+    remote), which is how a plan splits an atom of the length distribution.
+    `cross_cluster_cache` says whether a prefix can be sent between clusters.
+    The egress counts as scarce from `scarce_utilisation` on, or when what is queued takes longer than `scarce_drain_s`.
+    Pressure starts at `congested_*` and is complete at `blocked_*`; meanwhile the threshold is multiplied by up to
+    `congestion_factor`. Retransmissions are a pressure of their own: a commodity path shows loss before its rate falls.
+    So are round trips that have grown, over the smallest ones, on a link whose senders call it congested: only they can
+    tell a queue from noise. However short, a backlog that outlasts the whole prefill at home is complete pressure.
+    A decode node may compute up to `increment_tokens` of a prompt whose beginning it holds, while it spends less than
+    `decode_prefill_share` of its time on prompts: nothing travels then, so it may take `increment_patience` times as long
+    as elsewhere. 0 leaves all prompts to prefill nodes.
+    A PrfaaS queue longer than `remote_queue_s` beyond the local one sends a request back.
+    """
+
+    threshold_tokens: float
+    tie_share: float = 1.0
+    cross_cluster_cache: bool = False
+    scarce_utilisation: float = 0.5  # half the line free still carries a prefix of a few GB within a TTFT
+    scarce_drain_s: float = 0.5
+    congested_utilisation: float = 0.85  # M/M/1 waiting is 5.7 services here and doubles by 0.92
+    blocked_utilisation: float = 1.0
+    congested_drain_s: float = 1.0
+    blocked_drain_s: float = 5.0
+    congested_retransmits: float = 0.01
+    blocked_retransmits: float = 0.1
+    congested_rtt_inflation: float = 1.5  # senders call 2 congested
+    blocked_rtt_inflation: float = 4.0  # a queue of three round trips: buffers hold one or two
+    congestion_factor: float = 4.0
+    remote_queue_s: float = 10.0
+    increment_tokens: int = 0
+    increment_patience: float = 1.5
+    decode_prefill_share: float = 0.25  # decode at three quarters of its speed at worst
+    placement: PlacementPolicy = field(default_factory=PlacementPolicy)
+
+    def __post_init__(self) -> None:
+        if self.threshold_tokens < 0:
+            raise ValueError(f"threshold_tokens={self.threshold_tokens}: must not be negative")
+        if self.increment_tokens < 0:
+            raise ValueError(f"increment_tokens={self.increment_tokens}: must not be negative")
+        if not 0 <= self.tie_share <= 1:
+            raise ValueError(f"tie_share={self.tie_share}: must be in [0, 1]")
+        for name in ("utilisation", "drain_s", "retransmits", "rtt_inflation"):
+            low, high = getattr(self, f"congested_{name}"), getattr(self, f"blocked_{name}")
+            if not low < high:
+                raise ValueError(f"congested_{name}={low}: must be below blocked_{name}={high}")
+
+
+class ReadyNodes(msgspec.Struct, frozen=True, gc=False):
+    """The nodes that may be chosen: prefill nodes by cluster, and all decode nodes. No list is empty but, maybe, `decodes`."""
+
+    prefills: Mapping[str, list[NodeView]]
+    decodes: list[NodeView]
+
+    @classmethod
+    def among(cls, nodes: Iterable[NodeView]) -> Self:
+        decodes: list[NodeView] = []
+        prefills: dict[str, list[NodeView]] = {}
+        for node in nodes:
+            if not node.ready:
+                continue
+            if node.role is Role.DECODE:
+                decodes.append(node)
+            elif node.cluster in prefills:
+                prefills[node.cluster].append(node)
+            else:
+                prefills[node.cluster] = [node]
+        return cls(prefills, decodes)
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The decision. `[0, cached_tokens)` need not be computed; `fetch_from` names the node that hands it over first.
+
+    `prefill_node` is None when the decode node does everything. `threshold_tokens` is the one that applied, pressure
+    included; `ttft_s` is the placement's prediction without the link.
+    """
+
+    target: Target
+    reason: Reason
+    decode_node: str
+    prefill_node: str | None
+    uncached_tokens: int
+    cached_tokens: int
+    threshold_tokens: float
+    ttft_s: float = 0.0
+    fetch_from: str | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.target} uncached={self.uncached_tokens} threshold={self.threshold_tokens:.0f} reason={self.reason}"
+            f" prefill={self.prefill_node} decode={self.decode_node}"
+        )
+
+
+def pressure(link: LinkView, policy: RoutingPolicy) -> float:
+    """How congested the egress is, 0 (not) to 1 (blocked): the worst of its signals."""
+    if (
+        not link.congested
+        and link.utilisation <= policy.congested_utilisation
+        and link.retransmit_ratio <= policy.congested_retransmits
+        and link.drain_s <= policy.congested_drain_s
+    ):
+        return 0.0
+    return min(
+        1.0,
+        max(
+            0.0,
+            _between(policy.congested_utilisation, link.utilisation, policy.blocked_utilisation),
+            _between(policy.congested_drain_s, link.drain_s, policy.blocked_drain_s),
+            _between(policy.congested_retransmits, link.retransmit_ratio, policy.blocked_retransmits),
+            _between(policy.congested_rtt_inflation, link.rtt_inflation, policy.blocked_rtt_inflation)
+            if link.congested
+            else 0.0,
+        ),
+    )
+
+
+def _between(low: float, value: float, high: float) -> float:
+    return (value - low) / (high - low)
+
+
+def is_scarce(link: LinkView, policy: RoutingPolicy) -> bool:
+    """Whether prefixes should stay where they are. An unknown bandwidth is scarce: nothing speaks for spending it."""
+    return (
+        not link.rate_bytes_per_s
+        or link.congested
+        or link.utilisation >= policy.scarce_utilisation
+        or link.drain_s >= policy.scarce_drain_s
+    )
+
+
+def route(
+    request: RouteRequest,
+    nodes: Iterable[NodeView],
+    links: Iterable[LinkView],
+    policy: RoutingPolicy,
+    *,
+    place: Placer = place_kvcache_centric,
+    cost: PrefillCost | None = None,
+) -> Route:
+    """Where to prefill and decode `request`; `nodes` that are not ready are left alone.
+
+    A PrfaaS cluster is reachable only through a `LinkView` in `links` that is up.
+    Raises NoReadyNode when no decode node is ready. A request whose prompt is one token, or for which no prefill node
+    is ready, is left to the decode node alone.
+    """
+    return route_among(ReadyNodes.among(nodes), request, links, policy, place=place, cost=cost or PrefillCost())
+
+
+def route_among(
+    ready: ReadyNodes,
+    request: RouteRequest,
+    links: Iterable[LinkView],
+    policy: RoutingPolicy,
+    *,
+    place: Placer,
+    cost: PrefillCost,
+) -> Route:
+    """`route` for a caller that keeps its nodes sorted from one request to the next."""
+    prefills, decodes = ready.prefills, ready.decodes
+    if not decodes:
+        raise NoReadyNode("no decode node is ready")
+    at_home = [node for node in decodes if node.cluster == request.home] if request.home else []
+    decode = choose_decode(at_home or decodes, policy.placement)
+    if request.unshared:
+        return _on_decode_node(request, decode, Reason.UNSHARED, policy)
+    if request.num_tokens <= 1:
+        return _on_decode_node(request, decode, Reason.SINGLE_TOKEN, policy)
+    local = _Side(prefills.get(decode.cluster, []), decodes, decode.cluster)
+    remote = _best_remote(request, prefills, decodes, links, decode, cost)
+    if not local.prefill and not (remote.prefill and remote.link):
+        reason = Reason.LINK_DOWN if remote.prefill else Reason.NO_PREFILL
+        return _on_decode_node(request, decode, reason, policy)
+
+    verdict = _decide(request, local, remote, decode, policy, cost)
+    side, other = (local, remote) if verdict.target is Target.LOCAL else (remote, local)
+    choice = place(request, side.prefill, side.lenders(policy), policy.placement, cost)
+    if verdict.shares_cache:
+        choice = _with_other_cluster(request, choice, other, cost)
+    if _is_short_increment(request, decode, policy):
+        held_s = cost.queue_s(decode) + cost.prefill_s(decode, request.num_tokens, decode.cached_tokens)
+        if held_s <= policy.increment_patience * _seen_s(request, choice, decode, remote if side is remote else None):
+            return _on_decode_node(request, decode, Reason.HELD, policy, held_s)
+    reason = verdict.reason
+    if reason is Reason.LONG and request.num_tokens - choice.cached_tokens <= policy.threshold_tokens:
+        reason = Reason.REMOTE_PREFIX
+    return Route(
+        target=verdict.target,
+        reason=reason,
+        decode_node=decode.node_id,
+        prefill_node=choice.node.node_id,
+        uncached_tokens=request.num_tokens - choice.cached_tokens,
+        cached_tokens=choice.cached_tokens,
+        threshold_tokens=verdict.threshold_tokens,
+        ttft_s=choice.ttft_s,
+        fetch_from=choice.fetch_from,
+    )
+
+
+def _is_short_increment(request: RouteRequest, decode: NodeView, policy: RoutingPolicy) -> bool:
+    return (
+        0 < request.num_tokens - decode.cached_tokens <= policy.increment_tokens
+        and decode.cached_tokens > 0
+        and decode.prefill_share < policy.decode_prefill_share
+    )
+
+
+def _seen_s(request: RouteRequest, choice: PrefillChoice, decode: NodeView, remote: "_Side | None") -> float:
+    """The TTFT predicted for a choice, its way over a link included."""
+    if remote is None or remote.link is None:
+        return choice.ttft_s
+    return max(choice.ttft_s, remote.link.arrives_s(_bytes_to_send(request, decode)))
+
+
+def _bytes_to_send(request: RouteRequest, decode: NodeView) -> float:
+    """KVCache that the decode node lacks. What does not grow with length (states, windows) is sent whatever it holds."""
+    if request.kv_bytes is None:
+        return 0.0
+    held = request.kv_bytes(decode.attention_tokens) - request.kv_bytes(0) if decode.attention_tokens else 0.0
+    return request.kv_bytes(request.num_tokens) - held
+
+
+class _Side:
+    """One cluster as a place to prefill: its prefill nodes, all holders of prefixes, its longest prefix, its egress."""
+
+    __slots__ = ("_holders", "cluster", "decodes", "link", "prefill")
+
+    def __init__(
+        self, prefill: list[NodeView], decodes: list[NodeView], cluster: str, link: LinkView | None = None
+    ) -> None:
+        self.prefill = prefill
+        self.decodes = decodes
+        self.cluster = cluster
+        self.link = link
+        self._holders: list[NodeView] | None = None
+
+    def holders(self) -> list[NodeView]:
+        if self._holders is None:
+            self._holders = self.prefill + [node for node in self.decodes if node.cluster == self.cluster]
+        return self._holders
+
+    def lenders(self, policy: RoutingPolicy) -> list[NodeView]:
+        # Without transfers inside the cluster only the node that computes can use its prefix.
+        return self.holders() if policy.placement.fetch_bytes_per_s else self.prefill
+
+    def cached_tokens(self, policy: RoutingPolicy) -> int:
+        """The longest prefix that a prefill here can begin with: its node's own, or one that its node is sent."""
+        own = max([node.cached_tokens for node in self.prefill], default=0)
+        return max(own, self.movable_tokens()) if policy.placement.fetch_bytes_per_s else own
+
+    def movable_tokens(self) -> int:
+        """The longest prefix that a node here can send to another one."""
+        holder = longest_holder(self.holders())
+        return holder.movable_tokens if holder is not None else 0
+
+    def queue_s(self, cost: PrefillCost) -> float:
+        return min([cost.queue_s(node) for node in self.prefill])
+
+
+def _best_remote(
+    request: RouteRequest,
+    prefills: Mapping[str, list[NodeView]],
+    decodes: list[NodeView],
+    links: Iterable[LinkView],
+    decode: NodeView,
+    cost: PrefillCost,
+) -> _Side:
+    """The PrfaaS cluster with a live link to the decode node's whose queue and egress are done first.
+
+    A side without a link stands for PrfaaS nodes that cannot be reached; without nodes, for none being ready.
+    """
+    reachable = []
+    for link in links:
+        if link.up and link.destination == decode.cluster:
+            nodes = prefills.get(link.source)
+            if nodes is not None and nodes[0].kind is ClusterKind.PRFAAS:
+                reachable.append(_Side(nodes, decodes, link.source, link))
+    if len(reachable) == 1:
+        return reachable[0]
+    if reachable:
+        return min(reachable, key=lambda side: _remote_delay_s(request, side, decode, cost))
+    cut_off = [nodes for nodes in prefills.values() if nodes[0].kind is ClusterKind.PRFAAS]
+    return _Side(cut_off[0], decodes, cut_off[0][0].cluster) if cut_off else _Side([], decodes, "")
+
+
+def _remote_delay_s(request: RouteRequest, side: _Side, decode: NodeView, cost: PrefillCost) -> float:
+    assert side.link is not None
+    # Layers leave while later ones are computed, so the slower of the two is seen (§3.4.1).
+    return max(_soonest_s(request, side, cost), side.link.arrives_s(_bytes_to_send(request, decode)))
+
+
+class _Verdict(msgspec.Struct, frozen=True, gc=False):
+    target: Target
+    reason: Reason
+    threshold_tokens: float
+    shares_cache: bool = False
+
+
+def _decide(
+    request: RouteRequest, local: _Side, remote: _Side, decode: NodeView, policy: RoutingPolicy, cost: PrefillCost
+) -> _Verdict:
+    threshold = policy.threshold_tokens
+    link = remote.link
+    shares = policy.cross_cluster_cache and link is not None and not is_scarce(link, policy)
+    l_pd = local.cached_tokens(policy)
+    uncached = request.num_tokens - (max(remote.movable_tokens(), l_pd) if shares else l_pd)
+    if _stays(uncached, threshold, request, policy):
+        if local.prefill:
+            return _Verdict(Target.LOCAL, Reason.SHORT, threshold, shares)
+        return _Verdict(Target.REMOTE, Reason.NO_LOCAL_PREFILL, threshold, shares)
+    if not remote.prefill:
+        return _Verdict(Target.LOCAL, Reason.NO_PRFAAS, threshold)
+    if not local.prefill:
+        return _Verdict(Target.REMOTE, Reason.LONG, threshold, shares)
+    if link is None:
+        return _Verdict(Target.LOCAL, Reason.LINK_DOWN, threshold)
+    home_s = _soonest_s(request, local, cost)
+    strain = 1.0 if link.backlog_s > home_s else pressure(link, policy)
+    raised = threshold * policy.congestion_factor**strain if strain < 1 else float("inf")
+    # Giving way must help: prefill at home may be the busier of the two.
+    if strain and uncached <= raised and home_s <= _remote_delay_s(request, remote, decode, cost):
+        return _Verdict(Target.LOCAL, Reason.CONGESTED, raised)
+    remote_queue_s = remote.queue_s(cost)
+    if remote_queue_s > policy.remote_queue_s and remote_queue_s > local.queue_s(cost) + policy.remote_queue_s:
+        return _Verdict(Target.LOCAL, Reason.REMOTE_QUEUE, raised)
+    return _Verdict(Target.REMOTE, Reason.LONG, raised, shares)
+
+
+def _soonest_s(request: RouteRequest, side: _Side, cost: PrefillCost) -> float:
+    """When the first of a side's nodes would have computed the prompt."""
+    return min(
+        [cost.queue_s(node) + cost.prefill_s(node, request.num_tokens, node.cached_tokens) for node in side.prefill]
+    )
+
+
+def _stays(uncached: int, threshold: float, request: RouteRequest, policy: RoutingPolicy) -> bool:
+    if uncached == threshold:
+        return request.tie < policy.tie_share
+    return uncached < threshold
+
+
+def _with_other_cluster(request: RouteRequest, choice: PrefillChoice, other: _Side, cost: PrefillCost) -> PrefillChoice:
+    """`choice`, but with the longer prefix of the other cluster, if it has one."""
+    holder = longest_holder(other.holders())
+    if holder is None or holder.movable_tokens <= choice.cached_tokens:
+        return choice
+    saved_s = cost.prefill_s(choice.node, request.num_tokens, choice.cached_tokens) - cost.prefill_s(
+        choice.node, request.num_tokens, holder.movable_tokens
+    )
+    return PrefillChoice(choice.node, holder.movable_tokens, choice.ttft_s - saved_s, holder.node_id)
+
+
+def _on_decode_node(
+    request: RouteRequest, decode: NodeView, reason: Reason, policy: RoutingPolicy, ttft_s: float = 0.0
+) -> Route:
+    cached = 0 if request.unshared else decode.cached_tokens
+    return Route(
+        target=Target.DECODE,
+        reason=reason,
+        decode_node=decode.node_id,
+        prefill_node=None,
+        uncached_tokens=request.num_tokens - cached,
+        cached_tokens=cached,
+        threshold_tokens=policy.threshold_tokens,
+        ttft_s=ttft_s,
+    )

@@ -1,0 +1,128 @@
+"""A workload from a trace: lengths after prefix hits, rate, burstiness, the shape of the day."""
+
+from typing import Any, Final
+
+import numpy as np
+
+from planner.errors import InputError
+from planner.model.profile import Floats
+from planner.model.site import Workload
+from planner.model.traffic import Lengths
+from planner.model.workload import Trace
+
+TABLE_BINS: Final = 2_000
+PROBES: Final = (4_096, 8_192, 16_384, 19_400, 32_768, 65_536)
+
+
+def uncached_lengths(trace: Trace, hits: Floats) -> Lengths:
+    """What is left to compute of each prompt, at least one token."""
+    return Lengths.of(np.maximum(1.0, trace.prompt_tokens - hits))
+
+
+def workload_of(trace: Trace, hits: Floats) -> Workload:
+    """The trace as a workload to solve for."""
+    return Workload(
+        name=trace.name,
+        lengths=uncached_lengths(trace, hits),
+        output_tokens=float(trace.output_tokens.mean()),
+        rate_req_per_s=len(trace) / trace.span_s if trace.span_s else None,
+        hit_ratio=float(hits.sum() / trace.prompt_tokens.sum()),
+        provenance=f"measured: trace {trace.name}, {len(trace)} requests",
+    )
+
+
+def fit(trace: Trace, hits: Floats) -> dict[str, Any]:
+    """The JSON form of a workload, with what describes the trace beyond it."""
+    lengths = uncached_lengths(trace, hits)
+    thin = lengths.thinned(TABLE_BINS)
+    return {
+        "schema": 1,
+        "name": trace.name,
+        "requests": len(trace),
+        "span_s": trace.span_s,
+        "rate_req_per_s": len(trace) / trace.span_s if trace.span_s else None,
+        "prompt_tokens": _summary(trace.prompt_tokens),
+        "output_tokens": _summary(trace.output_tokens),
+        "output_tokens_mean": float(trace.output_tokens.mean()),
+        "uncached_tokens": _summary(trace.prompt_tokens - hits)
+        | {"tokens": thin.tokens.tolist(), "weights": thin.weights.tolist()},
+        "hit_ratio": float(hits.sum() / trace.prompt_tokens.sum()),
+        "share_above_threshold": {
+            str(t): {"total": float((trace.prompt_tokens > t).mean()), "uncached": lengths.share_above(t)}
+            for t in PROBES
+        },
+        "burst_index": {f"{window:g}_s": burst_index(trace.arrival_s, window) for window in (1.0, 10.0, 60.0)},
+        "rate_by_bin_req_per_s": rate_bins(trace.arrival_s),
+        "provenance": f"measured: trace {trace.name}, {len(trace)} requests",
+    }
+
+
+def _summary(values: Floats) -> dict[str, float]:
+    p50, p90, p99 = np.quantile(values, [0.5, 0.9, 0.99])
+    return {
+        "mean": float(values.mean()), "p50": float(p50), "p90": float(p90), "p99": float(p99), "max": float(values.max())
+    }  # fmt: skip
+
+
+def burst_index(arrival_s: Floats, window_s: float) -> float | None:
+    """Variance over mean of the arrivals per window: 1 for Poisson, more when bursty; None for less than 10 windows."""
+    span = float(arrival_s[-1] - arrival_s[0])
+    if span < 10 * window_s:
+        return None
+    counts, _ = np.histogram(arrival_s - arrival_s[0], bins=np.arange(0.0, span, window_s))
+    return float(counts.var() / counts.mean()) if counts.mean() else None
+
+
+def rate_bins(arrival_s: Floats, bins: int = 24) -> dict[str, Any]:
+    """Rates over 24 equal bins of the trace: the shape of the day, where the trace is a day."""
+    span = float(arrival_s[-1] - arrival_s[0]) or 1.0
+    counts, _ = np.histogram(arrival_s - arrival_s[0], bins=bins, range=(0.0, span))
+    return {"bin_s": span / bins, "rates": (counts / (span / bins)).tolist()}
+
+
+UNCACHED_HISTOGRAM: Final = "prfaas_uncached_prompt_tokens"
+OUTPUT_HISTOGRAM: Final = "prfaas_output_tokens"
+
+
+def fit_metrics(text: str, span_s: float | None = None) -> dict[str, Any]:
+    """A workload from a gateway's Prometheus text: its histograms of uncached prompt tokens and of answer lengths.
+
+    A bucket stands for its geometric middle, scaled such that the mean is the histogram's own; finer shapes need the trace.
+    Raises InputError when a histogram is missing or empty.
+    """
+    edges, counts, total = _histogram(text, UNCACHED_HISTOGRAM)
+    _, output_counts, output_total = _histogram(text, OUTPUT_HISTOGRAM)
+    kept = counts > 0
+    lower = np.concatenate(([max(1.0, edges[0] / 2)], edges[:-1]))
+    upper = np.where(np.isfinite(edges), edges, 2 * lower)
+    tokens = np.sqrt(lower * upper)[kept]
+    weights = counts[kept] / counts.sum()
+    mean = total / counts.sum()
+    tokens = np.maximum(1.0, tokens * mean / float(tokens @ weights))
+    return {
+        "schema": 1,
+        "name": "gateway metrics",
+        "requests": int(counts.sum()),
+        "rate_req_per_s": float(counts.sum()) / span_s if span_s else None,
+        "output_tokens_mean": output_total / output_counts.sum(),
+        "uncached_tokens": {"mean": mean, "tokens": tokens.tolist(), "weights": weights.tolist()},
+        "hit_ratio": 0.0,
+        "provenance": f"measured: {int(counts.sum())} requests of a gateway, by histogram",
+    }
+
+
+def _histogram(text: str, name: str) -> tuple[Floats, Floats, float]:
+    """Upper edges, counts per bucket, and sum, over all label sets of a Prometheus histogram."""
+    buckets: dict[float, float] = {}
+    total = 0.0
+    for line in text.splitlines():
+        if line.startswith(f"{name}_bucket"):
+            labels, _, value = line.partition("} ")
+            edge = float(labels.split('le="')[1].split('"')[0])
+            buckets[edge] = buckets.get(edge, 0.0) + float(value.split()[0])
+        elif line.startswith(f"{name}_sum"):
+            total += float(line.split()[-1])
+    if not buckets or not max(buckets.values()):
+        raise InputError(f"metrics: histogram {name} is missing or empty; fit from a request log instead")
+    edges = np.array(sorted(buckets))
+    return edges, np.diff([0.0, *(buckets[edge] for edge in edges)]), total

@@ -1,0 +1,303 @@
+"""The site file: clusters, links, workload, SLOs and the model's profile, read from TOML into values.
+
+Units are in the key names, an unknown key is an error that names it, and tables of numbers say where they come from.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from planner.decisions.views import ClusterKind
+from planner.errors import InputError
+from planner.model.profile import ModelProfile, load_profile, provenance_kind
+from planner.model.traffic import Lengths, TruncatedLogNormal
+from transport.control.settings import (
+    SettingsError,
+    build,
+    in_file,
+    read_toml,
+    require,
+    require_tables,
+)
+
+BYTES_PER_S_PER_GBPS: Final = 1e9 / 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """`instances` engines of one kind of hardware. Cache and fetch rate are per instance; prices per instance."""
+
+    name: str
+    kind: ClusterKind
+    hardware: str
+    instances: int
+    price_per_hour: float = 0.0
+    cache_gb: float = 0.0
+    fetch_gbps: float = 0.0
+    provenance: str = ""
+
+    def __post_init__(self) -> None:
+        _at_least(0, self, "instances", "price_per_hour", "cache_gb", "fetch_gbps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Egress from a PrfaaS cluster to a PD cluster. `quantiles_gbps` are capacities that robust plans must stand."""
+
+    source: str
+    destination: str
+    capacity_gbps: float
+    price_per_hour_per_gbps: float = 0.0
+    quantiles_gbps: tuple[float, ...] = ()
+    provenance: str = ""
+
+    def __post_init__(self) -> None:
+        _at_least(0, self, "capacity_gbps", "price_per_hour_per_gbps")
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.capacity_gbps * BYTES_PER_S_PER_GBPS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """Targets: TTFT at P90, TBT by Mooncake's definition (mean of a request's longest tenth of intervals)."""
+
+    ttft_p90_s: float | None = None
+    tbt_s: float | None = None
+    provenance: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is asked: uncached prompt lengths, mean answer length, and where they come from.
+
+    `slices` are other weeks or tenants that a robust plan must serve as well. `hit_ratio` is the share of prompt tokens
+    that was taken out of the lengths as cached; None when lengths are whole prompts.
+    """
+
+    name: str
+    lengths: Lengths
+    output_tokens: float
+    rate_req_per_s: float | None = None
+    hit_ratio: float | None = None
+    slices: tuple[Lengths, ...] = ()
+    provenance: str = ""
+
+    def __post_init__(self) -> None:
+        if self.output_tokens <= 0:
+            raise InputError(f"workload: output_tokens={self.output_tokens}: must be above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """A variant of the site: other counts, and choices that are pinned instead of solved for."""
+
+    instances: Mapping[str, Any] = field(default_factory=dict)
+    threshold_tokens: float | None = None
+    num_prefill: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, count in self.instances.items():
+            require(isinstance(count, int) and count >= 0, f"instances.{name}", count, "an integer, at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Everything a plan depends on. `input_hash` names the bytes it was read from."""
+
+    name: str
+    profile: ModelProfile
+    clusters: tuple[Cluster, ...]
+    links: tuple[Link, ...]
+    workload: Workload
+    slo: Slo = Slo()
+    deployments: Mapping[str, Deployment] = field(default_factory=dict)
+    input_hash: str = ""
+
+    def __post_init__(self) -> None:
+        names = [cluster.name for cluster in self.clusters]
+        if len(set(names)) < len(names):
+            raise InputError(f"clusters: names must differ: {', '.join(names)}")
+        for link in self.links:
+            for end in (link.source, link.destination):
+                if end not in names:
+                    raise InputError(f"links: {end!r} is no cluster; known: {', '.join(names)}")
+        if not self.of_kind(ClusterKind.PD):
+            raise InputError("clusters: at least one of kind 'pd' is needed, somebody must decode")
+
+    def of_kind(self, kind: ClusterKind) -> list[Cluster]:
+        return [cluster for cluster in self.clusters if cluster.kind is kind]
+
+    def link(self, source: str, destination: str) -> Link | None:
+        """The link between two clusters, if there is one."""
+        ends = (source, destination)
+        return next((link for link in self.links if (link.source, link.destination) == ends), None)
+
+    def deployed(self, name: str) -> tuple["Site", Deployment]:
+        """The site as one of its deployments has it. Raises InputError naming those there are."""
+        if name not in self.deployments:
+            known = ", ".join(self.deployments) or "none"
+            raise InputError(f"deployment {name!r} is not in the site file; known: {known}")
+        variant = self.deployments[name]
+        clusters = tuple(
+            replace(cluster, instances=variant.instances.get(cluster.name, cluster.instances))
+            for cluster in self.clusters
+        )
+        return replace(self, clusters=clusters), variant
+
+    def provenances(self) -> dict[str, str]:
+        """Where each group of numbers comes from."""
+        profile = self.profile
+        named = {f"cluster {c.name}": c.provenance for c in self.clusters}
+        named |= {f"link {link.source} to {link.destination}": link.provenance for link in self.links}
+        named |= {"workload": self.workload.provenance, "slo": self.slo.provenance}
+        used = {cluster.hardware for cluster in self.clusters if cluster.instances}
+        if profile.kv is not None:
+            named["S_kv"] = profile.kv.provenance
+        named |= {f"T_prefill {hw}": curve.provenance for hw, curve in profile.prefill.items() if hw in used}
+        named |= {f"decode {hw}": decode.provenance for hw, decode in profile.decode.items() if hw in used}
+        return {what: text or "unverified: not stated" for what, text in named.items()}
+
+
+def _at_least(least: float, item: Any, *names: str) -> None:
+    for name in names:
+        require(getattr(item, name) >= least, name, getattr(item, name), f"at least {least}")
+
+
+def load_site(path: Path, workload: Path | None = None) -> Site:
+    """Reads a site file; `workload` (a fitted one, JSON) replaces its own. Raises InputError naming the file."""
+    with in_file(path, InputError):
+        table = read_toml(path)
+        if workload:
+            table["workload"] = {"kind": "fitted", "path": str(workload.resolve())}
+        try:
+            site = parse_site(table, path.parent)
+        except InputError as exc:
+            raise SettingsError(str(exc)) from exc
+    read = [path, workload, path.parent / table["profile"]] if workload else [path, path.parent / table["profile"]]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in read if file))
+    return replace(site, input_hash=digest.hexdigest()[:16])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Document:
+    """A site file's keys. The workload has one set of keys per kind, so its reader parses it."""
+
+    schema: int
+    name: str
+    profile: Path
+    workload: Mapping[str, Any]
+    clusters: tuple[Cluster, ...] = ()
+    links: tuple[Link, ...] = ()
+    slo: Slo = Slo()
+    deployments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(self.schema == 1, "schema", self.schema, "1")
+
+
+def parse_site(table: Mapping[str, Any], folder: Path) -> Site:
+    """A site from its TOML form; paths in it are relative to `folder`. Raises SettingsError or InputError."""
+    document = build(_Document, table, "", folder)
+    site = Site(
+        name=document.name,
+        profile=load_profile(document.profile),
+        clusters=document.clusters,
+        links=document.links,
+        workload=parse_workload(document.workload, folder),
+        slo=document.slo,
+        deployments={
+            name: build(Deployment, entry, f"[deployments.{name}]") for name, entry in document.deployments.items()
+        },
+    )
+    for text in site.provenances().values():
+        provenance_kind(text)
+    return site
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Listed:
+    """`kind = "lengths"`: prompt lengths, one by one."""
+
+    tokens: tuple[float, ...]
+
+    def __str__(self) -> str:
+        return f"{len(self.tokens)} lengths"
+
+    def lengths(self) -> Lengths:
+        return Lengths.of(np.asarray(self.tokens, dtype=np.float64))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What every workload that is no fitted one says beside its lengths."""
+
+    output_tokens: float
+    rate_req_per_s: float | None = None
+    provenance: str = ""
+
+
+_LAWS: Final[Mapping[str, type[TruncatedLogNormal] | type[_Listed]]] = {
+    "lognormal": TruncatedLogNormal,
+    "lengths": _Listed,
+}
+
+
+def parse_workload(table: Mapping[str, Any], folder: Path) -> Workload:
+    """A workload from its table: kind `lognormal`, `lengths` (a list of prompt lengths) or `fitted` (a JSON file).
+
+    Slices have what they do not say themselves from the workload that they are slices of.
+    """
+    kind = table.get("kind")
+    if kind == "fitted":
+        return read_fitted(folder / build(_Fitted, table, "[workload]").path)
+    require(kind in _LAWS, "[workload]: kind", kind, "'lognormal', 'lengths' or 'fitted'")
+    asked = {each.name: table[each.name] for each in fields(_Asked) if each.name in table}
+    rest = {key: value for key, value in table.items() if key not in (*asked, "kind", "slices")}
+    said = build(_Asked, asked, "[workload]")
+    law = build(_LAWS[str(kind)], rest, "[workload]")
+    slices = require_tables(table.get("slices", []), "workload.slices")
+    return Workload(
+        name=str(law),
+        lengths=law.lengths(),
+        output_tokens=said.output_tokens,
+        rate_req_per_s=said.rate_req_per_s,
+        slices=tuple(parse_workload({"kind": kind, **asked, **entry}, folder).lengths for entry in slices),
+        provenance=said.provenance,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fitted:
+    """`kind = "fitted"`: a file that `fit` wrote."""
+
+    kind: str
+    path: str
+
+
+def read_fitted(path: Path) -> Workload:
+    """A workload that `fit` wrote. Raises InputError naming the file."""
+    try:
+        table = json.loads(path.read_text())
+        if table["schema"] != 1:
+            raise InputError(f"schema={table['schema']!r}: must be 1")
+        uncached = table["uncached_tokens"]
+        lengths = Lengths(np.array(uncached["tokens"], dtype=np.float64), np.array(uncached["weights"]))
+        return Workload(
+            name=table["name"],
+            lengths=lengths,
+            output_tokens=table["output_tokens_mean"],
+            rate_req_per_s=table["rate_req_per_s"],
+            hit_ratio=table["hit_ratio"],
+            provenance=table["provenance"],
+        )
+    except FileNotFoundError as exc:
+        raise InputError(f"workload {path}: no such file") from exc
+    except (KeyError, ValueError) as exc:
+        raise InputError(f"workload {path}: {exc}") from exc

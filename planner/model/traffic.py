@@ -1,0 +1,109 @@
+"""Who asks for what: lengths of prompts (uncached part), of answers, and how often.
+
+A distribution of lengths is a sorted array of lengths with weights that sum to 1. A parametric one is cut into
+bins of equal probability, each represented by its conditional mean, so that sums over bins are exact up to the
+curvature inside one bin.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from planner.errors import InputError
+from planner.model.normal import normal_cdf, normal_quantile
+from planner.model.profile import Floats
+
+DEFAULT_BINS: Final = 200_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lengths:
+    """Distinct prompt lengths (tokens, ascending) and the share of requests that have each."""
+
+    tokens: Floats
+    weights: Floats
+
+    @classmethod
+    def of(cls, samples: Floats) -> "Lengths":
+        """The empirical distribution of `samples`, in any order. Raises InputError when empty or not positive."""
+        if not len(samples):
+            raise InputError("workload: no requests; give at least one length")
+        if not np.isfinite(samples).all() or samples.min() < 0:
+            raise InputError(f"workload: length {samples.min()}: must be at least 0 and finite")
+        tokens, counts = np.unique(np.asarray(samples, dtype=np.float64), return_counts=True)
+        weights = np.asarray(counts, dtype=np.float64) / float(len(samples))
+        return cls(tokens, weights)
+
+    @property
+    def mean(self) -> float:
+        return float(self.tokens @ self.weights)
+
+    def quantile(self, share: float) -> float:
+        """The least length that at least `share` of the requests do not exceed."""
+        at = np.searchsorted(np.cumsum(self.weights), share - 1e-12)
+        return float(self.tokens[min(int(at), len(self.tokens) - 1)])
+
+    def share_above(self, threshold_tokens: float) -> float:
+        """p = P(L > t)."""
+        return float(self.weights[self.tokens > threshold_tokens].sum())
+
+    def thinned(self, bins: int) -> "Lengths":
+        """At most `bins` lengths of nearly equal weight, each the mean of those it stands for; the mean is kept."""
+        if len(self.tokens) <= bins:
+            return self
+        ends = np.cumsum(self.weights)
+        label = np.minimum((ends - self.weights / 2) * bins, bins - 1).astype(np.int64)
+        weights = np.bincount(label, self.weights, bins).astype(np.float64)
+        sums = np.bincount(label, self.weights * self.tokens, bins).astype(np.float64)
+        kept = weights > 0
+        return Lengths(sums[kept] / weights[kept], weights[kept])
+
+    def sample(self, size: int, rng: np.random.Generator) -> Floats:
+        """`size` lengths drawn with replacement."""
+        at = np.searchsorted(np.cumsum(self.weights), rng.random(size), side="right")
+        return self.tokens[np.minimum(at, len(self.tokens) - 1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TruncatedLogNormal:
+    """ln L ~ N(mu, sigma²), given min_tokens ≤ L ≤ max_tokens (paper §4.1)."""
+
+    mu: float
+    sigma: float
+    min_tokens: float
+    max_tokens: float
+
+    def __post_init__(self) -> None:
+        if self.sigma <= 0:
+            raise InputError(f"sigma={self.sigma}: must be above 0")
+        if not 0 < self.min_tokens < self.max_tokens:
+            raise InputError(f"min_tokens={self.min_tokens}, max_tokens={self.max_tokens}: need 0 < min < max")
+
+    def __str__(self) -> str:
+        return f"lognormal({self.mu:.2f}, {self.sigma:.2f}) in [{self.min_tokens:.0f}, {self.max_tokens:.0f}]"
+
+    def quantile(self, share: Floats) -> Floats:
+        """The length that a share of the requests does not exceed."""
+        low, high = self._ends()
+        quantile = np.exp(self.mu + self.sigma * normal_quantile(low + share * (high - low)))
+        return np.asarray(np.clip(quantile, self.min_tokens, self.max_tokens), dtype=np.float64)
+
+    def means_between(self, edges_tokens: Floats) -> Floats:
+        """E[L; low < L ≤ high] of neighbouring edges: the part of the mean that lies there (not over its probability)."""
+        low, high = self._ends()
+        below = normal_cdf(self._z(np.clip(edges_tokens, self.min_tokens, self.max_tokens)) - self.sigma)
+        return np.asarray(np.exp(self.mu + self.sigma**2 / 2) * np.diff(below) / (high - low), dtype=np.float64)
+
+    def lengths(self, bins: int = DEFAULT_BINS) -> Lengths:
+        """`bins` equally likely lengths whose mean is exact."""
+        edges = self.quantile(np.linspace(0.0, 1.0, bins + 1))
+        means = self.means_between(edges) * bins
+        # Cancellation can push a mean out of its bin by an ulp; lengths must stay sorted.
+        return Lengths(np.clip(means, edges[:-1], edges[1:]), np.full(bins, 1.0 / bins))
+
+    def _ends(self) -> Floats:
+        return normal_cdf(self._z(np.array([self.min_tokens, self.max_tokens])))
+
+    def _z(self, tokens: Floats) -> Floats:
+        return np.asarray((np.log(tokens) - self.mu) / self.sigma, dtype=np.float64)

@@ -1,0 +1,212 @@
+"""Requests over time: traces read from files, and arrivals made up from a distribution.
+
+Formats, told apart by their fields; files may be plain, .xz or .zst:
+
+    Mooncake jsonl   timestamp (ms), input_length, output_length, hash_ids (512 tokens per block)
+    Qwen-like jsonl  the same with chat_id; timestamp in SECONDS, 128 tokens per block
+    Azure csv        TIMESTAMP, ContextTokens, GeneratedTokens
+    Azure jsonl      timestamp (ms), input_length, output_length
+    our request log  arrived_s, total, output_tokens, cached (GET /prfaas/requests of a gateway)
+"""
+
+import csv
+import io
+import json
+import lzma
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from planner.errors import InputError
+from planner.model.profile import Floats
+from planner.model.traffic import Lengths
+
+TICK_S: Final = 3.0  # Mooncake's public traces know time in steps of three seconds
+TICK_JITTER_S: Final = 0.01  # some ticks are a millisecond early
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trace:
+    """Requests sorted by arrival. `blocks[i]` are the ids of request i's full and partial blocks, None without a cache."""
+
+    name: str
+    arrival_s: Floats
+    prompt_tokens: Floats
+    output_tokens: Floats
+    blocks: tuple[tuple[int, ...], ...] | None = None
+    block_size: int = 512
+    cached_tokens: Floats | None = None  # what the system that wrote the trace found cached
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    @property
+    def span_s(self) -> float:
+        return float(self.arrival_s[-1] - self.arrival_s[0]) if len(self) else 0.0
+
+    def faster(self, factor: float) -> "Trace":
+        """The same requests at `factor` times the rate."""
+        if factor <= 0:
+            raise InputError(f"rate_scale={factor}: must be above 0")
+        return replace(self, arrival_s=self.arrival_s / factor)
+
+    def head(self, count: int) -> "Trace":
+        """The first `count` requests."""
+        return replace(
+            self,
+            arrival_s=self.arrival_s[:count],
+            prompt_tokens=self.prompt_tokens[:count],
+            output_tokens=self.output_tokens[:count],
+            blocks=self.blocks[:count] if self.blocks is not None else None,
+            cached_tokens=self.cached_tokens[:count] if self.cached_tokens is not None else None,
+        )
+
+    def spread(self, rng: np.random.Generator) -> "Trace":
+        """Arrivals spread over their ticks, if the trace has ticks: else tail latencies are an artefact of the clock."""
+        times = np.round(self.arrival_s / TICK_S) * TICK_S
+        if len(times) < 10 or np.abs(self.arrival_s - times).max() > TICK_JITTER_S:
+            return self
+        spread = times + rng.random(len(times)) * TICK_S
+        # Within a tick the order of the file is kept: turns of a conversation must not overtake each other.
+        ends = np.flatnonzero(np.append(np.diff(times) > 0, True)) + 1
+        starts = np.append(0, ends[:-1])
+        for start, end in zip(starts, ends, strict=True):
+            spread[start:end].sort()
+        return replace(self, arrival_s=spread)
+
+
+def read_trace(path: Path) -> Trace:
+    """Reads any of the formats above. Raises InputError naming the file, and the line where there is one."""
+    try:
+        text = _open(path)
+    except FileNotFoundError as exc:
+        raise InputError(f"trace {path}: no such file") from exc
+    except (OSError, lzma.LZMAError) as exc:
+        raise InputError(f"trace {path}: {exc}") from exc
+    with text:
+        rows = csv.DictReader(text) if ".csv" in path.suffixes else _json_lines(text, path)
+        return _to_trace(path, rows)
+
+
+def _open(path: Path) -> Any:
+    if path.suffix == ".xz":
+        return lzma.open(path, "rt")
+    if path.suffix == ".zst":
+        try:
+            import zstandard
+        except ImportError as exc:
+            raise InputError(f"trace {path}: reading .zst needs the zstd extra (pip install 'prfaas[zstd]')") from exc
+        return io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(path.open("rb")))
+    return path.open()
+
+
+def _json_lines(text: Any, path: Path) -> Iterator[Mapping[str, Any]]:
+    for number, line in enumerate(text, 1):
+        if not line.strip():
+            continue
+        try:
+            yield json.loads(line)
+        except ValueError as exc:
+            raise InputError(f"trace {path}, line {number}: not JSON ({exc})") from exc
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    arrived_s: float
+    prompt: float
+    output: float
+    ids: tuple[int, ...] | None = None
+    cached: float | None = None
+
+
+def _to_trace(path: Path, rows: Any) -> Trace:
+    parsed: list[_Row] = []
+    block_size = 512
+    for number, row in enumerate(rows, 1):
+        try:
+            parsed.append(_parse(row))
+        except (KeyError, TypeError, ValueError) as exc:
+            raise InputError(f"trace {path}, row {number}: {type(exc).__name__} {exc}") from exc
+        if number == 1 and "chat_id" in row:
+            block_size = 128
+    if not parsed:
+        raise InputError(f"trace {path}: empty; at least one request is needed")
+    has_cached = parsed[0].cached is not None
+    parsed.sort(key=lambda row: row.arrived_s)
+    # Clocks that began long before the trace count from its first request.
+    first = parsed[0].arrived_s if parsed[0].arrived_s > 1e6 or has_cached else 0.0
+    has_ids = all(row.ids is not None for row in parsed)
+    return Trace(
+        name=path.name.split(".")[0],
+        arrival_s=np.array([row.arrived_s - first for row in parsed]),
+        prompt_tokens=np.array([row.prompt for row in parsed], dtype=np.float64),
+        output_tokens=np.maximum(1.0, [row.output for row in parsed]),
+        blocks=tuple(row.ids or () for row in parsed) if has_ids else None,
+        block_size=block_size,
+        cached_tokens=np.array([row.cached or 0.0 for row in parsed]) if has_cached else None,
+    )
+
+
+def _parse(row: Mapping[str, Any]) -> _Row:
+    if "TIMESTAMP" in row:
+        stamp = datetime.fromisoformat(row["TIMESTAMP"][:26])
+        return _Row(stamp.timestamp(), float(row["ContextTokens"]), float(row["GeneratedTokens"]))
+    if "arrived_s" in row:
+        return _Row(row["arrived_s"], row["total"], row["output_tokens"], cached=row["cached"])
+    unit = 1.0 if "chat_id" in row else 1e-3
+    ids = tuple(row["hash_ids"]) if "hash_ids" in row else None
+    return _Row(row["timestamp"] * unit, row["input_length"], row["output_length"], ids)
+
+
+def poisson(
+    lengths: Lengths, output_tokens: float, rate_req_per_s: float, count: int, rng: np.random.Generator
+) -> Trace:
+    """`count` requests with independent lengths and exponential gaps."""
+    if rate_req_per_s <= 0:
+        raise InputError(f"rate_req_per_s={rate_req_per_s}: must be above 0")
+    return Trace(
+        name="poisson",
+        arrival_s=np.cumsum(rng.exponential(1 / rate_req_per_s, count)),
+        prompt_tokens=np.maximum(1.0, np.round(lengths.sample(count, rng))),
+        output_tokens=np.full(count, max(1.0, float(output_tokens))),
+    )
+
+
+def diurnal(
+    lengths: Sequence[Lengths], output_tokens: Sequence[float], rates_req_per_s: Sequence[float], bin_s: float,
+    rng: np.random.Generator,
+) -> Trace:  # fmt: skip
+    """Poisson arrivals whose rate, lengths and answers change from bin to bin."""
+    parts = []
+    for index, (law, output, rate) in enumerate(zip(lengths, output_tokens, rates_req_per_s, strict=True)):
+        count = int(rng.poisson(rate * bin_s))
+        part = poisson(law, output, 1.0, count, rng)
+        at = np.sort(rng.random(count)) * bin_s + index * bin_s
+        parts.append(replace(part, arrival_s=at))
+    return Trace(
+        name="diurnal",
+        arrival_s=np.concatenate([part.arrival_s for part in parts]),
+        prompt_tokens=np.concatenate([part.prompt_tokens for part in parts]),
+        output_tokens=np.concatenate([part.output_tokens for part in parts]),
+    )
+
+
+def infinite_cache_hits(trace: Trace) -> Floats:
+    """Tokens of each request that a cache which never evicts would hold: leading blocks seen before."""
+    if trace.blocks is None:
+        return np.zeros(len(trace))
+    seen: set[int] = set()
+    hits = np.zeros(len(trace))
+    for index, ids in enumerate(trace.blocks):
+        count = 0
+        for block in ids:
+            if block not in seen:
+                break
+            count += 1
+        hits[index] = min(count * trace.block_size, trace.prompt_tokens[index])
+        seen.update(ids)
+    return hits

@@ -1,0 +1,17 @@
+"""What can be compared, by name: a policy names a deployment, a placement or an admission rule, and leaves the rest alone."""
+
+from types import MappingProxyType
+from typing import Final
+
+from planner.decisions.admission import AdmissionPolicy
+from planner.decisions.placement import PLACERS
+
+POLICIES: Final = MappingProxyType[str, dict[str, str]](
+    {
+        "prfaas": {"deployment": ""},
+        "homogeneous": {"deployment": "homogeneous"},
+        "naive": {"deployment": "naive"},
+        **{name: {"placer": name} for name in PLACERS},
+        **{str(name): {"admission": str(name)} for name in AdmissionPolicy},
+    }
+)

@@ -1,0 +1,172 @@
+"""Plans on trial: a site and a plan become a scenario, a scenario is run over several seeds."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from planner.decisions.admission import AdmissionPolicy
+from planner.decisions.placement import PlacementPolicy
+from planner.decisions.routing import RoutingPolicy
+from planner.decisions.views import ClusterKind
+from planner.errors import InputError
+from planner.model.site import BYTES_PER_S_PER_GBPS, Site
+from planner.model.workload import Trace, diurnal, poisson
+from planner.simulator.outcome import Outcome, over_seeds
+from planner.simulator.scenario import Pool, Scenario, Targets, Wire
+from planner.simulator.world import simulate
+from planner.solve.controller import ControllerConfig
+from planner.solve.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """How to run a plan. What is None is the site's; `capacity` are steps (from s, bytes/s) for its links."""
+
+    placer: str = "kvcache_centric"
+    admission: AdmissionPolicy = AdmissionPolicy.ACCEPT_ALL
+    cache_gb: float | None = None
+    fetch_gbps: float | None = None
+    eviction: str = "lru"
+    tail_share: float = 1.0
+    increment_tokens: int = 0
+    controller: ControllerConfig | None = None
+    capacity: Sequence[tuple[float, float]] | None = None
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The four numbers of a plan that a system is configured with."""
+
+    threshold_tokens: float
+    tie_share: float
+    num_prefill: int
+    num_decode: int
+
+    def __post_init__(self) -> None:
+        if not self.threshold_tokens >= 0:
+            raise InputError(f"threshold_tokens={self.threshold_tokens}: must be at least 0")
+        if not 0 <= self.tie_share <= 1:
+            raise InputError(f"tie_share={self.tie_share}: must be in [0, 1]")
+        for name in ("num_prefill", "num_decode"):
+            if getattr(self, name) < 0 or getattr(self, name) != int(getattr(self, name)):
+                raise InputError(f"{name}={getattr(self, name)}: must be a count")
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Setting":
+        return cls(plan.threshold_tokens, plan.tie_share, plan.num_prefill, plan.num_decode)
+
+
+def read_plan(path: Path) -> tuple[Setting, float]:
+    """The setting of a plan file, and its Λ in requests/s. Raises InputError naming the file."""
+    try:
+        table = json.loads(path.read_text())
+        setting = Setting(
+            table["threshold_tokens"], table.get("tie_share", 0.0), table["num_prefill"], table["num_decode"]
+        )
+        lambda_max = float(table["lambda_max_req_per_s"])
+    except FileNotFoundError as exc:
+        raise InputError(f"plan {path}: no such file") from exc
+    except KeyError as exc:
+        raise InputError(f"plan {path}: {exc} is missing; write plans with solve -o") from exc
+    except (AttributeError, TypeError, ValueError) as exc:
+        raise InputError(f"plan {path}: {exc}") from exc
+    if not 0 < lambda_max < float("inf"):
+        raise InputError(f"plan {path}: lambda_max_req_per_s={lambda_max}: must be above 0")
+    return setting, lambda_max
+
+
+def scenario_of(site: Site, setting: Setting, trial: Trial) -> Scenario:
+    """One PD cluster split as the setting says, all PrfaaS clusters, and the links between them."""
+    pd = site.of_kind(ClusterKind.PD)
+    if len(pd) != 1:
+        raise InputError(f"clusters: {len(pd)} of kind pd; a trial takes one")
+    if not setting.num_decode:
+        raise InputError("num_decode=0: nobody would answer; give at least 1")
+    profile = site.profile
+    pools = [
+        Pool(
+            name=cluster.name,
+            kind=cluster.kind,
+            num_prefill=setting.num_prefill if cluster is pd[0] else cluster.instances,
+            num_decode=setting.num_decode if cluster is pd[0] else 0,
+            prefill=profile.prefill_on(cluster.hardware),
+            decode=profile.decode_on(cluster.hardware) if cluster is pd[0] else None,
+            cache_bytes=(cluster.cache_gb if trial.cache_gb is None else trial.cache_gb) * 1e9,
+        )
+        for cluster in site.clusters
+    ]
+    wires = [
+        Wire(
+            source=link.source,
+            destination=link.destination,
+            capacity=tuple(trial.capacity) if trial.capacity else ((0.0, link.bytes_per_s),),
+        )
+        for link in site.links
+        if next(c for c in site.clusters if c.name == link.source).instances and link.bytes_per_s > 0
+    ]
+    fetch_gbps = pd[0].fetch_gbps if trial.fetch_gbps is None else trial.fetch_gbps
+    placement = PlacementPolicy(fetch_bytes_per_s=fetch_gbps * BYTES_PER_S_PER_GBPS)
+    return Scenario(
+        pools=[pool for pool in pools if pool.num_prefill or pool.num_decode],
+        wires=wires,
+        kv=profile.kv_size(),
+        routing=RoutingPolicy(
+            threshold_tokens=setting.threshold_tokens,
+            # Without an atom to split, L = t is local like everything below it.
+            tie_share=setting.tie_share or 1.0,
+            placement=placement,
+            increment_tokens=trial.increment_tokens,
+        ),
+        placer=trial.placer,
+        admission=trial.admission,
+        targets=Targets(
+            ttft_s=trial.ttft_s or site.slo.ttft_p90_s or 30.0,
+            tbt_s=trial.tbt_s or site.slo.tbt_s or 0.1,
+        ),
+        tail_share=trial.tail_share,
+        eviction=trial.eviction,
+        controller=trial.controller,
+    )
+
+
+Source = Callable[[int], Trace]
+
+
+def from_trace(trace: Trace, rate_scale: float = 1.0) -> Source:
+    """The trace for every seed; seeds only spread the ticks of its clock."""
+    return lambda seed: trace.spread(np.random.default_rng(seed)).faster(rate_scale)
+
+
+def from_workload(site: Site, rate_req_per_s: float, requests: int) -> Source:
+    """Poisson arrivals of the site's workload."""
+    workload = site.workload
+    return lambda seed: poisson(
+        workload.lengths, workload.output_tokens, rate_req_per_s, requests, np.random.default_rng(seed)
+    )
+
+
+def from_day(site: Site, rates_req_per_s: Sequence[float], bin_s: float) -> Source:
+    """The site's workload with a rate per bin: the shape of a day."""
+    workload, bins = site.workload, len(rates_req_per_s)
+    lengths, outputs = [workload.lengths] * bins, [workload.output_tokens] * bins
+    return lambda seed: diurnal(lengths, outputs, rates_req_per_s, bin_s, np.random.default_rng(seed))
+
+
+def run(scenario: Scenario, source: Source, seeds: Sequence[int]) -> list[Outcome]:
+    """One outcome per seed."""
+    return [simulate(scenario, source(seed), seed) for seed in seeds]
+
+
+def judged(scenario: Scenario, source: Source, seeds: Sequence[int]) -> dict[str, Any]:
+    """The report over all seeds, with confidence intervals; what the controller did is the first seed's."""
+    outcomes = run(scenario, source, seeds)
+    report = over_seeds([outcome.report() for outcome in outcomes])
+    if scenario.controller is not None:
+        report["timeline"] = list(outcomes[0].timeline)
+    return report

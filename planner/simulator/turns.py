@@ -1,0 +1,26 @@
+"""Conversations in a trace of blocks: whose prompt goes on from whose."""
+
+from planner.model.workload import Trace
+
+HASH_BYTES = 32
+
+
+def next_turns(trace: Trace) -> dict[int, int]:
+    """For each request the next one whose prompt goes on from it. Traces say what an answer was only there."""
+    if trace.blocks is None:
+        return {}
+    found: dict[int, int] = {}
+    holder: dict[int, int] = {}  # the next request, seen from here, that has a block
+    for index in reversed(range(len(trace))):
+        blocks = trace.blocks[index]
+        whole = int(trace.prompt_tokens[index]) // trace.block_size
+        if 0 < whole <= len(blocks) and blocks[whole - 1] in holder:
+            found[index] = holder[blocks[whole - 1]]
+        holder.update(dict.fromkeys(blocks, index))
+    return found
+
+
+def hashes_of(trace: Trace, index: int) -> tuple[bytes, ...]:
+    """Names of a prompt's blocks. The trace must have blocks."""
+    assert trace.blocks is not None
+    return tuple([block.to_bytes(HASH_BYTES, "little") for block in trace.blocks[index]])

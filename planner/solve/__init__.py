@@ -1,0 +1,1 @@
+"""The long timescale: which threshold and which prefill/decode split a site should have."""

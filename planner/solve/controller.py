@@ -1,0 +1,209 @@
+"""The long timescale (§3.4.3): when to move the threshold, and when to convert a node between prefill and decode.
+
+One call per tick, `on_tick(observation) -> effects`; the caller carries the effects out, or prints them. What it fears is
+oscillation, so a change must be worth it, comes one node at a time, and is followed by a pause:
+
+    warm-up      samples of a fresh start (or of the time just after a conversion) are not believed
+    hysteresis   a plan must be better than the current one by a margin
+    step         at most one node changes role per decision
+    cool-down    no further conversion until the last one has shown its effect; a threshold may move with every decision
+
+It plans on *offered* load: what completes is capped by the very shortage it should see.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+from planner.model.profile import Floats, KvSize, PrefillCurve
+from planner.model.traffic import Lengths
+from planner.solve.goals import Rule, Service
+from planner.solve.search import Capacity, Loads, build_loads, cuts_of, rate_at, solve, threshold_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerConfig:
+    """Limits of the controller. Times in seconds; `hysteresis` is the least gain in Λ that a conversion must promise."""
+
+    rule: Rule = Rule.MODEL
+    tick_s: float = 60.0
+    warmup_s: float = 120.0
+    window_s: float = 900.0
+    min_requests: int = 200
+    hysteresis: float = 0.05
+    cooldown_s: float = 600.0
+    imbalance_high: float = 1.3
+    min_prefill: int = 1
+    min_decode: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tick_s <= 0 or self.hysteresis < 0 or self.imbalance_high <= 1:
+            raise ValueError(f"{self}: need tick_s > 0, hysteresis >= 0, imbalance_high > 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What happened since the last tick. Lengths are uncached prompt tokens of all requests *offered*, refused ones too.
+
+    Loads are requests in a stage over what it can hold at once, one sample per node.
+    """
+
+    at_s: float
+    uncached_tokens: Sequence[float]
+    output_tokens: Sequence[float]
+    num_prefill: int
+    num_decode: int
+    threshold_tokens: float
+    prefill_loads: Sequence[float]
+    decode_loads: Sequence[float]
+    converting: int = 0
+
+
+class Move(StrEnum):
+    """A role conversion."""
+
+    TO_PREFILL = "to_prefill"
+    TO_DECODE = "to_decode"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effects:
+    """What to do now: None means no opinion. `diagnosis` says why, for logs and reports."""
+
+    threshold_tokens: float | None = None
+    convert: Move | None = None
+    diagnosis: str = ""
+    gain: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The hardware as the controller knows it."""
+
+    local: PrefillCurve
+    remote: PrefillCurve
+    kv: KvSize
+    num_prfaas: int
+    egress_bytes_per_s: float
+    decode_s_per_token: float  # T_decode / BS_max
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    at_s: float
+    uncached: Floats
+    output_mean: float
+    imbalance: float
+
+
+@dataclass(slots=True)
+class Controller:
+    """The state behind `on_tick`: recent samples, and when something last changed."""
+
+    config: ControllerConfig
+    model: Model
+    started_s: float = 0.0
+    _window: deque[_Sample] = field(default_factory=deque)
+    _settled_s: float = 0.0
+    _converted_s: float = float("-inf")
+
+    def __post_init__(self) -> None:
+        self._settled_s = self.started_s + self.config.warmup_s
+
+    def on_tick(self, seen: Observation) -> Effects:
+        """The decision for this tick."""
+        if seen.converting:
+            # The samples of a pool that changes are of no pool at all.
+            self._settled_s = seen.at_s + self.config.warmup_s
+            return Effects(diagnosis="a conversion is under way")
+        self._remember(seen)
+        if seen.at_s < self._settled_s:
+            return Effects(diagnosis=f"warming up for {self._settled_s - seen.at_s:.0f} s more")
+        if sum(len(sample.uncached) for sample in self._window) < self.config.min_requests:
+            return Effects(diagnosis="too few requests to judge by")
+        by_rule = {Rule.MODEL: self._by_model, Rule.IMBALANCE: self._by_imbalance}
+        effects = by_rule[self.config.rule](seen)
+        if effects.convert is not None:
+            self._converted_s = seen.at_s
+        return effects
+
+    def _remember(self, seen: Observation) -> None:
+        if len(seen.uncached_tokens):
+            self._window.append(
+                _Sample(
+                    seen.at_s,
+                    np.asarray(seen.uncached_tokens, dtype=np.float64),
+                    float(np.mean(seen.output_tokens)),
+                    imbalance_factor(seen.prefill_loads, seen.decode_loads),
+                )
+            )
+        while self._window and self._window[0].at_s < seen.at_s - self.config.window_s:
+            self._window.popleft()
+
+    def _cooling(self, now: float) -> bool:
+        return now < self._converted_s + self.config.cooldown_s
+
+    def _by_model(self, seen: Observation) -> Effects:
+        lengths = Lengths.of(np.concatenate([sample.uncached for sample in self._window]))
+        output = float(
+            np.average([s.output_mean for s in self._window], weights=[len(s.uncached) for s in self._window])
+        )
+        model, total = self.model, seen.num_prefill + seen.num_decode
+        loads = build_loads(
+            lengths, model.local, model.remote, model.kv,
+            egress_bytes_per_s=model.egress_bytes_per_s, service=Service.EXACT,
+        )  # fmt: skip
+        capacity = Capacity(
+            num_prfaas=model.num_prfaas,
+            num_pd=total,
+            egress_bytes_per_s=model.egress_bytes_per_s,
+            decode_s=model.decode_s_per_token * output,
+        )
+        here = solve(loads, capacity, num_prefill=seen.num_prefill)
+        steps = {
+            Move.TO_PREFILL: seen.num_prefill + 1 if seen.num_decode > self.config.min_decode else None,
+            Move.TO_DECODE: seen.num_prefill - 1 if seen.num_prefill > self.config.min_prefill else None,
+        }
+        tried = {move: solve(loads, capacity, num_prefill=count) for move, count in steps.items() if count is not None}
+        move = max(tried, key=lambda step: tried[step].rate, default=None)
+        gain = tried[move].rate / here.rate - 1 if move is not None and here.rate else 0.0
+        if move is not None and gain >= self.config.hysteresis and not self._cooling(seen.at_s):
+            threshold = threshold_of(loads, tried[move])
+            return Effects(threshold_tokens=threshold, convert=move, gain=gain, diagnosis=f"{move}: Λ +{gain:.1%}")
+        return self._retune(seen, loads, capacity, threshold_of(loads, here), here.rate)
+
+    def _retune(self, seen: Observation, loads: Loads, capacity: Capacity, threshold: float, best: float) -> Effects:
+        now_cut = int(cuts_of(loads, np.array([seen.threshold_tokens]))[0])
+        now = rate_at(loads, capacity, seen.num_prefill, now_cut)
+        gain = best / now - 1 if now else float("inf")
+        # A threshold costs nothing to move, so a fifth of the margin will do.
+        if gain < self.config.hysteresis / 5:
+            return Effects(diagnosis=f"within {gain:.1%} of the best threshold")
+        return Effects(threshold_tokens=threshold, gain=gain, diagnosis=f"threshold: Λ +{gain:.1%}")
+
+    def _by_imbalance(self, seen: Observation) -> Effects:
+        factor = float(np.mean([sample.imbalance for sample in self._window]))
+        high = self.config.imbalance_high
+        if self._cooling(seen.at_s):
+            return Effects(diagnosis=f"imbalance {factor:.2f}, cooling down")
+        if factor > high and seen.num_prefill > self.config.min_prefill:
+            return Effects(convert=Move.TO_DECODE, gain=factor - 1, diagnosis=f"imbalance {factor:.2f}")
+        if factor < 1 / high and seen.num_decode > self.config.min_decode:
+            return Effects(convert=Move.TO_PREFILL, gain=1 / factor - 1, diagnosis=f"imbalance {factor:.2f}")
+        return Effects(diagnosis=f"imbalance {factor:.2f}")
+
+
+def imbalance_factor(prefill_loads: Sequence[float], decode_loads: Sequence[float]) -> float:
+    """f_im = (mean decode load + 1) / (mean prefill load + 1), each mean without its top and bottom tenth (§5.1)."""
+    return (_trimmed_mean(decode_loads) + 1) / (_trimmed_mean(prefill_loads) + 1)
+
+
+def _trimmed_mean(samples: Sequence[float]) -> float:
+    if not len(samples):
+        return 0.0
+    ordered = np.sort(np.asarray(samples, dtype=np.float64))
+    cut = len(ordered) // 10
+    return float(ordered[cut : len(ordered) - cut].mean())

@@ -1,0 +1,221 @@
+"""Several PrfaaS and several PD clusters: for fixed splits a linear program, over all splits the best of them.
+
+x[b, c, j] is the rate of requests in length bin b that prefill at c (PrfaaS cluster i, or PD cluster j's own prefill nodes) and
+decode at j. Λ is maximised such that
+
+    every bin is served         Σ x[b, ·, ·]                = Λ · w_b
+    PrfaaS compute              Σ x[b, i, j] · T_i(b)       ≤ N_i
+    PD-P compute                Σ x[b, j, j] · T_j(b)       ≤ N_p,j
+    every link's budget         Σ x[b, i, j] · S(b)         ≤ B_ij
+    decode                      Σ x[b, c, j] · d_j          ≤ N_d,j
+
+With few bins that are the lengths themselves this is exact, fractional routing included. A threshold per PD cluster falls out:
+the length from which on requests that decode there are prefilled elsewhere.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from planner.decisions.views import ClusterKind
+from planner.errors import Infeasible, InputError
+from planner.model.profile import Floats
+from planner.model.site import Site
+from planner.model.throughput import decode_seconds
+from planner.model.traffic import Lengths
+from planner.solve.watch import Watch, unwatched
+
+BINS: Final = 60
+MAX_SPLITS: Final = 2_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fleet:
+    """The numbers of the program. `links[i, j]` in bytes/s, `home[j]` the share of requests that must decode at j."""
+
+    lengths: Lengths
+    remote_s: Floats  # [i, b]
+    local_s: Floats  # [j, b]
+    kv_bytes: Floats  # [b]
+    decode_s: Floats  # [j]
+    num_prfaas: Floats  # [i]
+    num_pd: Sequence[int]
+    links: Floats  # [i, j]
+    home: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FleetPlan:
+    """Splits per PD cluster, and shares: `remote[b, i, j]` and `local[b, j]` of all requests."""
+
+    rate: float
+    num_prefill: tuple[int, ...]
+    remote: Floats
+    local: Floats
+
+    def thresholds(self, lengths: Lengths) -> list[float | None]:
+        """Per PD cluster, the longest length it still prefills itself; None when it prefills nothing."""
+        found: list[float | None] = []
+        for j in range(self.local.shape[1]):
+            kept = np.flatnonzero(self.local[:, j] > 1e-9)
+            found.append(float(lengths.tokens[kept[-1]]) if len(kept) else None)
+        return found
+
+
+def solve_split(fleet: Fleet, num_prefill: Sequence[int]) -> FleetPlan:
+    """The best routing for fixed splits, by HiGHS. A rate of 0 when nothing can be served."""
+    weights = fleet.lengths.weights
+    bins, prfaas, pd = len(weights), len(fleet.num_prfaas), len(fleet.num_pd)
+    remote_vars = [(b, i, j) for b in range(bins) for i in range(prfaas) for j in range(pd) if fleet.links[i, j] > 0]
+    local_vars = [(b, j) for b in range(bins) for j in range(pd) if num_prefill[j] > 0]
+    count = len(remote_vars) + len(local_vars) + 1
+    rows: list[tuple[int, int, float]] = []
+    limits = np.concatenate(
+        (fleet.num_prfaas, np.asarray(num_prefill, dtype=np.float64), fleet.links.ravel(),
+         np.asarray(fleet.num_pd, dtype=np.float64) - np.asarray(num_prefill))
+    )  # fmt: skip
+    link_row, decode_row = prfaas + pd, prfaas + pd + prfaas * pd
+    equal: list[tuple[int, int, float]] = []
+    for index, (b, i, j) in enumerate(remote_vars):
+        rows += [
+            (i, index, fleet.remote_s[i, b]),
+            (link_row + i * pd + j, index, fleet.kv_bytes[b]),
+            (decode_row + j, index, fleet.decode_s[j]),
+        ]
+        equal += [(b, index, 1.0), (bins + j, index, 1.0)]
+    for index, (b, j) in enumerate(local_vars, len(remote_vars)):
+        rows += [(prfaas + j, index, fleet.local_s[j, b]), (decode_row + j, index, fleet.decode_s[j])]
+        equal += [(b, index, 1.0), (bins + j, index, 1.0)]
+    equal += [(b, count - 1, -float(w)) for b, w in enumerate(weights)]
+    if fleet.home is None:
+        equal = [entry for entry in equal if entry[0] < bins]
+        size = bins
+    else:
+        equal += [(bins + j, count - 1, -float(share)) for j, share in enumerate(fleet.home)]
+        size = bins + pd
+    from scipy.optimize import linprog  # takes a second to load, and one PD cluster needs no program
+
+    # Rows in units of their own limit: bytes per second next to instances would lose the solver's tolerance.
+    scale = np.where(limits > 0, limits, 1.0)
+    scaled = [(row, column, value / scale[row]) for row, column, value in rows]
+    objective = np.zeros(count)
+    objective[-1] = -1.0
+    found = linprog(
+        objective,
+        A_ub=_sparse(scaled, (len(limits), count)),
+        b_ub=limits / scale,
+        A_eq=_sparse(equal, (size, count)),
+        b_eq=np.zeros(size),
+        method="highs",
+    )
+    remote, local = np.zeros((bins, prfaas, pd)), np.zeros((bins, pd))
+    rate = float(found.x[-1]) if found.status == 0 else 0.0
+    if rate > 0:
+        for index, place in enumerate(remote_vars):
+            remote[place] = found.x[index] / rate
+        for index, spot in enumerate(local_vars, len(remote_vars)):
+            local[spot] = found.x[index] / rate
+    return FleetPlan(rate=rate, num_prefill=tuple(num_prefill), remote=remote, local=local)
+
+
+def _sparse(entries: list[tuple[int, int, float]], shape: tuple[int, int]) -> Any:
+    from scipy.sparse import coo_array
+
+    rows, columns, values = zip(*entries, strict=True) if entries else ((), (), ())
+    return coo_array((values, (rows, columns)), shape=shape).tocsr()
+
+
+def solve_fleet(fleet: Fleet, watched: Watch = unwatched) -> FleetPlan:
+    """The best splits and routing. Tries every combination of splits; raises InputError when there are too many."""
+    choices = [range(count + 1) for count in fleet.num_pd]
+    total = int(np.prod([len(choice) for choice in choices]))
+    if total > MAX_SPLITS:
+        raise InputError(f"{total} combinations of splits: at most {MAX_SPLITS}; plan the PD clusters in groups")
+    best: FleetPlan | None = None
+    for split in watched(list(itertools.product(*choices)), "splits"):
+        bound = sum((n - p) / d for n, p, d in zip(fleet.num_pd, split, fleet.decode_s, strict=True))
+        if best is not None and bound <= best.rate:
+            continue  # its decode nodes alone could not beat what is known
+        found = solve_split(fleet, split)
+        if best is None or found.rate > best.rate * (1 + 1e-9):
+            best = found
+    if best is None or best.rate <= 0:
+        raise Infeasible("no split serves any request: add decode instances, or a link to a PD cluster")
+    return best
+
+
+def fleet_of(site: Site, bins: int = BINS, extrapolate: bool = False) -> Fleet:
+    """The site as a Fleet; lengths are thinned to `bins`."""
+    prfaas, pd = site.of_kind(ClusterKind.PRFAAS), site.of_kind(ClusterKind.PD)
+    lengths = site.workload.lengths.thinned(bins)
+    profile = site.profile
+    for cluster in [*prfaas, *pd]:
+        curve = profile.prefill_on(cluster.hardware)
+        curve.check(site.workload.lengths.tokens, f"T_prefill on {cluster.hardware}", extrapolate)
+    decodes = [profile.decode_on(cluster.hardware) for cluster in pd]
+    links = np.array(
+        [[link.bytes_per_s if (link := site.link(i.name, j.name)) else 0.0 for j in pd] for i in prfaas]
+    ).reshape(len(prfaas), len(pd))
+    return Fleet(
+        lengths=lengths,
+        remote_s=_times(profile, prfaas, lengths),
+        local_s=_times(profile, pd, lengths),
+        kv_bytes=profile.kv_size().of(lengths.tokens),
+        decode_s=np.array([decode_seconds(d.max_running, d.full_step_s, site.workload.output_tokens) for d in decodes]),
+        num_prfaas=np.array([cluster.instances for cluster in prfaas], dtype=np.float64),
+        num_pd=[cluster.instances for cluster in pd],
+        links=links,
+    )
+
+
+def _times(profile: Any, clusters: Sequence[Any], lengths: Lengths) -> Floats:
+    rows = [profile.prefill_on(cluster.hardware).of(lengths.tokens) for cluster in clusters]
+    return np.array(rows).reshape(len(clusters), len(lengths.tokens))
+
+
+def fleet_json(site: Site, fleet: Fleet, plan: FleetPlan) -> dict[str, Any]:
+    """A fleet plan as JSON: per PD cluster its split and threshold, per link what it carries."""
+    prfaas, pd = site.of_kind(ClusterKind.PRFAAS), site.of_kind(ClusterKind.PD)
+    sent = np.einsum("bij,b->ij", plan.remote, fleet.kv_bytes) * plan.rate
+    remote_busy = np.einsum("bij,ib->i", plan.remote, fleet.remote_s) * plan.rate
+    return {
+        "schema": 1,
+        "site": site.name,
+        "input_hash": site.input_hash,
+        "lambda_max_req_per_s": plan.rate,
+        "length_bins": len(fleet.lengths.tokens),
+        "pd_clusters": [
+            {
+                "name": cluster.name,
+                "num_prefill": plan.num_prefill[j],
+                "num_decode": cluster.instances - plan.num_prefill[j],
+                "threshold_tokens": threshold,
+                "decoded_fraction": float(plan.remote[:, :, j].sum() + plan.local[:, j].sum()),
+                "offload_fraction": float(plan.remote[:, :, j].sum()),
+            }
+            for j, (cluster, threshold) in enumerate(zip(pd, plan.thresholds(fleet.lengths), strict=True))
+        ],
+        "prfaas_clusters": [
+            {
+                "name": cluster.name,
+                "instances": cluster.instances,
+                "utilisation": float(remote_busy[i] / n) if n else 0.0,
+            }
+            for i, (cluster, n) in enumerate(zip(prfaas, fleet.num_prfaas, strict=True))
+        ],
+        "links": [
+            {
+                "source": i.name,
+                "destination": j.name,
+                "egress_gbps": float(sent[a, b] * 8e-9),
+                "capacity_gbps": float(fleet.links[a, b] * 8e-9),
+            }
+            for a, i in enumerate(prfaas)
+            for b, j in enumerate(pd)
+            if fleet.links[a, b] > 0
+        ],
+        "provenance": site.provenances(),
+    }

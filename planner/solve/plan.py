@@ -1,0 +1,300 @@
+"""From a site to a plan: solve, then say what binds, what one more of anything would bring, and how sure this is."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from planner.errors import Infeasible
+from planner.model.profile import provenance_kind
+from planner.model.site import BYTES_PER_S_PER_GBPS, Deployment, Site
+from planner.solve.goals import Objective, Service
+from planner.solve.judgement import (
+    NEAR_OPTIMAL,
+    Alternative,
+    Sensitivity,
+    advantage_rises,
+    flat_alternative,
+    sensitivity,
+    shadow_prices,
+)
+from planner.solve.loaded import loaded_ttft
+from planner.solve.objectives import best_slo_cut, cheapest, cost_per_hour
+from planner.solve.problem import Options, Problem, best_cut, pose, threshold_for, ttft_by_length
+from planner.solve.search import Cut, Loads, Stage, interval_of, rate_at, stage_rates, weighted_quantile
+from planner.version import tool_version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The answer of `solve`. Rates in requests/s, lengths in tokens; `to_json` has the published key names."""
+
+    site: str
+    workload: str
+    deployment: str
+    service: Service
+    objective: Objective
+    threshold_tokens: float
+    threshold_interval_tokens: tuple[float, float]
+    near_optimal_tokens: tuple[float, float]
+    tie_share: float
+    num_prfaas: int
+    num_prefill: int
+    num_decode: int
+    theta_prfaas: float
+    theta_pd_p: float
+    theta_pd_d: float
+    lambda_max: float
+    lambda_other_service: float
+    offload_fraction: float
+    mean_offloaded_tokens: float
+    mean_local_tokens: float
+    egress_gbps: float
+    egress_capacity_gbps: float
+    ttft_mean_s: float
+    ttft_p90_s: float
+    loaded_ttft_mean_s: float
+    loaded_ttft_p90_s: float
+    bottleneck: Stage
+    utilisation: Mapping[str, float]
+    cost_per_hour: float
+    lambda_slo: float | None = None
+    shadow_prices: Mapping[str, float] = field(default_factory=dict)
+    sensitivity: Sequence[Sensitivity] = ()
+    alternative: Alternative | None = None
+    warnings: Sequence[str] = ()
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    input_hash: str = ""
+    seed: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """A plan file: plain JSON types, units in the keys."""
+        return {
+            "schema": 1,
+            "prfaas_version": tool_version(),
+            "input_hash": self.input_hash,
+            "seed": self.seed,
+            "site": self.site,
+            "workload": self.workload,
+            "deployment": self.deployment,
+            "objective": str(self.objective),
+            "service": str(self.service),
+            "threshold_tokens": tidy(self.threshold_tokens),
+            "threshold_interval_tokens": [tidy(t) for t in self.threshold_interval_tokens],
+            "threshold_within_1_percent_tokens": [tidy(t) for t in self.near_optimal_tokens],
+            "tie_share": self.tie_share,
+            "num_prfaas": self.num_prfaas,
+            "num_prefill": self.num_prefill,
+            "num_decode": self.num_decode,
+            "theta_prfaas_req_per_s": self.theta_prfaas,
+            "theta_pd_p_req_per_s": self.theta_pd_p,
+            "theta_pd_d_req_per_s": self.theta_pd_d,
+            "lambda_max_req_per_s": self.lambda_max,
+            f"lambda_max_{'of_mean' if self.service is Service.EXACT else 'exact'}_req_per_s": self.lambda_other_service,
+            "lambda_slo_req_per_s": self.lambda_slo,
+            "offload_fraction": self.offload_fraction,
+            "mean_offloaded_tokens": self.mean_offloaded_tokens,
+            "mean_local_tokens": self.mean_local_tokens,
+            "egress_gbps": self.egress_gbps,
+            "egress_capacity_gbps": self.egress_capacity_gbps,
+            "ttft_mean_s": self.ttft_mean_s,
+            "ttft_p90_s": self.ttft_p90_s,
+            "ttft_mean_at_80_percent_s": self.loaded_ttft_mean_s,
+            "ttft_p90_at_80_percent_s": self.loaded_ttft_p90_s,
+            "bottleneck": str(self.bottleneck),
+            "utilisation": dict(self.utilisation),
+            "cost_per_hour": self.cost_per_hour,
+            "cost_per_1000_requests": self.cost_per_hour / 3.6 / self.lambda_max if self.lambda_max else None,
+            "shadow_prices_req_per_s": dict(self.shadow_prices),
+            "sensitivity": [_plain(entry) for entry in self.sensitivity],
+            "robust_alternative": _plain(self.alternative) if self.alternative else None,
+            "warnings": list(self.warnings),
+            "provenance": dict(self.provenance),
+        }
+
+
+def tidy(tokens: float) -> float | int | None:
+    """A token count for JSON: whole where it is, None where it has no end."""
+    if not np.isfinite(tokens):
+        return None
+    return int(tokens) if tokens == int(tokens) else tokens
+
+
+def _plain(entry: Any) -> dict[str, Any]:
+    return {
+        name: tidy(value) if "tokens" in name else value for name in entry.__slots__ for value in [getattr(entry, name)]
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Solved:
+    """A cut that was found, and what it was found for."""
+
+    site: Site
+    problem: Problem
+    found: Cut
+    options: Options
+    deployment: str
+    lambda_slo: float | None
+
+
+def make_plan(site: Site, options: Options, deployment: str | None = None) -> Plan:
+    """Solves a site with one PD cluster and at most one PrfaaS cluster.
+
+    Raises InputError for inputs that make no sense, Infeasible when nothing can be served.
+    """
+    solved = _solve(site, options, deployment)
+    problem, found = solved.problem, solved.found
+    plan = replace(
+        _outline(solved),
+        shadow_prices=shadow_prices(problem, options),
+        sensitivity=sensitivity(problem, found, options),
+        alternative=flat_alternative(problem, found, options),
+    )
+    return replace(plan, warnings=warnings_of(plan, solved.site, problem))
+
+
+def outline(site: Site, options: Options, deployment: str | None = None) -> Plan:
+    """The plan that `make_plan` makes, without judgement: no prices, no sensitivity, no alternative, no warnings."""
+    return _outline(_solve(site, options, deployment))
+
+
+def _solve(site: Site, options: Options, deployment: str | None) -> _Solved:
+    variant = Deployment()
+    if deployment is not None:
+        site, variant = site.deployed(deployment)
+    problem = pose(site, options, variant)
+    if options.objective is Objective.COST:
+        problem = cheapest(problem, site, options)
+    found = best_slo_cut(problem, site, options) if options.objective is Objective.SLO else None
+    lambda_slo = found.rate if found else None
+    if found is None:
+        found = best_cut(problem, options)
+    if found.rate <= 0:
+        raise Infeasible(_why_nothing(problem))
+    # With a target for TTFT the plan's own Λ is where it saturates, not the rate that meets the target.
+    found = replace(found, rate=rate_at(problem.loads, problem.capacity, found.num_prefill, found.cut, found.share))
+    return _Solved(
+        site=site,
+        problem=problem,
+        found=found,
+        options=options,
+        deployment=deployment or "prfaas-pd",
+        lambda_slo=lambda_slo,
+    )
+
+
+def _why_nothing(problem: Problem) -> str:
+    capacity = problem.capacity
+    if not capacity.num_pd:
+        return f"cluster {problem.pd.name}: instances=0 serves nothing; give it at least 1"
+    if problem.variant.num_prefill == capacity.num_pd:
+        return f"num_prefill={capacity.num_pd} leaves no decode instance; try {capacity.num_pd - 1}"
+    return "no split serves any request: one instance must both prefill and decode; add an instance or a PrfaaS cluster"
+
+
+def _outline(solved: _Solved) -> Plan:
+    site, problem, found, options = solved.site, solved.problem, solved.found, solved.options
+    loads, capacity = problem.loads, problem.capacity
+    limits = stage_rates(loads, capacity, found.num_prefill, found.cut, found.share)
+    mix = _Mix.of(loads, found)
+    interval = interval_of(loads, capacity, found)
+    near = interval_of(loads, capacity, found, NEAR_OPTIMAL)
+    ttft = ttft_by_length(problem, found.cut)
+    loaded = loaded_ttft(problem, found, site.workload.output_tokens).at(0.8 * found.rate)
+    egress = capacity.egress_bytes_per_s
+    return Plan(
+        site=site.name,
+        workload=site.workload.name,
+        deployment=solved.deployment,
+        service=options.service,
+        objective=options.objective,
+        threshold_tokens=threshold_for(problem, found, options),
+        threshold_interval_tokens=(interval.low_tokens, interval.high_tokens),
+        near_optimal_tokens=(near.low_tokens, near.high_tokens),
+        tie_share=found.share,
+        num_prfaas=int(capacity.num_prfaas),
+        num_prefill=found.num_prefill,
+        num_decode=found.num_decode,
+        theta_prfaas=_share_rate(mix.offloaded, min(limits[Stage.PRFAAS], limits[Stage.EGRESS])),
+        theta_pd_p=_share_rate(1 - mix.offloaded, limits[Stage.PD_P]),
+        theta_pd_d=limits[Stage.PD_D],
+        lambda_max=found.rate,
+        lambda_other_service=_other_service(problem, found, options),
+        offload_fraction=mix.offloaded,
+        mean_offloaded_tokens=mix.mean_offloaded,
+        mean_local_tokens=mix.mean_local,
+        egress_gbps=found.rate * mix.egress_bytes / BYTES_PER_S_PER_GBPS,
+        egress_capacity_gbps=egress / BYTES_PER_S_PER_GBPS,
+        ttft_mean_s=float(loads.lengths.weights @ ttft),
+        ttft_p90_s=weighted_quantile(ttft, loads.lengths.weights, 0.9),
+        loaded_ttft_mean_s=loaded.mean_s,
+        loaded_ttft_p90_s=loaded.p90_s,
+        bottleneck=min(limits, key=lambda stage: limits[stage]),
+        utilisation={str(stage): found.rate / limit for stage, limit in limits.items()},
+        cost_per_hour=cost_per_hour(problem),
+        lambda_slo=solved.lambda_slo,
+        provenance=site.provenances(),
+        input_hash=site.input_hash,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Mix:
+    """Who goes where under one cut."""
+
+    offloaded: float
+    mean_offloaded: float
+    mean_local: float
+    egress_bytes: float
+
+    @classmethod
+    def of(cls, loads: Loads, found: Cut) -> "_Mix":
+        tokens, kept = loads.lengths.tokens, loads.lengths.weights.copy()
+        kept[found.cut :] = 0.0
+        if found.share:
+            kept[found.cut] = loads.lengths.weights[found.cut] * found.share
+        sent = loads.lengths.weights - kept
+        egress = loads.egress_bytes[found.cut]
+        if found.share:
+            egress += found.share * (loads.egress_bytes[found.cut + 1] - egress)
+        p = float(sent.sum()) if found.cut < len(tokens) else 0.0
+        return cls(
+            p,
+            float(sent @ tokens) / p if p else 0.0,
+            float(kept @ tokens) / (1 - p) if p < 1 else 0.0,
+            float(egress),
+        )
+
+
+def _share_rate(share: float, limit: float) -> float:
+    """Θ of a stage from its share of the requests and the rate it allows the whole; 0 when nothing passes it."""
+    return share * limit if np.isfinite(limit) else 0.0
+
+
+def _other_service(problem: Problem, found: Cut, options: Options) -> float:
+    """Λ of the same plan under the other of T(E[L]) and E[T(L)]."""
+    other = Service.OF_MEAN if options.service is Service.EXACT else Service.EXACT
+    loads = problem.loads_for(problem.lengths, other)
+    return rate_at(loads, problem.capacity, found.num_prefill, found.cut, found.share)
+
+
+def warnings_of(plan: Plan, site: Site, problem: Problem) -> tuple[str, ...]:
+    """What a reader should not overlook."""
+    found = []
+    weak = [what for what, text in plan.provenance.items() if provenance_kind(text) in ("fitted", "unverified")]
+    if weak:
+        found.append(f"not measured, only fitted or unverified: {', '.join(weak)}")
+    low, high = plan.near_optimal_tokens
+    if plan.num_prfaas and 0 < high - low < 0.2 * plan.threshold_tokens:
+        found.append(f"Λ is within 1 % of the optimum only for {low:.0f} ≤ t ≤ {high:.0f}")
+    if plan.service is Service.OF_MEAN:
+        found.append(f"T(E[L]) overrates the plan: with E[T(L)] its Λ is {plan.lambda_other_service:.3f}")
+    if plan.utilisation[Stage.EGRESS] > 0.7:
+        found.append(f"the egress link is {plan.utilisation[Stage.EGRESS]:.0%} busy at Λ; bursts will queue")
+    if plan.num_prfaas and not advantage_rises(problem):
+        found.append("T_PD/T_PrfaaS does not rise with length everywhere: a threshold may not be the best rule")
+    if site.workload.hit_ratio is None:
+        found.append("lengths are taken as uncached: prefix hits would lower them (see fit)")
+    return tuple(found)

@@ -1,0 +1,136 @@
+"""A site as the numbers that are searched: one PrfaaS cluster or none, one PD cluster, the link between them."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import numpy as np
+
+from planner.decisions.views import ClusterKind
+from planner.errors import InputError
+from planner.model.profile import DecodeProfile, Floats, KvSize, PrefillCurve
+from planner.model.site import Cluster, Deployment, Link, Site
+from planner.model.throughput import decode_seconds
+from planner.model.traffic import Lengths
+from planner.solve.goals import Objective, Service, TieBreak
+from planner.solve.search import Capacity, Cut, Loads, build_loads, solve, threshold_of
+
+PAPER_GRID_TOKENS: Final = 100  # the step that brings Table 6's 19.4K out of a grid search
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to solve. `rate_req_per_s` is the load a cost plan must carry."""
+
+    service: Service = Service.EXACT
+    objective: Objective = Objective.THROUGHPUT
+    tie_break: TieBreak = TieBreak.EGRESS
+    grid_tokens: int | None = None
+    extrapolate: bool = False
+    rate_req_per_s: float | None = None
+
+    @classmethod
+    def as_in_paper(cls) -> "Options":
+        """T(E[L]) and a threshold grid, as in §4.2."""
+        return cls(service=Service.OF_MEAN, grid_tokens=PAPER_GRID_TOKENS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Problem:
+    """One PrfaaS cluster (or none), one PD cluster and a link, ready to be searched."""
+
+    capacity: Capacity
+    loads: Loads
+    local: PrefillCurve
+    remote: PrefillCurve
+    kv: KvSize
+    decode: DecodeProfile
+    prfaas: Cluster | None
+    pd: Cluster
+    link: Link | None
+    variant: Deployment = field(default_factory=Deployment)
+
+    @property
+    def lengths(self) -> Lengths:
+        return self.loads.lengths
+
+    def with_capacity(self, **changes: Any) -> "Problem":
+        return replace(self, capacity=replace(self.capacity, **changes))
+
+    def loads_for(self, lengths: Lengths, service: Service) -> Loads:
+        """What other lengths, or another service model, ask of the same hardware."""
+        return build_loads(
+            lengths, self.local, self.remote, self.kv,
+            egress_bytes_per_s=self.capacity.egress_bytes_per_s, service=service,
+        )  # fmt: skip
+
+    def pinned(self, num_prefill: int) -> "Problem":
+        return replace(self, variant=replace(self.variant, num_prefill=num_prefill))
+
+
+def pose(site: Site, options: Options, variant: Deployment | None = None) -> Problem:
+    """The site as a Problem. Raises InputError when it has several clusters of a kind (those are `fleet`'s)."""
+    prfaas, pd = site.of_kind(ClusterKind.PRFAAS), site.of_kind(ClusterKind.PD)
+    if len(prfaas) > 1 or len(pd) > 1:
+        raise InputError(
+            f"clusters: {len(prfaas)} prfaas and {len(pd)} pd; this solves one of each, several are for solve --fleet"
+        )
+    remote_cluster = prfaas[0] if prfaas else None
+    link = site.link(remote_cluster.name, pd[0].name) if remote_cluster else None
+    local = site.profile.prefill_on(pd[0].hardware)
+    remote = site.profile.prefill_on(remote_cluster.hardware) if remote_cluster else local
+    decode = site.profile.decode_on(pd[0].hardware)
+    workload = site.workload
+    for curve, cluster in ((local, pd[0]), (remote, remote_cluster)):
+        if cluster is not None and cluster.instances:
+            curve.check(workload.lengths.tokens, f"T_prefill on {cluster.hardware}", options.extrapolate)
+    egress = link.bytes_per_s if link else 0.0
+    capacity = Capacity(
+        num_prfaas=remote_cluster.instances if remote_cluster else 0,
+        num_pd=pd[0].instances,
+        egress_bytes_per_s=egress,
+        decode_s=float(decode_seconds(decode.max_running, decode.full_step_s, workload.output_tokens)),
+    )
+    kv = site.profile.kv_size()
+    loads = build_loads(workload.lengths, local, remote, kv, egress_bytes_per_s=egress, service=options.service)
+    return Problem(
+        capacity=capacity, loads=loads, local=local, remote=remote, kv=kv, decode=decode, prfaas=remote_cluster,
+        pd=pd[0], link=link, variant=variant or Deployment(),
+    )  # fmt: skip
+
+
+def best_cut(problem: Problem, options: Options) -> Cut:
+    """The best plan there is, within what the deployment pins."""
+    variant = problem.variant
+    thresholds: Floats | None = None
+    if variant.threshold_tokens is not None:
+        thresholds = np.array([variant.threshold_tokens], dtype=np.float64)
+    elif options.grid_tokens:
+        top = problem.lengths.tokens[-1] + options.grid_tokens
+        thresholds = np.arange(0.0, top, options.grid_tokens)
+    return solve(
+        problem.loads,
+        problem.capacity,
+        num_prefill=variant.num_prefill,
+        thresholds=thresholds,
+        tie_break=options.tie_break,
+    )
+
+
+def threshold_for(problem: Problem, found: Cut, options: Options) -> float:
+    """The threshold to configure for a cut; on a grid, the grid's own."""
+    if problem.variant.threshold_tokens is not None:
+        return problem.variant.threshold_tokens
+    threshold = threshold_of(problem.loads, found)
+    if options.grid_tokens:
+        return float(np.ceil(threshold / options.grid_tokens) * options.grid_tokens)
+    return float(round(threshold))
+
+
+def ttft_by_length(problem: Problem, cut: int) -> Floats:
+    """Zero-queue TTFT of every length: prefill, and the transfer after it when remote (as in Table 6)."""
+    tokens = problem.lengths.tokens
+    head = problem.local.of(tokens[:cut])
+    if cut == len(tokens):
+        return head
+    transfer_s = problem.kv.of(tokens[cut:]) / problem.capacity.egress_bytes_per_s
+    return np.concatenate((head, problem.remote.of(tokens[cut:]) + transfer_s))

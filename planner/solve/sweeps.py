@@ -1,0 +1,102 @@
+"""What if: the same site solved over ranges of its numbers."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from planner.errors import InputError
+from planner.model.site import BYTES_PER_S_PER_GBPS, Site
+from planner.solve.problem import Options, best_cut, pose, threshold_for
+from planner.solve.search import rates
+from planner.solve.watch import Watch, unwatched
+
+KNOBS: Final = ("b_out", "n_prfaas", "n_pd", "output_tokens", "t_prfaas", "t_pd", "decode")
+STEPS: Final = 11
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Values of one knob: b_out (Gbit/s), n_prfaas, n_pd, output_tokens, or factors t_prfaas, t_pd, decode (rate)."""
+
+    knob: str
+    values: tuple[float, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Sweep":
+        """`knob=low:high[:steps]` or `knob=a,b,c`. Raises InputError saying what would do."""
+        knob, _, given = text.partition("=")
+        if knob not in KNOBS:
+            raise InputError(f"sweep {knob!r}: must be one of {', '.join(KNOBS)}")
+        try:
+            if ":" in given:
+                low, high, *steps = given.split(":")
+                count = int(steps[0]) if steps else STEPS
+                values = np.linspace(float(low), float(high), count)
+            else:
+                values = np.array([float(value) for value in given.split(",")])
+        except ValueError as exc:
+            raise InputError(f"sweep {text!r}: give {knob}=low:high[:steps] or {knob}=a,b,c") from exc
+        if knob in ("n_prfaas", "n_pd"):
+            values = np.unique(np.round(values))
+        return cls(knob, tuple(float(value) for value in values))
+
+
+def whatif(site: Site, options: Options, sweeps: Sequence[Sweep], watched: Watch = unwatched) -> list[dict[str, Any]]:
+    """One row per combination: the knobs, and the plan that is best there."""
+    base = pose(site, options)
+    rows = []
+    for values in watched(list(itertools.product(*(sweep.values for sweep in sweeps))), "what if"):
+        setting = dict(zip((sweep.knob for sweep in sweeps), values, strict=True))
+        capacity, loads = base.capacity, base.loads
+        decode_s = capacity.decode_s / setting.get("decode", 1.0)
+        decode_s *= setting.get("output_tokens", site.workload.output_tokens) / site.workload.output_tokens
+        problem = replace(
+            base,
+            loads=loads.scaled(remote=setting.get("t_prfaas", 1.0), local=setting.get("t_pd", 1.0)),
+            capacity=replace(
+                capacity,
+                num_prfaas=int(setting.get("n_prfaas", capacity.num_prfaas)),
+                num_pd=int(setting.get("n_pd", capacity.num_pd)),
+                egress_bytes_per_s=setting.get("b_out", capacity.egress_bytes_per_s / BYTES_PER_S_PER_GBPS)
+                * BYTES_PER_S_PER_GBPS,
+                decode_s=decode_s,
+            ),
+        )
+        found = best_cut(problem, options)
+        offloaded = float(problem.loads.offloaded[found.cut])
+        egress = float(problem.loads.egress_bytes[found.cut]) * found.rate / BYTES_PER_S_PER_GBPS
+        rows.append(
+            setting
+            | {
+                "lambda_max_req_per_s": found.rate,
+                "threshold_tokens": threshold_for(problem, found, options),
+                "num_prefill": found.num_prefill,
+                "num_decode": found.num_decode,
+                "offload_fraction": offloaded,
+                "egress_gbps": egress,
+            }
+        )
+    return rows
+
+
+def heat_map(site: Site, options: Options, thresholds: int = 60) -> dict[str, Any]:
+    """Λ over (threshold, N_p): `rates[i][j]` is that of N_p = i at thresholds_tokens[j]."""
+    problem = pose(site, options)
+    size = len(problem.lengths.tokens)
+    # The best cut of every split is among the columns: a grid alone would miss the peaks.
+    peaks = [
+        int(rates(problem.loads, problem.capacity, split).argmax()) for split in range(problem.capacity.num_pd + 1)
+    ]
+    cuts = np.unique([*np.linspace(0, size, thresholds + 1).astype(np.int64), *peaks])
+    tokens = np.where(cuts > 0, problem.lengths.tokens[np.maximum(cuts - 1, 0)], 0.0)
+    grid = [
+        rates(problem.loads, problem.capacity, split)[cuts].tolist() for split in range(problem.capacity.num_pd + 1)
+    ]
+    return {
+        "thresholds_tokens": tokens.tolist(),
+        "num_prefill": list(range(problem.capacity.num_pd + 1)),
+        "rates": grid,
+    }

@@ -1,0 +1,124 @@
+"""Text cut where its tokens may be: what was tokenised before is not tokenised again.
+
+A conversation grows turn by turn, so most of its text has been seen. Text is cut after every special token of the
+vocabulary: the tokenizer itself splits there before anything else, so the segments' tokens put together are the tokens of
+the whole, and each segment is looked up by its text. Whether a tokenizer keeps that promise is read from its own file and
+tried once on a probe; one that does not is always asked for the whole text.
+
+    <|im_start|> | system\\nYou are …<|im_end|> | \\n<|im_start|> | user\\n…<|im_end|> | …        cut at each |
+"""
+
+import json
+import re
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+TokenArray = NDArray[np.uint32]
+
+MAX_CACHED_TOKENS: Final = 8_000_000  # of segments; 4 bytes each
+# Steps of a tokenizer that treat a text the same wherever it stands. (Metaspace and a prepending normaliser do not.)
+POSITION_FREE: Final = frozenset(
+    {
+        "ByteLevel",
+        "Split",
+        "Digits",
+        "Whitespace",
+        "WhitespaceSplit",
+        "Punctuation",
+        "UnicodeScripts",
+        "BertPreTokenizer",
+    }
+    | {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer"}
+)
+
+
+class SegmentCache:
+    """Tokens of text segments seen before, least recently used first out. Shared by worker threads."""
+
+    def __init__(self, max_tokens: int = MAX_CACHED_TOKENS) -> None:
+        self.max_tokens = max_tokens
+        self.held_tokens = 0
+        self.misses = 0
+        self._segments: OrderedDict[bytes, TokenArray] = OrderedDict()
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def get(self, key: bytes) -> TokenArray | None:
+        with self._lock:
+            found = self._segments.get(key)
+            if found is None:
+                self.misses += 1
+                return None
+            self._segments.move_to_end(key)
+            return found
+
+    def put(self, key: bytes, tokens: TokenArray) -> None:
+        if len(tokens) > self.max_tokens:
+            return
+        with self._lock:
+            if key in self._segments:
+                return
+            self._segments[key] = tokens
+            self.held_tokens += len(tokens)
+            while self.held_tokens > self.max_tokens:
+                _, evicted = self._segments.popitem(last=False)
+                self.held_tokens -= len(evicted)
+
+
+def cut_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """Matches the special tokens after which a text may be cut, or None when no cut is known to be safe.
+
+    Not safe: a step that treats the start of a text differently, or an added token that takes in what stands around it.
+    """
+    added = tokenizer.get_added_tokens_decoder().values()
+    special = [token for token in added if token.special]
+    if not special or any(token.rstrip or token.lstrip or token.single_word for token in added):
+        return None
+    if any(not token.special and not token.normalized for token in added):
+        return None
+    description = json.loads(tokenizer.to_str())
+    if not all(_position_free(description.get(step)) for step in ("normalizer", "pre_tokenizer")):
+        return None
+    # Longest first: the tokenizer, too, takes the longest token that starts at the leftmost place.
+    contents = sorted((token.content for token in special), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, contents)))
+
+
+def cuts_are_exact(tokenizer: Tokenizer, pattern: re.Pattern[str]) -> bool:
+    """Whether a probe that is cut by `pattern` has the tokens of the whole."""
+    special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
+    texts = (" lead", "Trail ", "\n\n x", "don't 123", "é漢字", "", "  ")
+    probe = "".join(f"{text}{token}" for token in special[:32] for text in texts)
+    segments = cut_after(pattern, probe)
+    encoded = tokenizer.encode_batch_fast(segments, add_special_tokens=False)
+    return [i for part in encoded for i in part.ids] == tokenizer.encode(probe, add_special_tokens=False).ids
+
+
+def _position_free(step: dict[str, Any] | None) -> bool:
+    if step is None:
+        return True
+    if step["type"] == "Sequence":
+        return all(map(_position_free, step.get("pretokenizers") or step.get("normalizers") or []))
+    return step["type"] in POSITION_FREE and not step.get("add_prefix_space")
+
+
+def cut_after(pattern: re.Pattern[str], text: str) -> list[str]:
+    """`text` in pieces, each but the last ending with a match."""
+    ends = [match.end() for match in pattern.finditer(text)]
+    starts = [0, *ends]
+    return [text[start:end] for start, end in zip(starts, [*ends, len(text)], strict=True) if start < end]
+
+
+def token_array(ids: Sequence[int]) -> TokenArray:
+    """Token ids as an array. Raises TypeError or OverflowError for what are none."""
+    # array() reads a list of ints three times as fast as numpy does.
+    return np.frombuffer(array("I", ids), dtype=np.uint32)

@@ -1,0 +1,114 @@
+"""Chat messages to text, as `tokenizer.apply_chat_template` of transformers renders them.
+
+The tokens the gateway hashes must be the tokens the engine computes, so the environment is the same: an immutable
+sandbox, trim_blocks, lstrip_blocks, loop controls, an unescaped `tojson`, `raise_exception`, `strftime_now`, and
+`{% generation %}` as a transparent block. A template is the model owner's text; the messages are the client's, and only
+ever data to it.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from datetime import datetime
+from typing import Any, Final, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from prompts.errors import TemplateError
+
+Message = dict[str, Any]
+CONTINUE_TAG: Final = "CONTINUE_FINAL_MESSAGE_TAG "
+# A template is a program, run on what a client sent: whatever it raises says that the two do not fit.
+TEMPLATE_ERRORS: Final = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError
+)  # fmt: skip
+
+
+class GenerationBlock(Extension):
+    """`{% generation %}…{% endgeneration %}` marks assistant text for training; here it renders as its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def raise_exception(message: str) -> NoReturn:
+    """What a template calls to refuse a conversation."""
+    raise jinja2.TemplateError(message)
+
+
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without Jinja's HTML escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class ChatTemplate:
+    """A compiled chat template with the special tokens it may name (`bos_token`, …)."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], clock: Callable[[], datetime]) -> None:
+        self.source = source
+        self.special_tokens = dict(special_tokens)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
+        )
+        environment.filters["tojson"] = tojson
+        environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = lambda form: clock().strftime(form)
+        self._compiled = environment.from_string(source)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: list[Any] | None = None,
+        documents: list[Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text. Raises TemplateError when the template refuses."""
+        if continue_final_message:
+            messages = _marked(messages)
+        variables = {**self.special_tokens, **(kwargs or {})}
+        variables.update(
+            messages=messages, tools=tools, documents=documents, add_generation_prompt=add_generation_prompt
+        )
+        try:
+            text = self._compiled.render(variables)
+            text.encode()  # half a surrogate pair is no text
+        except TEMPLATE_ERRORS as error:
+            raise TemplateError(str(error) or type(error).__name__) from error
+        return _cut_at_mark(text) if continue_final_message else text
+
+
+def _marked(messages: Sequence[Message]) -> list[Message]:
+    marked = deepcopy(list(messages))
+    content = marked[-1].get("content")
+    if isinstance(content, str):
+        marked[-1]["content"] = content + CONTINUE_TAG
+        return marked
+    for part in reversed(content or []):
+        if "text" in part:
+            part["text"] += CONTINUE_TAG
+            return marked
+    raise TemplateError("continue_final_message needs a final message with text")
+
+
+def _cut_at_mark(text: str) -> str:
+    """Everything before the mark; a template that trims its messages has trimmed the mark's space as well."""
+    at = text.rfind(CONTINUE_TAG.strip())
+    if at < 0:
+        raise TemplateError("the template does not render the final message, so it cannot be continued")
+    return text[:at] if text.startswith(CONTINUE_TAG, at) else text[:at].rstrip()

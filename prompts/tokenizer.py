@@ -1,0 +1,187 @@
+"""A model directory's tokenizer and chat template. Slow for long texts: for threads and processes, not the event loop."""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, Self
+
+import msgspec
+import numpy as np
+from tokenizers import Tokenizer
+from xxhash import xxh3_128_digest
+
+from prompts.errors import BadPrompt, TokenizerUnreadable
+from prompts.segments import SegmentCache, TokenArray, cut_after, cut_pattern, cuts_are_exact, token_array
+from prompts.template import ChatTemplate, Message
+
+MIN_CACHED_CHARS: Final = 64  # a shorter segment costs less to tokenise than to remember
+SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Blueprint(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a tokenizer is made of, so that another process can have the same. A template of "" is none."""
+
+    tokenizer: str
+    special_tokens: dict[str, str]
+    template: str = ""
+    tool_template: str = ""
+    eos_token_ids: tuple[int, ...] = ()
+
+
+class TextTokenizer:
+    """A model directory's tokenizer and chat template, without transformers. Thread-safe.
+
+    `eos_token_ids` are what ends an answer: the tokenizer's EOS and those that the generation config adds (end of turn, say).
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None = None,
+        *,
+        tool_template: ChatTemplate | None = None,
+        eos_token_ids: Sequence[int] = (),
+        cache: SegmentCache | None = None,
+    ) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._template = template
+        self._tool_template = tool_template or template
+        self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
+        self.cache = SegmentCache() if cache is None else cache
+        self.max_token_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self._cut = cut_pattern(tokenizer)
+        if self._cut is not None and not cuts_are_exact(tokenizer, self._cut):
+            self._cut = None
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        """Reads tokenizer.json, both configs beside it and chat_template.jinja. Raises TokenizerUnreadable."""
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerUnreadable(f"{directory} has no tokenizer.json")
+        try:
+            return cls._read(directory, Tokenizer.from_file(str(path)))
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise TokenizerUnreadable(f"the tokenizer in {directory} cannot be read: {error}") from error
+
+    @classmethod
+    def _read(cls, directory: Path, tokenizer: Tokenizer) -> Self:
+        config = _read_json(directory / "tokenizer_config.json")
+        special = special_tokens({**_read_json(directory / "special_tokens_map.json"), **config})
+        templates = {
+            name: ChatTemplate(source, special, datetime.now) for name, source in _templates(directory, config).items()
+        }
+        eos = tokenizer.token_to_id(special.get("eos_token", ""))
+        more_eos = _token_ids(_read_json(directory / "generation_config.json").get("eos_token_id"))
+        return cls(
+            tokenizer,
+            templates.get("default"),
+            tool_template=templates.get("tool_use"),
+            eos_token_ids=[*(() if eos is None else (eos,)), *more_eos],
+        )
+
+    def blueprint(self) -> Blueprint:
+        """What `build` makes an equal one of."""
+        template, tool_template = self._template, self._tool_template
+        return Blueprint(
+            tokenizer=self._tokenizer.to_str(),
+            special_tokens=template.special_tokens if template else {},
+            template=template.source if template else "",
+            tool_template=tool_template.source if tool_template else "",
+            eos_token_ids=self.eos_token_ids,
+        )
+
+    @classmethod
+    def build(cls, blueprint: Blueprint) -> Self:
+        """The tokenizer that `blueprint` was taken from."""
+        sources = (blueprint.template, blueprint.tool_template)
+        template, tool_template = (
+            ChatTemplate(source, blueprint.special_tokens, datetime.now) if source else None for source in sources
+        )
+        return cls(
+            Tokenizer.from_str(blueprint.tokenizer),
+            template,
+            tool_template=tool_template,
+            eos_token_ids=blueprint.eos_token_ids,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._tokenizer.get_vocab_size())
+
+    @property
+    def is_incremental(self) -> bool:
+        """Whether text seen before is not tokenised again."""
+        return self._cut is not None
+
+    def encode(self, text: str) -> TokenArray:
+        """Tokens of a plain prompt; the tokenizer's own rules say whether a BOS comes first."""
+        return self._encode_whole(text, add_special_tokens=True)
+
+    def encode_rendered(self, text: str) -> TokenArray:
+        """Tokens of a rendered chat, which spells its special tokens out itself."""
+        if self._cut is None:
+            return self._encode_whole(text, add_special_tokens=False)
+        return self._encode_segments(cut_after(self._cut, text))
+
+    def render(self, messages: Sequence[Message], tools: list[Any] | None = None, **options: Any) -> str:
+        """The prompt text of a chat. Raises BadPrompt."""
+        template = self._tool_template if tools else self._template
+        if template is None:
+            raise BadPrompt("This model has no chat template; use /v1/completions.", param="messages")
+        return template.render(messages, tools=tools, **options)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of an answer: special tokens are left out."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def token_text(self, token: int) -> str:
+        """One token on its own, special tokens spelled out; what logprobs name."""
+        return str(self._tokenizer.decode([token], skip_special_tokens=False))
+
+    def _encode_whole(self, text: str, *, add_special_tokens: bool) -> TokenArray:
+        # A batch of one: it lets go of the interpreter's lock, which `encode` holds (0.5 s for 400 kB).
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return token_array(encoding.ids)
+
+    def _encode_segments(self, segments: Sequence[str]) -> TokenArray:
+        keys = [xxh3_128_digest(s.encode()) if len(s) >= MIN_CACHED_CHARS else None for s in segments]
+        parts = [self.cache.get(key) if key else None for key in keys]
+        new = [index for index, part in enumerate(parts) if part is None]
+        encoded = self._tokenizer.encode_batch_fast([segments[index] for index in new], add_special_tokens=False)
+        for index, encoding in zip(new, encoded, strict=True):
+            parts[index] = tokens = token_array(encoding.ids)
+            if key := keys[index]:
+                self.cache.put(key, tokens)
+        return np.concatenate([part for part in parts if part is not None]) if parts else token_array([])
+
+
+def special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """What a template may name (`bos_token`, …), out of tokenizer_config.json."""
+    extra = config.get("extra_special_tokens")
+    named = {name: config.get(name) for name in SPECIAL_NAMES} | (extra if isinstance(extra, dict) else {})
+    contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
+    return {name: content for name, content in contents.items() if isinstance(content, str)}
+
+
+def _templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return {"default": path.read_text(encoding="utf-8")}
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}
+    return {"default": template} if isinstance(template, str) else {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return value if isinstance(value, dict) else {}
+
+
+def _token_ids(value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [token for token in values if isinstance(token, int)]

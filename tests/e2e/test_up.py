@@ -1,0 +1,120 @@
+"""`prfaas up` as a process: what is killed comes back by itself, and its terminal may go."""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import free_port
+
+pytestmark = pytest.mark.e2e
+
+TOPOLOGY = """
+[model]
+arch = "llama"
+name = "tiny"
+[gateway]
+port = {port}
+[node]
+engine = "emulated"
+cache_bytes = 8388608
+[[clusters]]
+name = "west"
+kind = "pd"
+nodes = [{{ node_id = "d0", role = "decode" }}]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> None:
+    """In place of the package's: here no other system runs."""
+
+
+class Up:
+    """A running `prfaas up`, and what it says."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process = process
+        self.url = url
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line)
+
+    def wait_for(self, text: str) -> str:
+        """The first line that has `text` in it."""
+        while text not in (line := self._lines.get(timeout=100.0)):
+            pass
+        return line
+
+    def child(self, module: str) -> int:
+        """The pid of a child that runs a module."""
+        pid = self.process.pid
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            if f"-m\0{module}\0" in Path(f"/proc/{child}/cmdline").read_text():
+                return int(child)
+        raise AssertionError(f"no child runs {module}")
+
+    def ask(self) -> int:
+        """The completion tokens of a request."""
+        body = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 4, "ignore_eos": True}).encode()
+        request = urllib.request.Request(f"{self.url}/v1/completions", body, {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60.0) as answer:
+            usage: dict[str, Any] = json.load(answer)["usage"]
+        return int(usage["completion_tokens"])
+
+    def until_answered(self) -> int:
+        """The same, as soon as the gateway sees the node again."""
+        deadline = threading.Event()
+        timer = threading.Timer(60.0, deadline.set)
+        timer.start()
+        try:
+            while not deadline.is_set():
+                with contextlib.suppress(OSError):
+                    return self.ask()
+        finally:
+            timer.cancel()
+        return self.ask()
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Up]:
+    port = free_port()
+    path = tmp_path / "topology.toml"
+    path.write_text(TOPOLOGY.format(port=port))
+    command = [sys.executable, "-m", "prfaas", "up", "-c", str(path), "--state-dir", str(tmp_path / "state")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        running = Up(process, f"http://127.0.0.1:{port}")
+        try:
+            yield running
+        finally:
+            if process.poll() is None:
+                process.terminate()
+
+
+def test_what_is_killed_comes_back_by_itself(up: Up) -> None:
+    up.wait_for("Ctrl-C ends it")
+    assert up.ask() == 4
+    os.kill(up.child("pd_cluster"), signal.SIGKILL)
+    up.wait_for("d0 ended with status -9: it is started again in 0.5 s")
+    up.wait_for("d0 is back")
+    assert up.until_answered() == 4
+    os.kill(up.child("gateway"), signal.SIGKILL)
+    up.wait_for("gateway is back")
+    assert up.until_answered() == 4
+    up.process.send_signal(signal.SIGHUP)
+    up.wait_for("stopping: running streams finish first")
+    assert up.process.wait(100.0) == 0

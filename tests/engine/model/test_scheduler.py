@@ -1,0 +1,212 @@
+"""Rounds of the scheduler on an emulated engine, in virtual time."""
+
+import itertools
+
+from engine.byte_tokenizer import byte_text
+from engine.model.emulated import EmulatedEngine, EmulatedTimes, emulated_layout, emulated_tokens
+from engine.model.sampling import SamplingParams
+from engine.model.scheduler import Failed, Finished, Keep, Kept, NewToken, Prefilled, Scheduler, Work
+from engine.pages import JobKV
+from tests.engine.builders import arena_for, job_pages, random_tokens
+
+PER_TOKEN_S, STEP_S = 0.001, 0.01
+
+
+class Bench:
+    """A scheduler whose engine's sleeping moves the clock."""
+
+    def __init__(self, chunk_tokens=128, **options):
+        self.now = 0.0
+        self.log = []
+        self.while_computing = lambda: None
+        times = EmulatedTimes(prefill_per_token_s=PER_TOKEN_S, decode_step_s=STEP_S)
+        self.engine = EmulatedEngine(emulated_layout("kimi_linear", 64), self.sleep, times, max_model_len=4096)
+        self.scheduler = Scheduler(self.engine, byte_text(), lambda: self.now, chunk_tokens=chunk_tokens, **options)
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.while_computing()
+
+    def add(self, name, length, max_tokens=4, **params):
+        sampling = None if max_tokens is None else SamplingParams(max_tokens=max_tokens, temperature=0.0, **params)
+        work = Work(
+            id=name, prompt=random_tokens(length), params=sampling, emit=lambda event: self.log.append((name, event))
+        )
+        self.scheduler.add(work)
+        return work
+
+    def run(self, rounds=10_000):
+        for _ in range(rounds):
+            if self.scheduler.idle:
+                return
+            self.scheduler.step()
+
+    def of(self, name, kind):
+        return [event for who, event in self.log if who == name and isinstance(event, kind)]
+
+    def tokens(self, name):
+        return [event.sampled.token for event in self.of(name, NewToken)]
+
+
+def test_every_request_gets_its_own_tokens():
+    bench = Bench()
+    works = [bench.add(f"r{n}", n, 10) for n in (1, 2, 64, 129, 500)]
+    bench.run()
+    for work in works:
+        assert bench.tokens(work.id) == emulated_tokens(work.prompt, 10)
+        assert isinstance(bench.log[-1][1], Finished)
+        assert bench.of(work.id, NewToken)[-1].finish_reason == "length"
+
+
+def test_at_most_one_chunk_between_two_tokens_of_a_stream():
+    bench = Bench()
+    bench.add("stream", 2, 50)
+    bench.run(3)
+    for n in range(3):
+        bench.add(f"long{n}", 1000)
+    bench.run()
+    times = [event.at_s for event in bench.of("stream", NewToken)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    # One chunk, and one step of each of the four streams.
+    assert max(gaps) <= 128 * PER_TOKEN_S + 4 * STEP_S + 1e-9
+
+
+def test_short_prompts_pass_long_ones_that_still_end():
+    bench = Bench()
+    bench.add("long", 2000, 1)
+    bench.run(1)
+    bench.add("short", 100, 1)
+    bench.run()
+    assert bench.of("short", Prefilled)[0].ended_s < bench.of("long", Prefilled)[0].ended_s
+
+
+def test_a_flood_of_short_prompts_does_not_starve_a_long_one():
+    bench = Bench()
+    bench.add("long", 1281, 1)  # ten chunks
+    for n in range(200):
+        bench.add(f"s{n}", 129, 1)
+        bench.run(1)
+    assert bench.of("long", Prefilled)
+
+
+def test_prefill_leg_never_samples():
+    bench = Bench()
+    bench.add("leg", 300, max_tokens=None)
+    bench.run()
+    assert [type(event) for _, event in bench.log] == [Prefilled, Finished]
+    assert bench.log[0][1].num_tokens == 299
+
+
+def test_chunks_end_where_states_are_stored():
+    bench, stops = Bench(), []
+    pages = job_pages(bench.engine.layout, 299, lengths=[192, 256])
+    kv = JobKV(
+        bench.engine.layout, arena_for(bench.engine.layout, pages), pages, on_layer=lambda *done: stops.append(done[-1])
+    )
+    work = bench.add("leg", 300, max_tokens=None)
+    work.kv = kv
+    bench.run()
+    assert stops == [128, 192, 256, 299]
+
+
+def test_abort_while_waiting_prefilling_and_decoding():
+    bench = Bench(max_running=2)
+    running, prefilling, waiting = bench.add("a", 10, 1000), bench.add("b", 2000), bench.add("c", 10)
+    bench.run(3)
+    for work in (running, prefilling, waiting):
+        assert not bench.scheduler.idle
+        work.abort()
+        bench.run(1)
+    assert bench.scheduler.idle
+    assert not any(bench.of(name, Finished) or bench.of(name, Failed) for name in "abc")
+
+
+def test_abort_takes_effect_inside_a_chunk():
+    bench = Bench(chunk_tokens=4096)
+    work = bench.add("a", 4000)
+    bench.while_computing = work.abort
+    bench.run()
+    assert bench.now < 2.0  # one of four layers, not the four seconds of the whole chunk
+    assert bench.log == []
+
+
+def test_failure_of_one_request_is_its_own():
+    bench = Bench()
+    bad, good = bench.add("bad", 100), bench.add("good", 100)
+    bad.prompt = [*bad.prompt[:-2], -5, 7]  # no unsigned token
+    bench.run()
+    assert "OverflowError" in str(bench.of("bad", Failed)[0].error)
+    assert bench.tokens("good") == emulated_tokens(good.prompt, 4)
+
+
+def test_the_context_ends_an_answer():
+    bench = Bench()
+    bench.add("a", 4090, 1000)
+    bench.run()
+    assert len(bench.tokens("a")) == 6
+    assert bench.of("a", NewToken)[-1].finish_reason == "length"
+
+
+def test_stop_tokens_and_stop_strings():
+    expected = emulated_tokens(random_tokens(20), 12)
+    bench = Bench()
+    bench.add("token", 20, 12, stop_token_ids=(expected[4],))
+    bench.run()
+    assert bench.tokens("token") == expected[: expected.index(expected[4]) + 1]
+    assert bench.of("token", NewToken)[-1].finish_reason == "stop"
+    text = byte_text().decode(expected)
+    marker = text[len(text) // 2 : len(text) // 2 + 3]
+    bench.add("text", 20, 12, stop=(marker,))
+    bench.run()
+    assert "".join(event.text for event in bench.of("text", NewToken)) == text[: text.index(marker)]
+    assert bench.of("text", NewToken)[-1].finish_reason == "stop"
+
+
+def test_load_counts_what_is_left():
+    bench = Bench(max_running=1)
+    bench.add("a", 1001)
+    bench.add("b", 101)
+    bench.scheduler.step()
+    load = bench.scheduler.load
+    assert (load.running, load.waiting, load.queued_tokens) == (1, 1, 1000 - 128 + 100)
+
+
+class Pieces:
+    """Stands for a finished sequence: notes when each piece of it goes."""
+
+    def __init__(self, bench, count):
+        self.bench, self.count, self.at = bench, count, []
+
+    def keep(self, sequence, kv):
+        for _ in range(self.count):
+            self.at.append(self.bench.now)
+            yield
+
+
+def test_a_finished_answer_goes_piece_by_piece_between_the_tokens_of_others():
+    bench = Bench()
+    bench.add("stream", 2, 50)
+    bench.run(3)
+    pieces, ends = Pieces(bench, 20), []
+    bench.engine.keep = pieces.keep
+    for _ in range(2):
+        bench.scheduler.add(Keep(sequence=None, kv=None, emit=ends.append))
+    bench.run()
+    assert len(set(pieces.at[:40])) >= 38  # one per round, until the stream had ended
+    assert ends == [Kept(), Kept()]
+    gaps = [later.at_s - earlier.at_s for earlier, later in itertools.pairwise(bench.of("stream", NewToken))]
+    assert max(gaps) <= STEP_S + 1e-9
+
+
+def test_an_aborted_keep_and_one_that_fails_make_way():
+    bench = Bench()
+    events = {name: [] for name in ("aborted", "broken", "fine")}
+    bench.engine.keep = lambda sequence, kv: Pieces(bench, 3).keep(sequence, kv) if sequence else iter([1 / 0])
+    keeps = {name: Keep(sequence=name != "broken", kv=None, emit=happened.append) for name, happened in events.items()}
+    for keep in keeps.values():
+        bench.scheduler.add(keep)
+    keeps["aborted"].abort()
+    bench.run()
+    assert events["aborted"] == []
+    assert isinstance(events["broken"][0], Failed)
+    assert events["fine"] == [Kept()]

@@ -1,0 +1,155 @@
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.vllm.layout import (
+    NULL_BLOCK,
+    CacheLayer,
+    Kind,
+    attention_copies,
+    block_range,
+    cut,
+    state_block,
+    state_copy,
+    unfilled,
+    unloadable,
+    vllm_layout,
+)
+from hybrid_cache.errors import LayoutError
+from hybrid_cache.layout import Segment
+from tests.engine.vllm.builders import BLOCK, full, layout_of, pages_for, state, tables_for, window
+
+
+def test_layers_of_one_kind_are_one_group_however_vllm_groups_them():
+    layers = [state(f"l.{i}.mixer", table=i) for i in (0, 1, 2)] + [
+        full("l.3.attn", table=3),
+        full("l.10.attn", table=3),
+    ]
+    layout = layout_of(*layers)
+    assert [group.layers for group in layout.model.groups] == [(3, 4), (0, 1, 2)]
+    assert [place.layer.name for place in layout.places] == [
+        "l.0.mixer",
+        "l.1.mixer",
+        "l.2.mixer",
+        "l.3.attn",
+        "l.10.attn",
+    ]
+
+
+def test_a_layer_may_be_attention_and_state_at_once():
+    layout = layout_of(full("l.0.attn", table=0), state("l.0.mamba", table=1))
+    assert [group.layers for group in layout.model.groups] == [(0,), (1,)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_attention_alone_has_the_same_layout_for_any_number_of_ranks(ranks):
+    heads = 4
+    alone = layout_of(full("a", part_bytes=heads * 64 * BLOCK, parts=1), ranks=1)
+    shared = layout_of(full("a", part_bytes=heads // ranks * 64 * BLOCK, parts=ranks), ranks=ranks)
+    assert shared.model.fingerprint == alone.model.fingerprint
+
+
+def test_states_cut_for_other_numbers_of_ranks_are_another_layout():
+    alone = layout_of(full("a"), state("s", part_bytes=800, parts=1), ranks=1)
+    shared = layout_of(
+        full("a", part_bytes=full("a").part_bytes // 2, parts=2), state("s", part_bytes=400, parts=2), ranks=2
+    )
+    assert shared.model.slab_bytes(1) == alone.model.slab_bytes(1)
+    assert shared.model.fingerprint != alone.model.fingerprint
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]))
+def test_parts_of_all_ranks_tile_a_slab_and_each_has_one_writer(ranks, heads):
+    parts = min(ranks, heads)
+    layout = layout_of(full("a", part_bytes=heads // parts * 8 * BLOCK, parts=parts), ranks=ranks)
+    place = layout.places[0]
+    all_parts = [layout.part(place, rank) for rank in range(ranks)]
+    written = [part for part in all_parts if part.writes]
+    assert written[0].start == 0
+    assert all(left.stop == right.start for left, right in pairwise(written))
+    assert written[-1].stop == layout.model.slab_bytes(0)
+    assert {(part.start, part.stop) for part in all_parts} == {(part.start, part.stop) for part in written}
+    assert layout.num_writers(place) == len(written)
+
+
+def test_what_cannot_be_paged_is_refused():
+    with pytest.raises(LayoutError, match="evenly"):
+        layout_of(full("a", parts=3), ranks=4)
+    with pytest.raises(LayoutError, match="blocks of 8 tokens among"):
+        vllm_layout(
+            [CacheLayer(name="a", table=0, kind=Kind.FULL, block_tokens=8, part_bytes=64, parts=1)],
+            model="m", dtype="float32", block_tokens=16, ranks=1,
+        )  # fmt: skip
+    with pytest.raises(LayoutError, match="whole number"):
+        layout_of(full("a", part_bytes=BLOCK * 8 + 1))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
+def test_cut_is_a_slice_of_the_bytes_in_order(lengths, data):
+    position, segments, order = 100, [], []
+    for length in lengths:
+        segments.append(Segment(position, length))
+        order += range(position, position + length)
+        position += length + 7
+    start = data.draw(st.integers(0, len(order)))
+    stop = data.draw(st.integers(start, len(order)))
+    got = [
+        byte for segment in cut(segments, start, stop) for byte in range(segment.start, segment.start + segment.length)
+    ]
+    assert got == order[start:stop]
+
+
+@given(st.integers(0, 40), st.integers(0, 40))
+def test_block_range_covers_the_tokens(start, length):
+    blocks = block_range(start, start + length, BLOCK)
+    touched = {token // BLOCK for token in range(start, start + length)}
+    assert touched <= set(blocks)
+
+
+def test_attention_is_copied_where_both_sides_have_the_block():
+    layout = layout_of(full("a", table=0), window("w", tokens=BLOCK + 1, table=1))
+    pages = pages_for(layout, 3 * BLOCK + 1)
+    tables = ((1, 2, 3, 4), (NULL_BLOCK, NULL_BLOCK, 7, 8))
+    attention, sliding = layout.places
+    part = layout.part(attention, 0)
+    copies = list(attention_copies(layout.model, attention, part, pages, tables[0], BLOCK, 3 * BLOCK + 1))
+    assert [copy.block_id for copy in copies] == [2, 3, 4]
+    copies = list(attention_copies(layout.model, sliding, layout.part(sliding, 0), pages, tables[1], 0, 3 * BLOCK + 1))
+    assert [copy.block_id for copy in copies] == [7, 8]
+
+
+def test_state_lies_in_the_block_of_its_last_token():
+    assert state_block((0, 0, 9), 3 * BLOCK, BLOCK) == 9
+    assert state_block((0, 0, 9), 2 * BLOCK + 1, BLOCK) == 9
+    assert state_block((0, 0, 9), 2 * BLOCK, BLOCK) == NULL_BLOCK
+    assert state_block((5,), 1000, 4096) == 5, "without prefix caching there is one block"
+    assert state_block((), 1, BLOCK) == NULL_BLOCK
+
+
+def test_no_state_is_copied_that_one_side_lacks():
+    layout = layout_of(full("a", table=0), state("s", table=1))
+    pages = pages_for(layout, 2 * BLOCK + 1)
+    place = layout.places[1]
+    part = layout.part(place, 0)
+    assert state_copy(layout.model, place, part, pages, (0, 0, 3), 2 * BLOCK + 1) is not None
+    assert state_copy(layout.model, place, part, pages, (0, 0, 3), 2 * BLOCK) is None
+    assert state_copy(layout.model, place, part, pages, (0, 0, 0), 2 * BLOCK + 1) is None
+
+
+def test_every_live_block_must_have_bytes_to_be_loaded():
+    layout = layout_of(full("a", table=0), state("s", table=1))
+    n = 2 * BLOCK + 1
+    pages, tables = pages_for(layout, n), tables_for(layout, n)
+    assert unloadable(layout, pages, tables, 0, n) == ""
+    assert "vLLM has no block 1" in unloadable(layout, pages, ((1, 0, 3), tables[1]), 0, n)
+    assert "no state" in unloadable(layout, pages, (tables[0], (0, 4, 3)), 0, n - 1)
+    assert "no block for the state" in unloadable(layout, pages, (tables[0], (0, 0, 0)), 0, n)
+
+
+def test_windows_that_moved_on_are_named():
+    layout = layout_of(full("a", table=0), window("w", tokens=BLOCK + 2, table=1))
+    pages = pages_for(layout, 3 * BLOCK)
+    assert unfilled(layout, pages, ((1, 2, 3), (NULL_BLOCK, 5, 6)), 0, 3 * BLOCK) == set()
+    assert unfilled(layout, pages, ((1, 2, 3), (NULL_BLOCK, NULL_BLOCK, 6)), 0, 3 * BLOCK) == {(1, 1)}

@@ -1,0 +1,61 @@
+"""A server whose requests all wait for the agent takes no steps, and none too few."""
+
+from tests.engine.vllm.builders import tables_for
+from tests.engine.vllm.scripted import LANDING, LAYOUT, LEG, N, Request, World
+
+
+class Inbox:
+    """What vLLM has been sent, as often as it is looked at."""
+
+    def __init__(self, *looks: bool) -> None:
+        self.looks = list(looks)
+
+    def __call__(self) -> bool:
+        return self.looks.pop(0)
+
+
+def test_while_every_request_waits_vllm_is_left_alone_until_it_is_sent_something():
+    inbox = Inbox(False, False, True)
+    world = World(has_input=inbox)
+    request = world.arrive(Request(params=LANDING))
+    assert world.side.num_new_matched_tokens(request, 0) is None
+    assert inbox.looks == []
+    assert world.agent.loads == [(0, 1, N)], "what waits is reported before the rest, which may be long"
+    world.idle()  # once a step
+    world.agent.news.set()
+    world.grant()
+    assert world.side.num_new_matched_tokens(request, 0) == N - 1, "news end a rest, and are heard in the same step"
+
+
+def test_a_leg_that_is_held_rests_between_steps():
+    inbox = Inbox(False, True)
+    world = World(has_input=inbox)
+    request = world.arrive(Request(params=LEG))
+    world.agent.news.set()
+    world.grant()
+    world.side.num_new_matched_tokens(request, 0)
+    world.side.after_alloc(request, tables_for(LAYOUT, N - 1), 0)
+    world.schedule(request, N - 1)
+    world.agent.news.clear()
+    world.idle()
+    assert inbox.looks == []
+
+
+def test_a_rest_ends_with_the_patience_of_a_request():
+    world = World(has_input=lambda: setattr(world, "now", world.now + 1.0))
+    request = world.arrive(Request(params=LANDING))
+    assert world.side.num_new_matched_tokens(request, 0) is None
+    assert world.now == 5.0, "without a step for MAX_REST_S at most"
+    local = World(has_input=lambda: setattr(local, "now", local.now + 1.0))
+    request = local.arrive(Request())
+    assert local.side.num_new_matched_tokens(request, 0) is None
+    assert local.now == 1.0
+    assert local.side.num_new_matched_tokens(request, 0) == 0
+
+
+def test_nothing_rests_while_another_request_might_go_on():
+    world = World(has_input=Inbox())
+    request = world.arrive(Request(params=LANDING))
+    world.arrive(Request("short", num_tokens=2))
+    assert world.side.num_new_matched_tokens(request, 0) is None
+    world.idle()

@@ -1,0 +1,167 @@
+"""Bodies of any size and shape are read while the event loop goes on, wherever that happens."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from gateway.errors import ApiError, ReaderDied
+from gateway.openai import Endpoint
+from gateway.prompts import Hashing, Prompt, read_call
+from gateway.read import LONG_BODY_BYTES, Reader
+from gateway.tasks import TaskSet
+from tests.gateway.worlds import model_of, on_loop, until
+from tests.prompts.builders import text_tokenizer
+
+HASHING = Hashing(block_size=16, salt=b"salt")
+MODEL = model_of(HASHING)
+BODY_BYTES = 10 * 1024 * 1024
+MAX_LAG_S = 0.020
+MESSAGES = b'"messages":[{"role":"user","content":"hi"}]'
+
+
+def filled(head: bytes, part: bytes, tail: bytes) -> bytes:
+    """The longest body within the limit that repeats `part`."""
+    return head + part * ((BODY_BYTES - len(head) - len(tail)) // len(part)) + tail
+
+
+LONG_BODIES = {
+    "text": (Endpoint.COMPLETIONS, filled(b'{"model":"m","prompt":"', b"hello there ", b'"}')),
+    "token ids": (Endpoint.COMPLETIONS, filled(b'{"model":"m","prompt":[1', b",7", b"]}")),
+    "turns": (
+        Endpoint.CHAT,
+        filled(
+            b'{"model":"m","messages":[{"role":"user","content":"hi"}', b',{"role":"user","content":"hello"}', b"]}"
+        ),
+    ),
+    "tools": (Endpoint.CHAT, filled(b'{"model":"m",' + MESSAGES + b',"tools":[1', b",[]", b"]}")),
+    "template's": (
+        Endpoint.CHAT,
+        filled(b'{"model":"m",' + MESSAGES + b',"chat_template_kwargs":{"x":[1', b",{}", b"]}}"),
+    ),
+    "stops": (Endpoint.COMPLETIONS, filled(b'{"model":"m","prompt":"x","stop":["a"', b',"b"', b"]}")),
+    "fields": (
+        Endpoint.COMPLETIONS,
+        b'{"model":"m","prompt":"x"' + b"".join(b',"k%06d":1' % n for n in range(800_000)) + b"}",
+    ),
+    "no JSON": (Endpoint.COMPLETIONS, b"[" * BODY_BYTES),
+}
+
+
+@asynccontextmanager
+async def reader() -> AsyncIterator[Reader]:
+    tasks = TaskSet(lambda name: pytest.fail(name))
+    made = Reader(text_tokenizer(), tasks)
+    try:
+        yield made
+    finally:
+        await tasks.join(60.0)
+        await made.close()
+
+
+async def longest_step_s(work: "asyncio.Task[object]") -> float:
+    """The most CPU time that this process spent between two turns of its event loop, until `work` was done.
+
+    On a busy machine others take time, but not this process's: what it spends in between, it has withheld from the loop.
+    """
+    longest, last = 0.0, time.process_time()
+    while not work.done():
+        await asyncio.sleep(0.001)
+        now = time.process_time()
+        longest, last = max(longest, now - last), now
+    return longest
+
+
+@pytest.mark.parametrize("kind", LONG_BODIES)
+def test_the_event_loop_goes_on_while_the_longest_bodies_are_read(kind: str) -> None:
+    @on_loop
+    async def scenario() -> None:
+        endpoint, body = LONG_BODIES[kind]
+        assert BODY_BYTES * 0.9 < len(body) <= BODY_BYTES
+        async with reader() as reads:
+            await reads.read(Endpoint.COMPLETIONS, long_body("warm"), MODEL)  # the process has started
+
+            async def read_and_forward() -> object:
+                call, _ = await reads.read(endpoint, body, MODEL)
+                return call.body({"max_tokens": 1})
+
+            work: asyncio.Task[object] = asyncio.create_task(read_and_forward())
+            assert await longest_step_s(work) <= MAX_LAG_S
+            error = work.exception()
+            assert error is None or (isinstance(error, ApiError) and error.status == 400)
+            assert (error is None) == (kind in ("tools", "template's"))
+
+    scenario()
+
+
+def long_body(word: str) -> bytes:
+    return json.dumps({"model": "m", "prompt": f"{word} " * LONG_BODY_BYTES, "max_tokens": 1}).encode()
+
+
+@on_loop
+async def test_long_bodies_are_read_as_short_ones_are() -> None:
+    body = long_body("hello there")
+    async with reader() as reads:
+        call, prompt = await reads.read(Endpoint.COMPLETIONS, body, MODEL)
+    same_call, same_prompt = read_call(Endpoint.COMPLETIONS, body, MODEL, text_tokenizer())
+    assert prompt == same_prompt
+    assert isinstance(prompt, Prompt)
+    assert call.options == same_call.options
+    assert call.body({"max_tokens": 1}) == same_call.body({"max_tokens": 1})
+
+
+@on_loop
+async def test_a_mistake_in_a_long_body_is_told_like_any_other() -> None:
+    async with reader() as reads:
+        with pytest.raises(ApiError, match="maximum context length is 100 tokens") as refusal:
+            await reads.read(Endpoint.COMPLETIONS, long_body("x"), model_of(HASHING, 100))
+    error = refusal.value
+    assert (error.status, error.param, error.code) == (400, "prompt", "context_length_exceeded")
+
+
+def children() -> set[int]:
+    return {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+
+
+@on_loop
+async def test_a_process_that_dies_costs_its_request_and_the_next_one_gets_another() -> None:
+    before = children()
+    async with reader() as reads:
+        await reads.read(Endpoint.COMPLETIONS, long_body("a"), MODEL)
+        (pid,) = children() - before
+        os.kill(pid, signal.SIGSTOP)
+        asking = asyncio.create_task(reads.read(Endpoint.COMPLETIONS, long_body("b"), MODEL))
+        await asyncio.sleep(0)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ReaderDied):
+            await asking
+        assert (await reads.read(Endpoint.COMPLETIONS, long_body("b"), MODEL))[1].num_tokens
+        await until(lambda: pid not in children())
+    assert children() == before
+
+
+@on_loop
+async def test_a_process_that_is_killed_while_it_waits_costs_no_request() -> None:
+    before = children()
+    async with reader() as reads:
+        await reads.read(Endpoint.COMPLETIONS, long_body("a"), MODEL)
+        (pid,) = children() - before
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.to_thread(os.waitid, os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert (await reads.read(Endpoint.COMPLETIONS, long_body("b"), MODEL))[1].num_tokens
+
+
+@on_loop
+async def test_a_client_that_leaves_does_not_spoil_the_next_answer() -> None:
+    async with reader() as reads:
+        first = asyncio.create_task(reads.read(Endpoint.COMPLETIONS, long_body("hello"), MODEL))
+        await asyncio.sleep(0)
+        first.cancel()
+        _, prompt = await reads.read(Endpoint.COMPLETIONS, long_body("there"), MODEL)
+    assert prompt == read_call(Endpoint.COMPLETIONS, long_body("there"), MODEL, text_tokenizer())[1]

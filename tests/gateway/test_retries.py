@@ -1,0 +1,147 @@
+"""What follows a failure: the whole table, and what happens before nodes when engines die."""
+
+import asyncio
+import json
+
+import pytest
+
+from gateway.retries import RULES, Failure, Next, Stage, failure_of, rule_after
+from gateway.tasks import TaskSet
+from tests.gateway.worlds import PATIENCE_S, World, on_loop, until, world
+
+LONG = "the quick brown fox jumps over the lazy dog " * 40
+
+
+def test_every_failure_that_a_stage_can_have_has_a_rule() -> None:
+    never = {(Stage.RESERVE, Failure.LOST), (Stage.RESERVE, Failure.DIED)}  # gRPC says unreachable
+    assert set(RULES) == {(stage, failure) for stage in Stage for failure in Failure} - never
+
+
+@pytest.mark.parametrize(("stage", "failure"), RULES)
+def test_nothing_is_tried_for_ever(stage: Stage, failure: Failure) -> None:
+    assert rule_after(stage, failure, tries=3, max_tries=3, deaths=0).next is not Next.ELSEWHERE
+    assert rule_after(stage, failure, tries=1, max_tries=3, deaths=2).next is Next.REFUSE
+
+
+@pytest.mark.parametrize("stage", Stage)
+def test_what_every_node_would_say_is_asked_of_no_other(stage: Stage) -> None:
+    assert failure_of("digest_mismatch") is Failure.REQUEST
+    assert rule_after(stage, Failure.REQUEST, tries=1, max_tries=3, deaths=0).next is not Next.ELSEWHERE
+
+
+async def refused(w: World) -> None:
+    response = await w.complete(LONG)
+    assert (response.status, (await response.json())["error"]["code"]) == (500, "kills_engines")
+    assert response.headers["x-should-retry"] == "false"
+    await w.settled()
+
+
+@on_loop
+async def test_a_request_that_kills_two_decode_engines_is_not_carried_to_a_third() -> None:
+    async with world(decode=4) as w:
+        for node in w.nodes.decode:
+            node.script.decode = ["die"]
+        await refused(w)
+        assert sum(len(node.bodies) for node in w.nodes.decode) == 2
+        assert await w.fallbacks() == {"decode_engine_died": 2}
+
+
+@on_loop
+async def test_deaths_of_prefill_engines_count_and_the_client_hears_at_once() -> None:
+    async with world(remote=3) as w:
+        for node in w.nodes.remote:
+            node.script.prefill = ["die"]
+        await refused(w)
+        assert sum(len(node.bodies) for node in w.nodes.remote) == 2
+        assert await w.fallbacks() == {"prefill_engine_died": 2}
+
+
+@on_loop
+async def test_a_connection_that_breaks_under_a_living_engine_is_no_death() -> None:
+    async with world(decode=3) as w:
+        for node in w.nodes.decode[:2]:
+            node.script.decode = ["drop"]
+        assert (await w.complete(LONG)).status == 200
+        assert await w.fallbacks() == {"decode_connection_lost": 2}
+
+
+@on_loop
+async def test_after_a_fallback_the_header_says_where_the_prompt_was_computed() -> None:
+    async with world() as w:
+        w.nodes.remote[0].script.prefill = ["503 draining"]
+        response = await w.complete(LONG)
+        assert response.headers["x-prfaas-route"].startswith("local; node=p0;")
+        (record,) = await w.records()
+        assert (record["route"], record["target"]) == ("local", "remote")
+
+
+@on_loop
+async def test_bytes_count_whatever_the_status() -> None:
+    async with world(decode=1) as w:
+        w.nodes.decode[0].script.decode = ["400 bad_stop"]
+        gate = w.nodes.decode[0].script.decode_gate = asyncio.Event()
+        asking = asyncio.create_task(w.complete(LONG))
+        await until(lambda: w.nodes.remote[0].bodies and not w.nodes.remote[0].running)
+        gate.set()
+        assert (await asking).status == 400
+        assert 'prfaas_kv_transfer_bytes_total{link="tcp",route="remote"} 1000.0' in await w.metrics()
+
+
+@on_loop
+async def test_the_end_of_every_task_is_seen() -> None:
+    seen: list[str] = []
+    tasks = TaskSet(seen.append)
+
+    async def fails(error: Exception) -> None:
+        raise error
+
+    tasks.start(fails(KeyError("x")), "foreseen", expected=(KeyError,))
+    tasks.start(fails(KeyError("x")), "unforeseen")
+    await tasks.join(PATIENCE_S)
+    assert seen == ["unforeseen"]
+
+
+@on_loop
+async def test_work_for_ever_is_begun_again_when_it_ends() -> None:
+    seen: list[str] = []
+    tasks, begun = TaskSet(seen.append), 0
+
+    async def work() -> None:
+        nonlocal begun
+        begun += 1
+        if begun < 3:
+            raise RuntimeError
+        await asyncio.sleep(PATIENCE_S)
+
+    tasks.keep(work, "heartbeat")
+    await until(lambda: begun == 3)
+    assert seen == ["heartbeat"] * 2
+    await tasks.cancel()
+    assert not len(tasks)
+
+
+@on_loop
+async def test_an_error_of_ours_in_the_prefills_leg_is_told_at_once() -> None:
+    async with world() as w:
+        w.gateway.door.rooms.accounts.delivered = _fails  # type: ignore[method-assign]
+        response = await w.complete(LONG)
+        assert (response.status, (await response.json())["error"]["code"]) == (500, "internal_error")
+        assert 'prfaas_unforeseen_errors_total{work="deliver"} 1.0' in await w.metrics()
+        await w.settled()
+
+
+@on_loop
+async def test_an_error_of_ours_in_a_stream_is_its_last_event() -> None:
+    async with world() as w:
+        w.gateway.door.rooms.accounts.notice_recompute = _fails  # type: ignore[method-assign]
+        for node in w.nodes.decode:
+            node.script.landing_failure = "landing_timeout"
+        response = await w.complete(LONG, stream=True)
+        last = (await response.read()).split(b"\n\n")[-2]
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "internal_error"
+        assert 'prfaas_unforeseen_errors_total{work="relay"} 1.0' in await w.metrics()
+        await w.settled()
+
+
+def _fails(*args: object) -> None:
+    raise RuntimeError("nobody thought of this")

@@ -1,0 +1,340 @@
+"""The command line: keys, exit codes, errors that name the input."""
+
+import csv
+import json
+import subprocess
+import sys
+
+import pytest
+
+from planner.commands.arguments import COMMANDS
+from planner.commands.cli import main
+from tests.planner.conftest import CONFIGS
+from tests.planner.traces import MOONCAKE
+
+CASE = str(CONFIGS / "case_study.toml")
+KEYS = {
+    "threshold_tokens",
+    "num_prfaas",
+    "num_prefill",
+    "num_decode",
+    "theta_prfaas_req_per_s",
+    "theta_pd_p_req_per_s",
+    "theta_pd_d_req_per_s",
+    "lambda_max_req_per_s",
+    "offload_fraction",
+    "mean_offloaded_tokens",
+    "egress_gbps",
+    "ttft_mean_s",
+    "ttft_p90_s",
+    "bottleneck",
+}
+SIMULATION_KEYS = {
+    "requests",
+    "completed",
+    "rejected",
+    "ttft_mean_s",
+    "ttft_p50_s",
+    "ttft_p90_s",
+    "ttft_p99_s",
+    "tbt_p99_s",
+    "goodput_req_per_s",
+    "hit_ratio",
+    "egress_mean_gbps",
+    "egress_p99_gbps",
+    "utilisation",
+    "seed",
+}
+
+
+def run(capsys, *argv: str) -> tuple[int, str, str]:
+    code = main(argv)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_solve_as_in_the_paper(capsys):
+    code, out, _ = run(capsys, "solve", "-c", CASE, "--as-in-paper", "--json")
+    plan = json.loads(out)
+    assert code == 0
+    assert set(plan) >= KEYS
+    assert 19_300 <= plan["threshold_tokens"] <= 19_500
+    assert (plan["num_prefill"], plan["num_decode"]) == (3, 5)
+    assert plan["offload_fraction"] == pytest.approx(0.496, abs=5e-4)
+    assert plan["input_hash"]
+    assert plan["prfaas_version"]
+    assert plan["provenance"]["T_prefill h20x8"].startswith("fitted")
+
+
+def test_a_plan_fits_a_screen_without_colour(capsys):
+    code, out, err = run(capsys, "solve", "-c", CASE)
+    assert code == 0
+    assert len(out.splitlines()) <= 40
+    assert "\x1b" not in out
+    assert "fitted(!)" in out
+    assert "warning:" in err
+
+
+def test_the_same_input_gives_the_same_plan_file(capsys, tmp_path):
+    for name in ("a.json", "b.json"):
+        assert run(capsys, "solve", "-c", CASE, "-o", str(tmp_path / name))[0] == 0
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def test_simulate_prints_its_keys_and_repeats_itself(capsys):
+    argv = ["simulate", "-c", CASE, "--trace", str(MOONCAKE), "--json", "--seed", "3"]
+    code, out, _ = run(capsys, *argv)
+    assert code == 0
+    assert set(json.loads(out)) >= SIMULATION_KEYS
+    assert run(capsys, *argv)[1] == out
+
+
+def test_seeds_come_with_intervals(capsys):
+    code, out, _ = run(capsys, "simulate", "-c", CASE, "--requests", "600", "--seeds", "3", "--json")
+    report = json.loads(out)
+    assert (code, report["seeds"]) == (0, 3)
+    assert 0 < report["ci95"]["ttft_mean_s"] < report["ttft_mean_s"]
+    assert "±" in run(capsys, "simulate", "-c", CASE, "--requests", "600", "--seeds", "3")[1]
+
+
+def test_a_day_with_the_controller(capsys):
+    argv = ["simulate", "-c", CASE, "--day", "0.2,0.7", "--bin", "300", "--controller", "model", "--tick", "60"]
+    code, out, _ = run(capsys, *argv, "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert len(report["timeline"]) >= 9
+    assert "num_prefill" in run(capsys, *argv)[1]
+    assert "day='x'" in run(capsys, "simulate", "-c", CASE, "--day", "x")[2]
+
+
+def requests_in(capsys, *argv: str) -> int:
+    return json.loads(run(capsys, "simulate", "-c", CASE, "--trace", str(MOONCAKE), "--json", *argv)[1])["requests"]
+
+
+def test_requests_cut_a_trace_whatever_their_number(capsys, tmp_path):
+    long = tmp_path / "long.jsonl"
+    row = {"timestamp": 0, "input_length": 100, "output_length": 1}
+    long.write_text("".join(json.dumps(row | {"timestamp": 3_001 * at}) + "\n" for at in range(20_005)))
+    argv = ["simulate", "-c", CASE, "--extrapolate", "--trace", str(long), "--json"]
+    assert json.loads(run(capsys, *argv, "--requests", "20000")[1])["requests"] == 20_000
+    assert requests_in(capsys, "--requests", "25") == 25
+    assert requests_in(capsys) == 400
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "plan.json: Expecting property name"),
+        ("[1]", "plan.json: list indices"),
+        ("{}", "plan.json: 'threshold_tokens' is missing; write plans with solve -o"),
+        ('{"threshold_tokens": null, "num_prefill": 3, "num_decode": 5, "lambda_max_req_per_s": 3}', "plan.json: "),
+        ('{"threshold_tokens": 1, "num_prefill": 1.5, "num_decode": 5, "lambda_max_req_per_s": 3}', "num_prefill=1.5"),
+        ('{"threshold_tokens": 1, "num_prefill": 3, "num_decode": 5, "lambda_max_req_per_s": 0}', "must be above 0"),
+    ],
+)
+def test_plan_files_that_are_none_are_named(capsys, tmp_path, text, message):
+    plan = tmp_path / "plan.json"
+    plan.write_text(text)
+    for argv in (["simulate", "-c", CASE, "--plan", str(plan)], ["compare", "-c", CASE, "--plans", str(plan)]):
+        code, _, err = run(capsys, *argv)
+        assert (code, message in err) == (1, True)
+    assert "no such file" in run(capsys, "simulate", "-c", CASE, "--plan", str(tmp_path / "none.json"))[2]
+
+
+@pytest.mark.parametrize(
+    "argv", [["--seeds", "0"], ["--requests", "0"], ["--load", "-1"], ["--tail-share", "2"], ["--fetch-gbps", "nan"]]
+)
+def test_numbers_that_make_no_sense_are_refused_as_usage(capsys, argv):
+    with pytest.raises(SystemExit) as exited:
+        main(["simulate", "-c", CASE, *argv])
+    assert exited.value.code == 2
+    assert f"argument {argv[0]}" in capsys.readouterr().err
+
+
+def test_the_report_is_of_the_trace_that_was_given(capsys, tmp_path):
+    argv = ["report", "-c", CASE, "--trace", str(MOONCAKE), "-o", str(tmp_path / "r.html"), "--json"]
+    found = json.loads(run(capsys, *argv)[1])
+    assert found["plan"]["workload"] == "mooncake_conversation_400"
+    assert found["simulated"]["prfaas"]["requests"] == 400
+
+
+def loaded_by(*argv: str) -> set[str]:
+    """Top-level packages that a command has loaded when it is done."""
+    code = (
+        "import sys\nfrom planner.commands.cli import main\n"
+        "try: main(sys.argv[1:])\nexcept SystemExit: pass\n"
+        "print(*{name.split('.')[0] for name in sys.modules}, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
+    return set(done.stderr.splitlines()[-1].split())
+
+
+HEAVY = {"numpy", "scipy", "rich", "hybrid_cache", "statistics"}
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_loads_no_number_crunching(command):
+    assert not loaded_by(*command.split(), "--help") & HEAVY
+
+
+@pytest.mark.parametrize("argv", [["solve", "-c", CASE], ["simulate", "-c", CASE, "--requests", "50"]])
+def test_what_only_some_commands_need_is_not_loaded_by_others(argv):
+    assert not loaded_by(*argv) & {"scipy", "rich"}
+
+
+def test_diff_exits_by_verdict(capsys, tmp_path):
+    plan = tmp_path / "plan.json"
+    run(capsys, "solve", "-c", CASE, "-o", str(plan))
+    table = json.loads(plan.read_text())
+    current = tmp_path / "current.json"
+
+    def verdict(**changes) -> int:
+        current.write_text(json.dumps(table | changes))
+        return run(capsys, "diff", str(plan), "--current", str(current))[0]
+
+    assert verdict() == 0
+    assert verdict(threshold_tokens=table["threshold_tokens"] + 20) == 0
+    assert verdict(num_prefill=4, num_decode=4) == 2
+    assert verdict(num_pd=6) == 3
+    assert verdict(num_prfaas=2) == 3
+
+
+def test_fit_feeds_solve(capsys, tmp_path):
+    workload = tmp_path / "w.json"
+    assert run(capsys, "fit", "--trace", str(MOONCAKE), "-o", str(workload))[0] == 0
+    code, out, _ = run(capsys, "solve", "-c", CASE, "-w", str(workload), "--json")
+    assert code == 0
+    assert json.loads(out)["workload"] == "mooncake_conversation_400"
+    assert "burst index" in run(capsys, "fit", "--trace", str(MOONCAKE), "--tokens", "total")[1]
+
+
+def test_whatif_writes_csv(capsys, tmp_path):
+    table = tmp_path / "sweep.csv"
+    argv = ["whatif", "-c", CASE, "--sweep", "b_out=2,10,100", "--sweep", "n_prfaas=2:4:3", "-o", str(table)]
+    assert run(capsys, *argv)[0] == 0
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert len(rows) == 9
+    best = [float(row["lambda_max_req_per_s"]) for row in rows if row["n_prfaas"] == "4.0"]
+    assert best == sorted(best)
+    code, out, _ = run(capsys, "whatif", "-c", CASE, "--heat-map")
+    assert (code, out.splitlines()[0]) == (0, "threshold_tokens,num_prefill,lambda_max_req_per_s")
+
+
+def test_saturate_stays_below_the_closed_form(capsys):
+    argv = ["saturate", "-c", CASE, "--requests", "3000", "--slo", "ttft_p90<5", "--tolerance", "0.1", "--json"]
+    code, out, _ = run(capsys, *argv)
+    found = json.loads(out)
+    assert code == 0
+    assert 0.5 < found["rate_req_per_s"] / found["lambda_max_req_per_s"] < 1
+    assert found["report"]["ttft_p90_s"] < 5
+    assert found["broken"] == ["ttft_p90_s < 5"]
+
+
+def test_compare_and_its_policies(capsys):
+    code, out, _ = run(capsys, "compare", "-c", CASE, "--requests", "800", "--json")
+    rows = json.loads(out)
+    assert code == 0
+    assert [row["name"] for row in rows] == ["homogeneous", "naive", "prfaas"]
+    assert rows[2]["ttft_mean_s"] < rows[0]["ttft_mean_s"]
+    code, _, err = run(capsys, "compare", "-c", CASE, "--policies", "magic")
+    assert (code, "policy 'magic': must be one of" in err) == (1, True)
+
+
+def test_profile_commands(capsys, tmp_path):
+    profile = str(CONFIGS / "profiles" / "internal-1t.json")
+    code, out, _ = run(capsys, "profile", "show", profile)
+    assert code == 0
+    assert "fitted" in out
+    points = tmp_path / "points.csv"
+    points.write_text("tokens,seconds\n1000,0.9\n8000,1.3\n32000,2.6\n")
+    better = tmp_path / "better.json"
+    argv = [
+        "profile",
+        "calibrate",
+        profile,
+        "--hardware",
+        "h200x8",
+        "--points",
+        str(points),
+        "-o",
+        str(better),
+        "--json",
+    ]
+    code, out, _ = run(capsys, *argv)
+    assert code == 0
+    assert max(abs(row["error"]) for row in json.loads(out)["residuals"]) < 0.05
+    assert run(capsys, "profile", "check", str(better), "--points", str(points))[0] == 0
+    assert run(capsys, "profile", "check", profile)[0] == 0
+    code, _, err = run(capsys, "profile", "import-aic", profile, "--model-path", "x")
+    assert (code, "aiconfigurator is not installed" in err) == (1, True)
+
+
+def test_report_is_one_self_contained_page(capsys, tmp_path):
+    page = tmp_path / "report.html"
+    assert run(capsys, "report", "-c", CASE, "--requests", "400", "-o", str(page))[0] == 0
+    html = page.read_text()
+    assert html.startswith("<!doctype html>")
+    assert html.count("<svg") >= 7
+    assert "src=" not in html
+    assert "http" not in html.replace("http://www.w3.org/2000/svg", "")
+
+
+def site(tmp_path, text: str):
+    path = tmp_path / "site.toml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("schema = 1", "schema = 7"), "site.toml: schema = 7: must be 1"),
+        (('kind = "pd"', 'kind = "gpu"'), "clusters[1]: kind = 'gpu': must be 'prfaas' or 'pd'"),
+        (("instances = 8", "instances = -1"), "clusters[1]: instances = -1: must be at least 0"),
+        (('destination = "pd"', 'destination = "moon"'), "'moon' is no cluster; known: prfaas, pd"),
+        (("sigma = 1.00", "sigma = 0.0"), "sigma=0.0: must be above 0"),
+        (("output_tokens = 1024", "output_tokens = 0"), "output_tokens=0"),
+        (
+            ("capacity_gbps = 100", "capacity_mbps = 100"),
+            "links[0]: unknown key 'capacity_mbps' (did you mean 'capacity_gbps'?)",
+        ),
+        (("output_tokens = 1024", 'output_tokens = "many"'), "[workload]: output_tokens = 'many': must be a number"),
+        (("instances = { prfaas = 0, pd = 12 }", "instances = { prfaas = -1 }"), "instances.prfaas = -1: must be"),
+        (('"quoted: §4.1"', '"guess"'), "provenance='guess'"),
+        (("max_tokens = 131072", "max_tokens = 400000"), "pass --extrapolate"),
+        (('hardware = "h20x8"', 'hardware = "abacus"'), "not profiled on 'abacus'; known: h200x8, h20x8"),
+    ],
+)
+def test_errors_name_the_input_and_what_would_do(capsys, tmp_path, change, message):
+    text = (CONFIGS / "case_study.toml").read_text().replace("profiles/", f"{CONFIGS}/profiles/")
+    assert change[0] in text
+    code, _, err = run(capsys, "solve", "-c", site(tmp_path, text.replace(*change)))
+    assert code == 1
+    assert message in err
+
+
+def test_missing_files_and_unknown_deployments(capsys, tmp_path):
+    assert "no such file" in run(capsys, "solve", "-c", str(tmp_path / "none.toml"))[2]
+    code, _, err = run(capsys, "solve", "-c", CASE, "--deployment", "moon")
+    assert (code, "known: homogeneous, naive" in err) == (1, True)
+
+
+def test_infeasible_exits_3(capsys):
+    code, _, err = run(capsys, "solve", "-c", CASE, "--objective", "cost", "--rate", "50")
+    assert code == 3
+    assert "rate_req_per_s=50" in err
+
+
+def test_robust_and_fleet(capsys, tmp_path):
+    code, out, _ = run(capsys, "solve", "-c", CASE, "--robust", "--json")
+    assert code == 0
+    assert json.loads(out)["worst_ratio"] > 0.8
+    text = (CONFIGS / "case_study.toml").read_text().replace("profiles/", f"{CONFIGS}/profiles/")
+    more = text + (
+        '[[clusters]]\nname = "pd-2"\nkind = "pd"\nhardware = "h20x8"\ninstances = 2\n'
+        '[[links]]\nsource = "prfaas"\ndestination = "pd-2"\ncapacity_gbps = 10\n'
+    )
+    more = more.replace("[deployments.homogeneous]\ninstances = { prfaas = 0, pd = 12 }\n", "")
+    code, out, _ = run(capsys, "solve", "-c", site(tmp_path, more), "--bins", "15", "--json")
+    assert code == 0
+    assert [cluster["name"] for cluster in json.loads(out)["pd_clusters"]] == ["pd", "pd-2"]

@@ -1,0 +1,71 @@
+"""The breaker of a link: opens at the first failure, is probed, closes by itself."""
+
+import itertools
+
+from planner.decisions.breaker import MAX_RETRY_S, PROBE_S, TRANSITIONS, Breaker, Breakers, Event, State
+
+
+def test_the_first_failure_opens_and_nothing_passes_until_a_probe_has():
+    breaker = Breaker()
+    breaker.on_failed(10.0)
+    assert not breaker.up
+    assert not breaker.wants_probe(10.5)
+    assert breaker.wants_probe(11.0)
+    assert (breaker.state, breaker.up) == (State.HALF_OPEN, False)
+    assert not breaker.wants_probe(11.0)  # one at a time
+    breaker.on_arrived(11.1)
+    assert breaker.up
+
+
+def test_retries_become_rarer_up_to_a_limit_and_an_arrival_forgets_them():
+    breaker, now, gaps = Breaker(), 0.0, []
+    breaker.on_failed(now)
+    for _ in range(8):
+        wait = breaker.next_probe_time() - now
+        gaps.append(wait)
+        now += wait
+        assert breaker.wants_probe(now)
+        breaker.on_failed(now)
+    assert gaps == [1, 2, 4, 8, 16, MAX_RETRY_S, MAX_RETRY_S, MAX_RETRY_S]
+    breaker.on_arrived(now)
+    breaker.on_failed(now)
+    assert breaker.next_probe_time() == now + 1
+
+
+def test_a_probe_of_which_nothing_is_heard_has_failed():
+    breaker = Breaker()
+    breaker.on_failed(0.0)
+    assert breaker.wants_probe(1.0)
+    assert not breaker.wants_probe(1.0 + PROBE_S)
+    assert breaker.state is State.OPEN
+    assert breaker.wants_probe(breaker.next_probe_time())
+
+
+def test_failures_of_what_had_left_before_do_not_put_the_probe_off():
+    breaker = Breaker()
+    for at in (0.0, 0.3, 0.9):
+        breaker.on_failed(at)
+    assert breaker.wants_probe(1.0)
+
+
+def test_what_had_left_before_and_arrives_closes():
+    breaker = Breaker()
+    breaker.on_failed(0.0)
+    breaker.on_arrived(0.2)
+    assert breaker.up
+
+
+def test_whatever_is_seen_leads_somewhere():
+    seen = (Event.FAILED, Event.ARRIVED)
+    assert {(state, event) for state, event in itertools.product(State, seen)} <= set(TRANSITIONS)
+    assert set(TRANSITIONS) - set(itertools.product(State, seen)) == {(State.OPEN, Event.WAITED)}
+
+
+def test_a_failure_is_of_one_link():
+    breakers = Breakers()
+    breakers.of("east", "west").on_failed(0.0)
+    assert not breakers.up("east", "west")
+    assert breakers.up("east", "south")
+    assert breakers.up("north", "west")
+    assert breakers.probes(0.5) == []
+    assert breakers.probes(1.0) == [("east", "west")]

@@ -1,0 +1,125 @@
+"""What is learned of prefills: the curve, its error, and that it forgets."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from planner.decisions.estimates import BELIEVED, LearnedCost, PrefillEstimate
+from planner.decisions.routing import route
+from tests.planner.worlds import link, pd_decode, policy, prfaas, request
+
+PRIOR = (0.001, 0.05, 1e-6)
+TRUTH = (0.46, 0.13, 2.89e-4)
+
+
+def truth(computed: int, cached: int, coefficients=TRUTH) -> float:
+    u, c = computed / 1000, cached / 1000
+    a0, a1, a2 = coefficients
+    return a0 + a1 * u + a2 * u * (2 * c + u)
+
+
+def learned(samples: int, noise: float = 0.0, seed: int = 0) -> PrefillEstimate:
+    rng, found = np.random.default_rng(seed), PrefillEstimate(PRIOR)
+    for _ in range(samples):
+        computed, cached = int(rng.lognormal(8, 1.2)) + 1, int(rng.integers(0, 2)) * int(rng.lognormal(10, 1))
+        found.observe(computed, cached, truth(computed, cached) * float(np.exp(noise * rng.standard_normal())))
+    return found
+
+
+@pytest.mark.parametrize(("computed", "cached"), [(500, 0), (20_000, 0), (2_000, 100_000), (100_000, 0)])
+def test_the_curve_is_found_in_both_directions(computed, cached):
+    assert learned(200).seconds(computed, cached) == pytest.approx(truth(computed, cached), rel=0.03)
+
+
+def test_before_any_sample_the_prior_holds():
+    assert PrefillEstimate(PRIOR).seconds(8_000, 0) == pytest.approx(0.001 + 0.4, rel=1e-3)
+
+
+def test_one_sample_moves_it_most_of_the_way():
+    found = PrefillEstimate(PRIOR)
+    found.observe(8_000, 0, 1.5)
+    assert found.seconds(8_000, 0) == pytest.approx(1.5, rel=0.1)
+
+
+def test_the_error_is_that_of_predictions_not_of_the_fit():
+    noisy = learned(400, noise=0.1).error
+    assert noisy.mean == pytest.approx(0.08, abs=0.03)
+    assert noisy.mean < noisy.p90 < 0.3
+    assert learned(1000).error.p90 < 0.01
+
+
+def test_a_node_that_has_become_slower_is_believed():
+    found = learned(500)
+    for _ in range(250):
+        found.observe(8_000, 0, 3 * truth(8_000, 0))
+    # Relative errors are least for the short times that it took before, so those fade last.
+    assert found.seconds(8_000, 0) == pytest.approx(3 * truth(8_000, 0), rel=0.1)
+
+
+def test_more_tokens_never_take_less_time_whatever_was_seen():
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        found = PrefillEstimate(PRIOR)
+        for _ in range(int(rng.integers(1, 40))):
+            found.observe(int(rng.integers(1, 60_000)), int(rng.integers(0, 90_000)), float(rng.lognormal(0, 2)))
+        assert min(found.coefficients) >= 0
+        assert found.seconds(1_000, 0) <= found.seconds(2_000, 0) <= found.seconds(2_000, 5_000)
+
+
+@pytest.mark.parametrize("glitch_s", [1e-12, 1e-9, 1e-6, 1e-3])
+def test_a_time_that_cannot_be_does_not_end_all_predictions(glitch_s):
+    """It outweighs the others by the square of what it is too short by, and leaves equations that nearly agree."""
+    for seed in range(20):
+        rng, found = np.random.default_rng(seed), PrefillEstimate(PRIOR)
+        for _ in range(30):
+            seconds = glitch_s if rng.random() < 0.2 else rng.uniform(0.05, 1e3)
+            found.observe(int(rng.choice([1, 5, 1000, 30_000])), int(rng.choice([0, 64_000])), seconds)
+            assert 0 <= found.seconds(1000, 0) < 1e6
+
+
+def test_memory_does_not_grow_with_samples():
+    found = learned(2_000)
+    tracemalloc.start()
+    try:
+        for at in range(20_000):
+            found.observe(1_000 + at % 7, 0, 0.5)
+        grown, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert grown < 20_000
+
+
+def test_every_node_has_its_own_and_a_new_one_its_clusters():
+    cost = LearnedCost(20_000)
+    quick, slow = prfaas("r0"), prfaas("r1", cluster="north")
+    assert cost.prefill_s(quick, 10_000, 0) == pytest.approx(0.5)
+    for _ in range(BELIEVED):
+        cost.observe(quick, 10_000, 0, 1.0)
+        cost.observe(slow, 10_000, 0, 20.0)
+    assert cost.prefill_s(slow, 10_000, 0) > 15 * cost.prefill_s(quick, 10_000, 0)
+    assert cost.prefill_s(prfaas("r9", cluster="north"), 10_000, 0) == cost.prefill_s(slow, 10_000, 0)
+    assert cost.queue_s(prfaas("r1", cluster="north", queued_tokens=5_000)) == pytest.approx(10.0)
+    cost.forget("r1")
+    assert cost.prefill_s(slow, 10_000, 0) == pytest.approx(20.0, rel=0.1)
+
+
+def test_long_prompts_go_to_the_cluster_that_has_proved_quick():
+    """Two PrfaaS clusters, one twenty times as fast: with one rate for all, eleven of twelve went to the slow one."""
+    cost, went = LearnedCost(20_000), []
+    slow, quick = prfaas("r0", cluster="east"), prfaas("r1", cluster="north")
+    for _ in range(3):
+        cost.observe(slow, 5_000, 0, 10.0)
+        cost.observe(quick, 5_000, 0, 0.5)
+    queued = {"r0": 0, "r1": 0}
+    for _ in range(12):
+        nodes = [
+            prfaas("r0", cluster="east", queued_tokens=queued["r0"]),
+            prfaas("r1", cluster="north", queued_tokens=queued["r1"]),
+            pd_decode(),
+        ]
+        links = [link(source="east"), link(source="north")]
+        found = route(request(5_000), nodes, links, policy(1_000), cost=cost)
+        went.append(found.prefill_node)
+        queued[found.prefill_node] += 5_000
+    assert went == ["r1"] * 12

@@ -1,0 +1,38 @@
+import numpy as np
+import pytest
+
+from planner.model.queueing import Station, Wait, erlang_c, mgk_wait, predict_ttft
+
+
+def test_erlang_c_of_one_server_is_the_load():
+    assert erlang_c(1, 0.7) == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize(("servers", "offered"), [(10, 8.0), (100, 80.0), (400, 390.0)])
+def test_erlang_c_agrees_with_the_recursion_for_erlang_b(servers, offered):
+    blocked = 1.0
+    for k in range(1, servers + 1):
+        blocked = offered * blocked / (k + offered * blocked)
+    waits = blocked / (1 - offered / servers * (1 - blocked))
+    assert erlang_c(servers, offered) == pytest.approx(waits, rel=1e-9)
+
+
+def test_a_full_system_makes_everybody_wait():
+    assert erlang_c(2, 2.0) == 1.0
+
+
+def test_m_m_1_and_m_d_1():
+    assert mgk_wait(0.5, 1, 1.0, 2.0).mean_s == pytest.approx(1.0)
+    assert mgk_wait(0.5, 1, 1.0, 1.0).mean_s == pytest.approx(0.5)
+    assert mgk_wait(1.0, 1, 1.0, 1.0).mean_s == float("inf")
+
+
+def test_an_empty_system_has_the_services_own_ttft():
+    station = Station(weights=np.full(10, 0.1), prefill_s=np.arange(1.0, 11.0), after_s=np.zeros(10), servers=3)
+    found = predict_ttft([station], Wait(0.0, 0.0), 1e-9)
+    assert (found.mean_s, found.p90_s) == (pytest.approx(5.5), pytest.approx(9.0, abs=1e-6))
+
+
+def test_an_unstable_queue_never_answers():
+    station = Station(weights=np.ones(1), prefill_s=np.ones(1), after_s=np.zeros(1), servers=1)
+    assert predict_ttft([station], Wait(0.0, 0.0), 2.0).p90_s == float("inf")

@@ -1,0 +1,156 @@
+import json
+import lzma
+
+import numpy as np
+import pytest
+
+from planner.errors import InputError
+from planner.model.fitting import burst_index, fit, fit_metrics, workload_of
+from planner.model.site import read_fitted
+from planner.model.traffic import Lengths
+from planner.model.workload import diurnal, infinite_cache_hits, poisson, read_trace
+from tests.planner.traces import MOONCAKE
+
+
+def test_a_mooncake_trace_is_what_its_readme_says():
+    trace = read_trace(MOONCAKE)
+    assert len(trace) == 400
+    assert trace.blocks is not None
+    sizes = [len(ids) for ids in trace.blocks]
+    assert sizes == [-(-int(n) // 512) for n in trace.prompt_tokens]
+    assert (np.diff(trace.arrival_s) >= 0).all()
+    assert trace.arrival_s[-1] < 3600  # milliseconds were understood
+
+
+def test_ticks_are_spread_and_the_order_is_kept():
+    trace = read_trace(MOONCAKE)
+    spread = trace.spread(np.random.default_rng(0))
+    assert len(np.unique(spread.arrival_s)) == len(trace)
+    assert (np.diff(spread.arrival_s) >= 0).all()
+    assert np.floor(spread.arrival_s / 3) * 3 == pytest.approx(trace.arrival_s, abs=0.002)
+    exact = poisson(Lengths.of(np.array([5.0])), 1, 1.0, 100, np.random.default_rng(0))
+    assert exact.spread(np.random.default_rng(0)) is exact
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arrivals", "prompts"),
+    [
+        (
+            "azure.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n",
+            [0, 4.314579],
+            [374, 396],
+        ),
+        (
+            "azure.jsonl",
+            '{"timestamp": 1500.5, "input_length": 10, "output_length": 1}\n\n'
+            '{"timestamp": 0, "input_length": 7, "output_length": 0}\n',
+            [0, 1.5005],
+            [7, 10],
+        ),
+        (
+            "log.jsonl",
+            '{"arrived_s": 1763700000.5, "total": 9, "output_tokens": 3, "cached": 4}\n'
+            '{"arrived_s": 1763700002.0, "total": 8, "output_tokens": 3, "cached": 0}\n',
+            [0, 1.5],
+            [9, 8],
+        ),
+        (
+            "qwen.jsonl",
+            '{"chat_id": 0, "timestamp": 2.5, "input_length": 200, "output_length": 1, "hash_ids": [1, 2]}\n',
+            [2.5],
+            [200],
+        ),
+    ],
+)
+def test_formats_are_told_apart(tmp_path, name, text, arrivals, prompts):
+    (tmp_path / name).write_text(text)
+    trace = read_trace(tmp_path / name)
+    assert trace.arrival_s == pytest.approx(arrivals, abs=1e-5)
+    assert list(trace.prompt_tokens) == prompts
+    assert (trace.output_tokens >= 1).all()
+    with lzma.open(tmp_path / f"{name}.xz", "wt") as packed:
+        packed.write(text)
+    assert read_trace(tmp_path / f"{name}.xz").arrival_s == pytest.approx(arrivals, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "empty"),
+        ('{"timestamp": 1}\n', "row 1: KeyError 'input_length'"),
+        ("what\n", "line 1: not JSON"),
+    ],
+)
+def test_bad_traces_are_named(tmp_path, text, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        read_trace(path)
+    with pytest.raises(InputError, match="no such file"):
+        read_trace(tmp_path / "missing.jsonl")
+
+
+def test_hits_of_a_cache_that_never_evicts():
+    trace = read_trace(MOONCAKE)
+    hits = infinite_cache_hits(trace)
+    assert hits[0] == 0
+    assert (hits <= trace.prompt_tokens).all()
+    assert hits.sum() > 0.02 * trace.prompt_tokens.sum()
+
+
+def test_a_fitted_workload_can_be_read_back(tmp_path):
+    trace = read_trace(MOONCAKE)
+    table = fit(trace, infinite_cache_hits(trace))
+    (tmp_path / "w.json").write_text(json.dumps(table))
+    workload = read_fitted(tmp_path / "w.json")
+    direct = workload_of(trace, infinite_cache_hits(trace))
+    assert workload.lengths.mean == pytest.approx(direct.lengths.mean)
+    assert workload.hit_ratio == direct.hit_ratio
+    assert workload.output_tokens == pytest.approx(trace.output_tokens.mean())
+
+
+def test_burstiness_of_poisson_is_one():
+    rng = np.random.default_rng(0)
+    assert burst_index(np.cumsum(rng.exponential(0.1, 20_000)), 1.0) == pytest.approx(1.0, abs=0.1)
+    assert burst_index(np.arange(1000.0), 10.0) == pytest.approx(0.0, abs=0.01)
+    assert burst_index(np.arange(5.0), 10.0) is None
+
+
+def test_poisson_and_diurnal_rates():
+    law = Lengths.of(np.array([100.0, 200.0]))
+    rng = np.random.default_rng(1)
+    assert poisson(law, 10, 4.0, 4000, rng).span_s == pytest.approx(1000, rel=0.1)
+    day = diurnal([law, law], [10, 20], [1.0, 3.0], 1000.0, rng)
+    assert (day.arrival_s < 1000).sum() == pytest.approx(1000, rel=0.15)
+    assert (day.arrival_s >= 1000).sum() == pytest.approx(3000, rel=0.1)
+    assert (np.diff(day.arrival_s) >= 0).all()
+    assert set(day.output_tokens[day.arrival_s >= 1000]) == {20}
+
+
+METRICS = """# TYPE prfaas_uncached_prompt_tokens histogram
+prfaas_uncached_prompt_tokens_bucket{route="local",le="1024.0"} 2.0
+prfaas_uncached_prompt_tokens_bucket{route="local",le="8192.0"} 3.0
+prfaas_uncached_prompt_tokens_bucket{route="local",le="+Inf"} 3.0
+prfaas_uncached_prompt_tokens_sum{route="local"} 5000.0
+prfaas_uncached_prompt_tokens_bucket{route="remote",le="1024.0"} 0.0
+prfaas_uncached_prompt_tokens_bucket{route="remote",le="8192.0"} 0.0
+prfaas_uncached_prompt_tokens_bucket{route="remote",le="+Inf"} 1.0
+prfaas_uncached_prompt_tokens_sum{route="remote"} 15000.0
+prfaas_output_tokens_bucket{le="+Inf"} 4.0
+prfaas_output_tokens_sum 400.0
+"""
+
+
+def test_a_workload_from_the_gateways_metrics(tmp_path):
+    table = fit_metrics(METRICS, span_s=8.0)
+    assert (table["requests"], table["rate_req_per_s"], table["output_tokens_mean"]) == (4, 0.5, 100.0)
+    (tmp_path / "w.json").write_text(json.dumps(table))
+    workload = read_fitted(tmp_path / "w.json")
+    assert workload.lengths.mean == pytest.approx(5000)
+    assert list(workload.lengths.weights) == [0.5, 0.25, 0.25]
+
+
+def test_metrics_without_lengths_are_refused():
+    with pytest.raises(InputError, match="prfaas_output_tokens is missing or empty"):
+        fit_metrics(METRICS.replace("prfaas_output_tokens", "other"))

@@ -1,0 +1,145 @@
+"""Several clusters: the linear program against exhaustive search, and against the solver for one of each."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from planner.decisions.views import ClusterKind
+from planner.errors import Infeasible, InputError
+from planner.model.site import Link
+from planner.model.traffic import Lengths
+from planner.solve.fleet import Fleet, fleet_json, fleet_of, solve_fleet, solve_split
+from planner.solve.problem import Options, best_cut, pose
+
+
+def small(seed: int, lengths: int = 2, prfaas: int = 2, pd: int = 2) -> Fleet:
+    rng = np.random.default_rng(seed)
+    tokens = np.sort(rng.choice(np.arange(100, 5000), lengths, replace=False)).astype(float)
+    weights = rng.dirichlet(np.ones(lengths))
+    return Fleet(
+        lengths=Lengths(tokens, weights),
+        remote_s=np.array([0.1 + tokens * rng.uniform(1e-4, 4e-4) for _ in range(prfaas)]),
+        local_s=np.array([0.1 + tokens * rng.uniform(2e-4, 9e-4) for _ in range(pd)]),
+        kv_bytes=1e6 + tokens * 1e3,
+        decode_s=rng.uniform(0.1, 0.6, pd),
+        num_prfaas=rng.integers(1, 3, prfaas).astype(float),
+        num_pd=[int(n) for n in rng.integers(1, 4, pd)],
+        links=rng.choice([0.0, 2e6, 2e7], (prfaas, pd)),
+    )
+
+
+def rate_of(fleet: Fleet, split, remote, local) -> float:
+    """Λ of given shares, from the definition."""
+    needs = [
+        *((np.einsum("bj,b->", remote[:, i], fleet.remote_s[i]), fleet.num_prfaas[i]) for i in range(len(fleet.num_prfaas))),
+        *((local[:, j] @ fleet.local_s[j], split[j]) for j in range(len(split))),
+        *(
+            (remote[:, i, j] @ fleet.kv_bytes, fleet.links[i, j])
+            for i in range(len(fleet.num_prfaas))
+            for j in range(len(split))
+        ),
+        *(
+            ((remote[:, :, j].sum() + local[:, j].sum()) * fleet.decode_s[j], fleet.num_pd[j] - split[j])
+            for j in range(len(split))
+        ),
+    ]  # fmt: skip
+    if any(need > 1e-12 and have <= 0 for need, have in needs):
+        return 0.0
+    return min(have / need for need, have in needs if need > 1e-12)
+
+
+def exhaustive(fleet: Fleet, steps: int) -> float:
+    """The best Λ over all splits and all ways to cut each length's requests into `steps` equal parts."""
+    prfaas, pd = fleet.links.shape
+    places = [(i, j) for i in range(prfaas) for j in range(pd)] + [(None, j) for j in range(pd)]
+    mixes = [c for c in itertools.product(range(steps + 1), repeat=len(places)) if sum(c) == steps]
+    top = 0.0
+    for split in itertools.product(*(range(n + 1) for n in fleet.num_pd)):
+        usable = {k for k, (i, j) in enumerate(places) if (split[j] if i is None else fleet.links[i, j] > 0)}
+        some = [mix for mix in mixes if all(k in usable or not part for k, part in enumerate(mix))]
+        for choice in itertools.product(some, repeat=len(fleet.lengths.tokens)):
+            remote = np.zeros((len(choice), prfaas, pd))
+            local = np.zeros((len(choice), pd))
+            for b, mix in enumerate(choice):
+                for (i, j), part in zip(places, mix, strict=True):
+                    share = fleet.lengths.weights[b] * part / steps
+                    if i is None:
+                        local[b, j] = share
+                    else:
+                        remote[b, i, j] = share
+            top = max(top, rate_of(fleet, split, remote, local))
+    return top
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_exhaustive_search_of_whole_classes_never_finds_better(seed):
+    fleet = small(seed, lengths=3)
+    found = solve_fleet(fleet)
+    assert found.rate >= exhaustive(fleet, 1) * (1 - 1e-9)
+    assert rate_of(fleet, found.num_prefill, found.remote, found.local) == pytest.approx(found.rate, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_finer_exhaustive_search_approaches_the_program_from_below(seed):
+    fleet = small(seed, lengths=1, prfaas=1)
+    found = solve_fleet(fleet).rate
+    coarse, fine = exhaustive(fleet, 2), exhaustive(fleet, 24)
+    assert coarse <= fine * (1 + 1e-9) <= found * (1 + 2e-9)
+    assert fine == pytest.approx(found, rel=0.05)
+
+
+def test_one_of_each_is_the_solver_for_one_of_each(case_study):
+    thin = replace(case_study, workload=replace(case_study.workload, lengths=case_study.workload.lengths.thinned(60)))
+    found = solve_fleet(fleet_of(thin))
+    single = best_cut(pose(thin, Options()), Options())
+    assert found.num_prefill == (single.num_prefill,)
+    assert found.rate == pytest.approx(single.rate, rel=2e-3)
+    assert found.rate >= single.rate * (1 - 1e-9)
+
+
+def two_of_each(case_study):
+    prfaas, pd = case_study.clusters
+    clusters = (
+        prfaas, replace(prfaas, name="prfaas-2", instances=2), pd, replace(pd, name="pd-2", instances=4)
+    )  # fmt: skip
+    links = tuple(
+        Link(source=a, destination=b, capacity_gbps=gbps, provenance="unverified: test")
+        for a, b, gbps in [("prfaas", "pd", 100), ("prfaas-2", "pd", 5), ("prfaas-2", "pd-2", 3)]
+    )
+    return replace(case_study, clusters=clusters, links=links)
+
+
+def test_links_have_budgets_of_their_own(case_study):
+    site = two_of_each(case_study)
+    fleet = fleet_of(site, bins=20)
+    result = fleet_json(site, fleet, solve_fleet(fleet))
+    assert result["lambda_max_req_per_s"] > 3.2
+    assert all(link["egress_gbps"] <= link["capacity_gbps"] * (1 + 1e-6) for link in result["links"])
+    assert [cluster["name"] for cluster in result["pd_clusters"]] == ["pd", "pd-2"]
+    assert sum(cluster["decoded_fraction"] for cluster in result["pd_clusters"]) == pytest.approx(1.0)
+
+
+def test_requests_that_must_stay_at_home(case_study):
+    fleet = replace(fleet_of(two_of_each(case_study), bins=12), home=np.array([0.2, 0.8]))
+    found = solve_split(fleet, (2, 2))
+    assert (found.remote[:, :, 0].sum() + found.local[:, 0].sum()) == pytest.approx(0.2)
+
+
+def test_nothing_to_decode_with_is_infeasible(case_study):
+    fleet = replace(fleet_of(case_study, bins=5), num_pd=[0])
+    with pytest.raises(Infeasible):
+        solve_fleet(fleet)
+
+
+def test_too_many_splits_are_refused(case_study):
+    fleet = replace(fleet_of(case_study, bins=5), num_pd=[200] * 3)
+    with pytest.raises(InputError, match="at most"):
+        solve_fleet(fleet)
+
+
+def test_pose_refers_several_clusters_here(case_study):
+    assert len(two_of_each(case_study).of_kind(ClusterKind.PRFAAS)) == 2
+    with pytest.raises(InputError, match="2 prfaas and 2 pd"):
+        pose(two_of_each(case_study), Options())

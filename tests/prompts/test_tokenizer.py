@@ -1,0 +1,115 @@
+"""Tokens must be those of the whole text, however they were come by."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, normalizers, pre_tokenizers
+
+from prompts.errors import TokenizerUnreadable
+from prompts.segments import SegmentCache, cut_after, cut_pattern
+from prompts.tokenizer import TextTokenizer
+from tests.prompts.builders import SPECIAL, TEMPLATE, bpe, text_tokenizer
+
+PIECES = st.one_of(
+    st.sampled_from([*SPECIAL, "<|im_", "start|>", "\n", "  ", "hello ", " the quick", "don't", "1234", "é漢"]),
+    st.text(max_size=12),
+)
+
+
+def whole(text: str) -> list[int]:
+    ids: list[int] = bpe().encode(text, add_special_tokens=False).ids
+    return ids
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(PIECES, max_size=25).map("".join))
+def test_segments_put_together_are_the_whole_text(text: str) -> None:
+    tokenizer = text_tokenizer()
+    assert tokenizer.is_incremental
+    assert tokenizer.encode_rendered(text).tolist() == whole(text)
+    assert tokenizer.encode_rendered(text).tolist() == whole(text)  # and again, out of the cache
+
+
+def test_a_conversation_seen_before_is_not_tokenised_again() -> None:
+    tokenizer = text_tokenizer()
+    messages = [{"role": "user", "content": f"turn {i}: " + "the quick brown fox " * 20} for i in range(8)]
+    tokenizer.encode_rendered(tokenizer.render(messages[:7]))
+    known, tokenizer.cache.misses = len(tokenizer.cache), 0
+    text = tokenizer.render(messages)
+    assert tokenizer.encode_rendered(text).tolist() == whole(text)
+    assert known == 7
+    assert tokenizer.cache.misses == 1
+
+
+def test_the_cache_keeps_to_its_bound_and_forgets_the_least_used() -> None:
+    cache = SegmentCache(max_tokens=100)
+    tokenizer = TextTokenizer(bpe(), cache=cache)
+    for number in range(50):
+        tokenizer.encode_rendered(f"{number} " + "hello there " * 8)
+        assert cache.held_tokens <= 100
+    assert cache.held_tokens > 0
+
+
+@pytest.mark.parametrize("spoil", ["metaspace", "prefix_space", "prepend", "lstrip", "single_word", "no_special"])
+def test_a_tokenizer_that_cannot_be_cut_is_asked_for_the_whole_text(spoil: str) -> None:
+    tokenizer = bpe()
+    match spoil:
+        case "metaspace":
+            tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        case "prefix_space":
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        case "prepend":
+            tokenizer.normalizer = normalizers.Prepend("_")
+        case "lstrip":
+            tokenizer.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+        case "single_word":
+            tokenizer.add_special_tokens([AddedToken("mask", single_word=True)])
+        case "no_special":
+            description = json.loads(tokenizer.to_str()) | {"added_tokens": []}
+            tokenizer = type(tokenizer).from_str(json.dumps(description))
+    assert cut_pattern(tokenizer) is None
+    text = "<|im_start|>user\n hello mask<|im_end|> the quick"
+    assert (
+        TextTokenizer(tokenizer).encode_rendered(text).tolist() == tokenizer.encode(text, add_special_tokens=False).ids
+    )
+
+
+def test_the_longer_special_token_wins_as_in_the_tokenizer() -> None:
+    tokenizer = bpe()
+    tokenizer.add_special_tokens(["<a>", "<a><b>"])
+    pattern = cut_pattern(tokenizer)
+    assert pattern is not None
+    assert cut_after(pattern, "x<a><b>y<a>z") == ["x<a><b>", "y<a>", "z"]
+
+
+def test_a_directory_without_a_tokenizer_is_said(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerUnreadable, match=r"has no tokenizer\.json"):
+        TextTokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(TokenizerUnreadable, match="cannot be read"):
+        TextTokenizer.load(tmp_path)
+
+
+def test_a_directory_is_read_with_its_template_and_special_tokens(tmp_path: Path) -> None:
+    bpe().save(str(tmp_path / "tokenizer.json"))
+    config = {"bos_token": {"content": "<s>"}, "chat_template": [{"name": "default", "template": TEMPLATE}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    loaded = TextTokenizer.load(tmp_path)
+    assert loaded.render([{"role": "user", "content": "x"}]) == text_tokenizer().render(
+        [{"role": "user", "content": "x"}]
+    )
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    assert TextTokenizer.load(tmp_path).render([{"role": "user", "content": "x"}]) == "x!"
+
+
+def test_a_blueprint_makes_an_equal_tokenizer() -> None:
+    original = text_tokenizer()
+    copy = TextTokenizer.build(original.blueprint())
+    messages = [{"role": "user", "content": "hello there, don't 123 é漢"}]
+    text = original.render(messages)
+    assert copy.render(messages) == text
+    assert copy.encode_rendered(text).tolist() == original.encode_rendered(text).tolist() == whole(text)
+    assert copy.encode("hello").tolist() == original.encode("hello").tolist()

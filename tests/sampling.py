@@ -1,0 +1,186 @@
+"""A sample of a suite that is too long to run whole for every change: `pytest --sample N --sample-seed S`.
+
+Every test has values in some dimensions: which test it is, and what it is parametrised with. A sample has every value, and
+every pair of values that some test has together; what is left of its size is drawn by the seed. Another seed finds
+another cover and draws others. What was left out is printed. The seed may come from PRFAAS_SAMPLE_SEED as well.
+
+    @pytest.mark.dimensions(route="remote", num_tokens=None)   adds a dimension; takes one away that a parameter made
+    --sample-limit case=2                                      two values of `case`, drawn by the seed: where each one costs
+                                                               a start of its own, other seeds have the others
+
+Greedy cover of pairs: Cohen, Dalal, Fredman, Patton, "The AETG System" (1997).
+"""
+
+import os
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, Final
+
+import pytest
+
+SEED_VARIABLE: Final = "PRFAAS_SAMPLE_SEED"
+MARKER: Final = "dimensions"
+TEST: Final = "test"  # the dimension that every test has
+
+Value = tuple[str, str]
+"""A dimension and a value in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A test, and its value in each of its dimensions."""
+
+    name: str
+    values: Mapping[str, str]
+
+    def combinations(self) -> frozenset[tuple[Value, ...]]:
+        """What it covers: each value alone, and each pair of values."""
+        values = sorted(self.values.items())
+        return frozenset([(value,) for value in values] + list(combinations(values, 2)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Names in the order of the candidates. `covered` of `total` values and pairs are among the chosen."""
+
+    chosen: tuple[str, ...]
+    left_out: tuple[str, ...]
+    covered: int
+    total: int
+
+
+def draw(candidates: Sequence[Candidate], size: int, seed: str, limits: Mapping[str, int] | None = None) -> Sample:
+    """Covers all pairs with as few candidates as a greedy choice finds, then fills up to `size` by chance.
+
+    `size` 0 leaves it at the cover. Where the cover has no room in `size`, the part of it that covers most comes first.
+    `limits`: of how many values of a dimension there may be candidates; those without the dimension are not meant.
+    """
+    order = list(candidates)
+    rng = random.Random(seed)
+    rng.shuffle(order)
+    covers = {candidate.name: candidate.combinations() for candidate in order}
+    assert len(covers) == len(order), "names are not unique"
+    allowed = {candidate.name: covers[candidate.name] for candidate in _within(order, limits or {}, rng)}
+    cover = _cover(allowed)
+    others = [name for name in allowed if name not in set(cover)]
+    picked = set([*cover, *others[: max(0, size - len(cover))]][: size or len(cover)])
+    return Sample(
+        chosen=tuple(candidate.name for candidate in candidates if candidate.name in picked),
+        left_out=tuple(candidate.name for candidate in candidates if candidate.name not in picked),
+        covered=len(frozenset().union(*(covers[name] for name in picked))),
+        total=len(frozenset().union(*covers.values())),
+    )
+
+
+def _within(order: Sequence[Candidate], limits: Mapping[str, int], rng: random.Random) -> Sequence[Candidate]:
+    for dimension, number in limits.items():
+        values = sorted({candidate.values[dimension] for candidate in order if dimension in candidate.values})
+        kept = {None, *rng.sample(values, min(number, len(values)))}
+        order = [candidate for candidate in order if candidate.values.get(dimension) in kept]
+    return order
+
+
+def _cover(covers: Mapping[str, frozenset[tuple[Value, ...]]]) -> list[str]:
+    """Names that together cover everything; each adds the most that one can, the first in order where several do."""
+    missing = set().union(*covers.values())
+    chosen: list[str] = []
+    while missing:
+        best = max(covers, key=lambda name: len(covers[name] & missing))
+        chosen.append(best)
+        missing -= covers[best]
+    return chosen
+
+
+def compact(names: Sequence[str]) -> Iterator[str]:
+    """Test ids, one line per test: `path::test[a] [b] [c]`."""
+    by_test: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        test, bracket, parameters = name.partition("[")
+        by_test[test].append(bracket + parameters)
+    for test, parameters in by_test.items():
+        yield test + " ".join(parameters)
+
+
+# pytest's side; tests/conftest.py takes these hooks up.
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("sample")
+    group.addoption(
+        "--sample", type=int, metavar="N", help="run a sample of N tests that covers all pairs; 0: the cover alone"
+    )
+    group.addoption(
+        "--sample-limit",
+        type=_limit,
+        action="append",
+        default=[],
+        metavar="DIM=K",
+        help="of the values of a dimension only K, drawn by the seed",
+    )
+    group.addoption("--sample-seed", metavar="S", help=f"which sample (default: {SEED_VARIABLE} of the environment)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"{MARKER}(**values): what a sample of tests has to cover; None: nothing")
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    size = config.getoption("sample")
+    if size is None:
+        return
+    seed = config.getoption("sample_seed") or os.environ.get(SEED_VARIABLE)
+    if not seed:
+        raise pytest.UsageError(f"--sample needs --sample-seed, or {SEED_VARIABLE}")
+    limits = dict(config.getoption("sample_limit"))
+    sample = draw([Candidate(item.nodeid, dimensions(item)) for item in items], size, seed, limits)
+    config.stash[_SAMPLE] = (seed, sample)
+    chosen = set(sample.chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+    items[:] = [item for item in items if item.nodeid in chosen]
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    return _summary(config)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for line in (*_summary(config), *_left_out(config)):
+        terminalreporter.write_line(line)
+
+
+def dimensions(item: pytest.Item) -> dict[str, str]:
+    """A test's values: its name, its parameters, and what its markers say; the closest marker wins."""
+    values: dict[str, Any] = {TEST: item.nodeid.partition("[")[0]}
+    if (spec := getattr(item, "callspec", None)) is not None:
+        values |= spec.params
+    for mark in reversed(list(item.iter_markers(MARKER))):
+        values |= mark.kwargs
+    return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def _limit(text: str) -> tuple[str, int]:
+    dimension, _, number = text.partition("=")
+    return dimension, int(number)
+
+
+_SAMPLE: Final = pytest.StashKey[tuple[str, Sample]]()
+
+
+def _summary(config: pytest.Config) -> list[str]:
+    if _SAMPLE not in config.stash:
+        return []
+    seed, sample = config.stash[_SAMPLE]
+    total = len(sample.chosen) + len(sample.left_out)
+    return [
+        f"sample: {len(sample.chosen)} of {total} tests, seed {seed}, "
+        f"{sample.covered} of {sample.total} values and pairs of values covered"
+    ]
+
+
+def _left_out(config: pytest.Config) -> Iterator[str]:
+    if _SAMPLE in config.stash:
+        yield from (f"  left out: {line}" for line in compact(config.stash[_SAMPLE][1].left_out))

@@ -1,0 +1,220 @@
+"""`prfaas up` as a user runs it, seen from outside: what it started, what that holds, and what it leaves behind."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final, Self
+
+import aiohttp
+import grpc.aio
+
+from prfaas.toml import dump_toml
+from tests.transport.proxy import Proxy
+from transport.control.proto import node_pb2 as pb
+from transport.control.proto import node_pb2_grpc as rpc
+
+SHARED_MEMORY: Final = 1 << 30  # bytes of /dev/shm that the system has to itself, where it can
+DISK: Final = 96 << 20
+NODES: Final = {
+    "far": ("east", "prefill"),
+    "near": ("west", "prefill"),
+    "decode0": ("west", "decode"),
+    "decode1": ("west", "decode"),
+}
+POLL_S: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A process of the system. `kind` is gateway, agent or engine; `node` is empty for the gateway."""
+
+    pid: int
+    kind: str
+    node: str
+    rss_bytes: int
+
+
+class StormSystem:
+    """Two clusters, four nodes and a gateway; KVCache from `far` to the decode nodes goes through relays that can be cut."""
+
+    def __init__(self, model: Path, home: Path) -> None:
+        self.home = home
+        self._model = model
+        self._stack = ExitStack()
+        self._ports = {name: (free_port(), free_port()) for name in NODES}  # control, transfer
+        self.api_port = free_port()
+        self.api_url = f"http://127.0.0.1:{self.api_port}"
+        self.relays: dict[str, Proxy] = {}
+        self.isolated = os.geteuid() == 0
+        self._up: asyncio.subprocess.Process
+
+    async def __aenter__(self) -> Self:
+        for name in ("decode0", "decode1"):
+            self.relays[name] = self._stack.enter_context(Proxy(f"127.0.0.1:{self._ports[name][1]}"))
+        (self.home / "tmp").mkdir()
+        (self.home / "ssd").mkdir()
+        (self.home / "topology.toml").write_text(dump_toml(self._document()))
+        with (self.home / "up.log").open("wb") as log:
+            self._up = await asyncio.create_subprocess_exec(
+                *self._command(), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
+                env={**os.environ, "TMPDIR": str(self.home / "tmp"), "PYTHONUNBUFFERED": "1"},
+            )  # fmt: skip
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.end(30.0)
+        self._stack.close()
+
+    def _command(self) -> list[str]:
+        config = str(self.home / "topology.toml")
+        up = [sys.executable, "-m", "prfaas", "up", "-c", config, "--state-dir", str(self.home / "state")]
+        if not self.isolated:
+            return up
+        # Memory and disk of its own, so that filling them up harms nobody else.
+        mounts = (
+            f"mount -t tmpfs -o size={SHARED_MEMORY} tmpfs /dev/shm && "
+            f"mount -t tmpfs -o size={DISK} tmpfs {self.home / 'ssd'}"
+        )
+        return ["unshare", "--mount", "--propagation", "private", "sh", "-c", f'{mounts} && exec "$@"', "sh", *up]
+
+    def _document(self) -> dict[str, Any]:
+        def node(name: str) -> dict[str, Any]:
+            control, transfer = self._ports[name]
+            table: dict[str, Any] = {
+                "node_id": name,
+                "role": NODES[name][1],
+                "control_port": control,
+                "transfer_port": transfer,
+            }
+            if name in self.relays:
+                table["transfer_advertise"] = self.relays[name].address
+            if name == "far":
+                table |= {"transport": "tcp", "ssd_dir": str(self.home / "ssd"), "ssd_bytes": 2 * DISK}
+            return table
+
+        return {
+            "model": {"path": str(self._model), "name": "tiny"},
+            "gateway": {
+                "port": self.api_port,
+                "threshold_tokens": 300,
+                "routing": {"prefill_tokens_per_s": 1000.0},
+            },
+            "node": {"block_size": 64, "chunk_tokens": 128, "cache_bytes": 96 << 20, "lease_s": 20.0},
+            "clusters": [
+                {"name": cluster, "kind": kind, "nodes": [node(n) for n, (c, _) in NODES.items() if c == cluster]}
+                for cluster, kind in (("east", "prfaas"), ("west", "pd"))
+            ],
+        }
+
+    # What runs
+
+    @property
+    def returncode(self) -> int | None:
+        """Of `prfaas up`; None while it runs."""
+        return self._up.returncode
+
+    def processes(self) -> list[Running]:
+        """Everything that `prfaas up` started and that lives."""
+        return [found for pid in self.pids() if (found := described(pid)) is not None]
+
+    def pids(self) -> list[int]:
+        """All descendants of `prfaas up`."""
+        children: dict[int, list[int]] = {}
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if fields[0] != "Z":
+                    children.setdefault(int(fields[1]), []).append(int(entry.name))
+        found, open_ = [], [self._up.pid]
+        while open_:
+            below = children.get(open_.pop(), [])
+            found += below
+            open_ += below
+        return found
+
+    def inside(self, path: str) -> Path:
+        """A path as the system sees it, whose mounts are its own."""
+        return Path(f"/proc/{self._up.pid}/root{path}")
+
+    # What it says
+
+    async def ready(self, session: aiohttp.ClientSession) -> bool:
+        """Whether the gateway answers and sees every node ready."""
+        try:
+            async with session.get(f"{self.api_url}/health", timeout=aiohttp.ClientTimeout(total=5.0)) as answer:
+                states = (await answer.json()).get("nodes", {})
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            return False
+        return [state for state in states.values() if state == "ready"] == ["ready"] * len(NODES)
+
+    async def held(self) -> dict[str, str]:
+        """What nodes hold though nobody asks for anything, and books that do not balance."""
+        wrong = {}
+        for name, (control, _) in self._ports.items():
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{control}") as channel:
+                stub = rpc.NodeAgentStub(channel)  # type: ignore[no-untyped-call]
+                try:
+                    node: pb.NodeDescription = await stub.Describe(pb.DescribeRequest(), timeout=5.0)
+                except grpc.aio.AioRpcError as exc:
+                    wrong[name] = str(exc.code())
+                    continue
+            pool, load = node.pool, node.load
+            counts = (pool.reservations, pool.pages_transfer, pool.pages_locked, load.running, load.waiting)
+            if any(counts) or node.integrity_error:
+                wrong[name] = node.integrity_error or f"holds {counts}"
+        return wrong
+
+    # Its end
+
+    async def end(self, timeout_s: float) -> list[str]:
+        """SIGTERM. What should not be there afterwards, one line each."""
+        started = self.pids()
+        if self._up.returncode is None:
+            self._up.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(self._up.wait(), timeout_s)
+            except TimeoutError:
+                self._up.kill()
+                await self._up.wait()
+                return [f"prfaas up did not end within {timeout_s:.0f} s"]
+        left = [f"process {described(pid)} is left" for pid in started if described(pid) is not None]
+        return left + [f"{path} is left" for path in (self.home / "tmp").iterdir() if path.name.startswith("prfaas")]
+
+
+def described(pid: int) -> Running | None:
+    """What a process of ours is; None for another one, and for one that has ended."""
+    try:
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return None
+    modules = list(_modules(arguments))
+    line = " ".join(arguments)
+    node = next((name for name in NODES if f"/{name}.toml" in line or f"node-id {name}" in line), "")
+    if "gateway" in modules:
+        return Running(pid, "gateway", "", resident)
+    if "pd_cluster" in modules or "prfaas_cluster" in modules:
+        return Running(pid, "agent", node, resident)
+    if "engine" in modules:
+        parent = described(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]))
+        return Running(pid, "engine", parent.node if parent else "", resident)
+    return None
+
+
+def _modules(arguments: list[str]) -> Iterator[str]:
+    return (after for flag, after in pairwise(arguments) if flag == "-m")
+
+
+def free_port() -> int:
+    """A port that nobody listens on right now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port

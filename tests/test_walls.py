@@ -1,0 +1,93 @@
+"""Rooms have walls: imports go one way, and nothing grows beyond what one reads in one sitting."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = (
+    "gateway", "prfaas_cluster", "pd_cluster", "hybrid_cache", "transport", "planner", "engine", "node", "prfaas", "prompts",
+)  # fmt: skip
+MAX_LINES = 500
+MAX_METHODS = 30
+
+
+def generated(path: Path) -> bool:
+    return "_pb2" in path.name
+
+
+def sources(*folders: str) -> Iterator[Path]:
+    for folder in folders:
+        yield from (path for path in sorted((ROOT / folder).rglob("*.py")) if not generated(path))
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(tree: ast.AST, modules: set[str]) -> set[str]:
+    """Modules of ours that a module names anywhere: at the top, in functions, under TYPE_CHECKING."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= whole & modules or {node.module}
+            found |= {node.module} if whole - modules else set()
+    return found & modules
+
+
+def import_graph() -> dict[str, set[str]]:
+    paths = {module_of(path): path for path in sources(*PACKAGES)}
+    graph = {name: imports_of(ast.parse(path.read_text()), set(paths)) for name, path in paths.items()}
+    return {name: imported - {name} for name, imported in graph.items()}
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """What is left when modules that import nothing more, and those that nobody imports, are taken away."""
+    left = {name: set(imported) for name, imported in graph.items()}
+    while ends := {name for name, imported in left.items() if not imported}:
+        left = {name: imported - ends for name, imported in left.items() if name not in ends}
+    while ends := left.keys() - set().union(*left.values()):
+        left = {name: imported for name, imported in left.items() if name not in ends}
+    return [sorted(left)] if left else []
+
+
+def test_a_circle_is_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"c"}}
+    assert circles(graph) == [["b", "c"]]
+    assert circles({"a": {"b"}, "b": set()}) == []
+
+
+def test_imports_count_wherever_they_stand() -> None:
+    tree = ast.parse(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from x.y import A\n"
+        "def f():\n    import x.z\nfrom x import w, B\n"
+    )
+    assert imports_of(tree, {"x", "x.y", "x.z", "x.w", "x.v"}) == {"x", "x.y", "x.z", "x.w"}
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert circles(import_graph()) == []
+
+
+@pytest.mark.parametrize("folder", [*PACKAGES, "benchmarks", "tests"])
+def test_a_file_is_read_in_one_sitting(folder: str) -> None:
+    lengths = {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in sources(folder)}
+    assert {path: lines for path, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+@pytest.mark.parametrize("folder", [*PACKAGES, "benchmarks", "tests"])
+def test_a_class_is_one_idea(folder: str) -> None:
+    many: dict[str, int] = {}
+    for path in sources(folder):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                methods = sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
+                if methods > MAX_METHODS:
+                    many[f"{path.relative_to(ROOT)}:{node.name}"] = methods
+    assert many == {}

@@ -1,0 +1,108 @@
+import random
+
+import pytest
+
+from transport.path.pacing import BULK_LEAVES, BURST_S, DailyBudget, Egress, TokenBucket
+
+
+def test_bucket_refills_with_time() -> None:
+    bucket = TokenBucket(bytes_per_s=100, burst_bytes=50)
+    bucket.on_sent(150, now=0.0)
+    assert bucket.next_send_time(0.0) == pytest.approx(1.0)
+    assert bucket.next_send_time(1.0) == 1.0
+
+
+def test_average_holds_whatever_the_sizes() -> None:
+    bucket, now, sent = TokenBucket(bytes_per_s=1000, burst_bytes=10), 0.0, 0
+    for size in [1, 700, 3, 250, 46] * 20:
+        now = bucket.next_send_time(now)
+        bucket.on_sent(size, now)
+        sent += size
+    now = bucket.next_send_time(now)
+    assert sent / now == pytest.approx(1000, rel=0.01)
+
+
+def test_idle_time_earns_no_more_than_the_burst() -> None:
+    bucket = TokenBucket(bytes_per_s=100, burst_bytes=50)
+    bucket.on_sent(0, now=0.0)
+    bucket.on_sent(100, now=1000.0)
+    assert bucket.next_send_time(1000.0) == pytest.approx(1000.5)
+
+
+def test_a_new_rate_holds_from_now_on() -> None:
+    bucket = TokenBucket(bytes_per_s=100, burst_bytes=1)
+    bucket.on_sent(101, now=0.0)
+    bucket.set_rate(1000, now=0.5)
+    assert bucket.next_send_time(0.5) == pytest.approx(0.55)
+
+
+def test_a_clock_that_jumps_back_earns_nothing() -> None:
+    bucket = TokenBucket(bytes_per_s=100, burst_bytes=10)
+    bucket.on_sent(110, now=50.0)
+    assert bucket.next_send_time(10.0) == pytest.approx(11.0)
+
+
+@pytest.mark.parametrize(("rate", "burst"), [(0, 1), (1, 0), (-1, 1)])
+def test_refuses_what_is_no_rate(rate: float, burst: float) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        TokenBucket(rate, burst)
+
+
+def test_a_daily_budget_holds_from_step_to_step_and_over_midnight() -> None:
+    budget = DailyBudget(((8 * 3600, 10e6), (20 * 3600, 50e6)))
+    assert [budget.at(h * 3600) for h in (0, 7.99, 8, 19.99, 20, 23.9)] == [50e6, 50e6, 10e6, 10e6, 50e6, 50e6]
+
+
+@pytest.mark.parametrize("steps", [(), ((5, 1.0), (4, 1.0)), ((0, 0.0),), ((86_400, 1.0),), ((-1, 1.0),)])
+def test_refuses_what_is_no_day(steps: tuple[tuple[float, float], ...]) -> None:
+    with pytest.raises(ValueError, match="must"):
+        DailyBudget(steps)
+
+
+def test_what_shares_a_link_shares_its_budget() -> None:
+    egress = Egress(1e6)
+    start = egress.wait_s(0.0)
+    egress.charge(2_000_000, 0.0)
+    assert egress.wait_s(0.0) - start == pytest.approx(2.0, abs=0.2)
+    egress.set(None, 0.0)
+    assert (egress.bytes_per_s, egress.wait_s(0.0)) == (None, 0.0)
+
+
+def test_a_budget_for_the_whole_day_is_the_one_that_holds_now() -> None:
+    assert Egress(DailyBudget(((0.0, 5e6),))).bytes_per_s == 5e6
+
+
+def shared(leaves: dict[str, float], *, rate: float = 10e6, seconds: float = 20.0) -> dict[str, float]:
+    """Bytes per second of senders with always something to send, who wake up to 5 ms late."""
+    egress, late, sent = Egress(rate), random.Random(7), dict.fromkeys(leaves, 0)
+    ready = dict.fromkeys(leaves, 0.0)
+    now = 0.0
+    while now < seconds:
+        name = min(ready, key=lambda each: ready[each])
+        now = ready[name]
+        wait_s = egress.wait_s(now, leaves[name])
+        if not wait_s:
+            egress.charge(int(rate * BURST_S), now)
+            sent[name] += int(rate * BURST_S)
+        ready[name] = now + wait_s + late.uniform(0.0, 0.005)
+    return {name: size / seconds for name, size in sent.items()}
+
+
+def test_bulk_to_one_peer_waits_for_what_another_one_is_sent() -> None:
+    alone = shared({"bulk": BULK_LEAVES})
+    assert alone["bulk"] == pytest.approx(10e6, rel=0.01)
+    busy = shared({"request": 0.0, "bulk": BULK_LEAVES})
+    assert busy["request"] > 0.95 * 10e6
+    assert sum(busy.values()) == pytest.approx(10e6, rel=0.01)
+
+
+def test_what_requests_leave_of_a_budget_is_for_bulk() -> None:
+    egress, now, bulk = Egress(10e6), 0.0, 0
+    while now < 20.0:
+        now += 0.001
+        if int(now * 1000) % 100 == 0:
+            egress.charge(500_000, now)  # half of the budget
+        if not egress.wait_s(now, BULK_LEAVES):
+            egress.charge(100_000, now)
+            bulk += 100_000
+    assert bulk / 20.0 == pytest.approx(5e6, rel=0.05)

@@ -1,0 +1,298 @@
+"""Transfers over RDMA, with NICs in memory: everything but the verbs themselves."""
+
+import socket
+import threading
+from contextlib import suppress
+
+import pytest
+
+from tests.transport.helpers import PATIENCE_S, SECRET, Memory, wait_for
+from tests.transport.proxy import Proxy
+from tests.transport.rdma.worlds import PinnedMemory, RdmaWorld, rdma_world
+from transport.errors import LocalProtocolError
+from transport.rdma.topology import format_nics
+from transport.receive.options import ServerOptions
+from transport.send.client import ClientOptions, TransferClient
+from transport.send.spec import TransferSpec, Via
+from transport.wire.checksum import Integrity
+from transport.wire.connection import Connection, Role
+from transport.wire.frames import AskRails, Nics, RailOffer
+
+SIZES = [300_000, 0, 20_480, 1, 3_000_000] * 3
+MIB = 1 << 20
+
+
+def no_fallback(world: RdmaWorld) -> bool:
+    return not world.client.fallback_bytes()
+
+
+@pytest.mark.parametrize("rails", [("a",), ("a", "b")], ids=["one rail", "two rails"])
+@pytest.mark.parametrize("integrity", [Integrity.CHECKSUM, Integrity.NONE])
+def test_bytes_are_written_into_the_pages(rails: tuple[str, ...], integrity: Integrity) -> None:
+    with rdma_world(rails, options=ServerOptions(integrity=integrity)) as world:
+        delivery = world.deliver(SIZES)
+        assert delivery.wait().ok
+        assert delivery.landing_result().ok
+        assert delivery.equal
+        assert sum(rail.bytes_total for rail in world.client.rails()) == sum(SIZES)
+        assert no_fallback(world)
+
+
+def test_ranges_leave_as_they_become_ready() -> None:
+    with rdma_world() as world:
+        delivery = world.deliver([MIB] * 8, ready=False)
+        for index in reversed(range(8)):
+            delivery.push.ready(index)
+            wait_for(lambda index=index: delivery.push.landed(index))
+        assert delivery.wait().ok
+        assert delivery.equal
+
+
+def test_many_transfers_share_the_rails() -> None:
+    with rdma_world() as world:
+        deliveries = [world.deliver(SIZES, transfer_id=f"t{i}") for i in range(12)]
+        assert all(delivery.wait().ok for delivery in deliveries)
+        assert all(delivery.equal for delivery in deliveries)
+        assert no_fallback(world)
+
+
+def test_never_more_chunks_are_out_than_the_receiver_has_receives() -> None:
+    with rdma_world(["a"]) as world:
+        sizes = [2000] * 300
+        delivery = world.deliver(sizes, ready=False)
+        wait_for(lambda: [rail.up for rail in world.client.rails()] == [True])
+        delivery.push.ready(range(0, 300, 2))  # ranges that do not touch are chunks of their own
+        wait_for(lambda: delivery.push.stats.bytes_acked == sum(sizes) / 2)
+        delivery.push.ready_all()
+        assert delivery.wait().ok
+        assert delivery.equal
+        assert not world.rail("a0").failures
+        assert no_fallback(world)
+
+
+def test_both_rails_carry() -> None:
+    with rdma_world() as world:
+        deliveries = [world.deliver([16 * MIB], transfer_id=f"t{i}", ready=False) for i in range(2)]
+        wait_for(lambda: [rail.up for rail in world.client.rails()] == [True, True])
+        for delivery in deliveries:
+            delivery.push.ready_all()
+        assert all(delivery.wait().ok and delivery.equal for delivery in deliveries)
+        assert all(rail.bytes_total for rail in world.client.rails())
+
+
+@pytest.mark.parametrize("cut", ["swallow near", "swallow far", "unplug near", "unplug far", "stick near"])
+def test_a_rail_that_fails_is_replaced_by_the_other_and_comes_back(cut: str) -> None:
+    how, where = cut.split()
+    nic = "a0" if where == "near" else "a1"
+    with rdma_world() as world:
+        first = world.deliver([32 * MIB], ready=False)
+        wait_for(lambda: [rail.up for rail in world.client.rails()] == [True, True])
+        if how == "swallow":
+            world.fabric.swallow(nic, after_writes=3 if where == "near" else 0)
+        else:
+            {"unplug": world.fabric.unplug, "stick": world.fabric.stick}[how](nic)
+        first.push.ready_all()
+        assert first.wait().ok
+        assert first.equal
+        assert no_fallback(world)
+        assert world.rail("b0").bytes_total > world.rail("a0").bytes_total
+        wait_for(lambda: bool(world.rail("a0").failures))
+
+        world.fabric.mend(nic)
+        wait_for(lambda: world.rail("a0").up)
+        before = world.rail("a0").bytes_total
+        second = world.deliver([32 * MIB], transfer_id="second")
+        assert second.wait().ok
+        assert second.equal
+        assert world.rail("a0").times_up >= 2
+        assert world.rail("a0").bytes_total > before
+
+
+def test_without_any_rail_the_bytes_go_over_tcp_and_come_back_to_rdma() -> None:
+    with rdma_world() as world:
+        for nic in ("a0", "b1"):
+            world.fabric.swallow(nic)
+        first = world.deliver(SIZES)
+        assert first.wait().ok
+        assert first.equal
+        assert world.client.fallback_bytes() == {"no_rail": sum(SIZES)}
+
+        for nic in ("a0", "b1"):
+            world.fabric.mend(nic)
+        wait_for(lambda: any(rail.up for rail in world.client.rails()))
+        second = world.deliver(SIZES, transfer_id="second")
+        assert second.wait().ok
+        assert second.equal
+        assert world.client.fallback_bytes() == {"no_rail": sum(SIZES)}
+
+
+def test_nics_without_a_common_fabric_and_memory_that_is_not_registered() -> None:
+    with rdma_world(("a",), receiver_rails=("b",)) as world:
+        delivery = world.deliver(SIZES)
+        assert delivery.wait().ok
+        assert delivery.equal
+        assert world.client.fallback_bytes() == {"no_common_fabric": sum(SIZES)}
+    with rdma_world() as world:
+        delivery = world.deliver(SIZES, register=False)
+        assert delivery.wait().ok
+        assert delivery.equal
+        assert set(world.client.fallback_bytes()) <= {"not_granted", "peer_has_no_rdma"}
+
+
+def test_a_receiver_without_nics_gets_the_bytes_over_tcp() -> None:
+    with rdma_world(("a",), receiver_rails=()) as world:
+        delivery = world.deliver(SIZES)
+        assert delivery.wait().ok
+        assert delivery.equal
+        assert world.client.fallback_bytes() == {"peer_has_no_rdma": sum(SIZES)}
+
+
+def test_cancelled_transfers_over_tcp_leave_room_for_later_ones() -> None:
+    with rdma_world(("a",), receiver_rails=(), window_bytes=2 * MIB) as world:
+        for n in range(4):
+            delivery = world.deliver([16 * MIB], transfer_id=str(n))
+            wait_for(lambda delivery=delivery: delivery.landing.bytes_landed > 0)
+            world.server.cancel(str(n))
+            delivery.wait()
+        last = world.deliver(SIZES, transfer_id="last")
+        assert last.wait().ok
+        assert last.equal
+
+
+def test_a_wrong_secret_gets_neither_memory_nor_rails() -> None:
+    with rdma_world() as world:
+        delivery = world.deliver(SIZES, secret=b"a wrong one")
+        assert delivery.wait().reason == "bad_secret"
+        assert world.client.rails() == []
+        assert world.server.counters["rail_opened"] == 0
+        assert delivery.landing.bytes_landed == 0
+
+
+def test_a_byte_that_changed_on_the_way_is_written_again() -> None:
+    with rdma_world() as world:
+        world.fabric.corrupt_writes = 2
+        delivery = world.deliver(SIZES)
+        assert delivery.wait().ok
+        assert delivery.equal
+        assert 1 <= world.server.counters["rejected:checksum"] <= 2
+
+
+def test_a_wrong_key_breaks_the_rail_not_the_transfer() -> None:
+    with rdma_world() as world:
+        delivery = world.deliver([8 * MIB], ready=False)
+        wait_for(lambda: [rail.up for rail in world.client.rails()] == [True, True])
+        with world.fabric.lock:
+            world.far_nics[0].memory.clear()  # nobody's key is good any more at a1
+        delivery.push.ready_all()
+        assert delivery.wait().ok
+        assert delivery.equal
+        assert world.rail("a0").failures["rem_access_err"] >= 1
+
+
+def test_cancel_frees_the_memory_once_the_sender_has_let_go() -> None:
+    with rdma_world() as world:
+        delivery = world.deliver([64 * MIB], ready=False)
+        wait_for(lambda: any(rail.up for rail in world.client.rails()))
+        delivery.push.ready_all()
+        world.server.cancel("t", "changed my mind")
+        result = delivery.landing_result()
+        after = bytes(delivery.target.buffer)
+        assert result.reason == "cancelled"
+        assert delivery.wait().reason == "cancelled"
+        assert bytes(delivery.target.buffer) == after  # nothing came after on_done
+
+
+def test_a_sender_that_does_not_let_go_loses_its_queue_pairs() -> None:
+    reached, gate = threading.Event(), threading.Event()
+    with rdma_world() as world:
+        delivery = world.deliver([MIB] * 2, ready=False, before_segments=lambda: (reached.set(), gate.wait()))
+        wait_for(lambda: any(rail.up for rail in world.client.rails()))
+        delivery.push.ready_all()
+        assert reached.wait(30.0)  # the sender hangs: it cannot confirm
+        world.server.cancel("t", "changed my mind")
+        assert delivery.landing_result().reason == "cancelled"
+        assert not any(nic.open_queue_pairs for nic in world.far_nics)
+        gate.set()
+
+
+def test_abort_with_writes_under_way_waits_for_them() -> None:
+    with rdma_world() as world:
+        delivery = world.deliver([64 * MIB], ready=False)
+        wait_for(lambda: any(rail.up for rail in world.client.rails()))
+        world.fabric.swallow("a1")
+        world.fabric.swallow("b1")
+        delivery.push.ready_all()
+        delivery.push.abort("no longer needed")
+        assert delivery.wait().reason == "aborted"
+        assert delivery.landing_result().reason == "aborted"
+
+
+def test_a_lost_connection_takes_its_rails_along_and_the_transfer_resumes() -> None:
+    with rdma_world() as world, Proxy(world.server.address) as proxy:
+        delivery = world.deliver([MIB] * 16, ready=False, address=proxy.address)
+        delivery.push.ready(range(8))
+        wait_for(lambda: all(delivery.push.landed(i) for i in range(8)))
+        for index in range(len(proxy.pairs)):
+            proxy.cut(index)
+        delivery.push.ready_all()
+        assert delivery.wait().ok
+        assert delivery.equal
+        assert delivery.landing_result().duplicate_bytes == 0
+
+
+def test_another_sender_with_the_ticket_takes_over() -> None:
+    with rdma_world() as world, TransferClient() as second:
+        delivery = world.deliver([MIB] * 4, ready=False)
+        delivery.push.ready([0, 1])
+        wait_for(lambda: delivery.push.landed(0) and delivery.push.landed(1))
+        delivery.push.abort("leaving", keep_landing=True)
+        assert not delivery.wait().ok
+        takeover = second.open(TransferSpec(world.server.address, "t", SECRET, [MIB] * 4), delivery.source)
+        takeover.ready_all()
+        result = takeover.wait(20)
+        assert result is not None
+        assert result.ok
+        assert result.stats.bytes_resumed == 2 * MIB
+        assert delivery.equal
+
+
+def test_closing_either_end_in_mid_transfer_leaves_nothing() -> None:
+    for first in ("client", "server"):
+        with rdma_world() as world:
+            delivery = world.deliver([MIB] * 64)
+            getattr(world, first).close()
+            assert not delivery.wait().ok or delivery.equal
+
+
+def test_a_receiver_that_tells_its_nics_twice_is_left_and_so_are_its_rails() -> None:
+    with rdma_world() as world, socket.create_server(("127.0.0.1", 0)) as listener:
+        source = PinnedMemory([MIB], fill=True)
+        address = "{}:{}".format(*listener.getsockname())
+        push = world.client.open(TransferSpec(address, "t", SECRET, [MIB], via=Via.RDMA), source.source)
+        sock, _ = listener.accept()
+        with sock:
+            sock.settimeout(PATIENCE_S)
+            receiver = Connection(
+                Role.RECEIVER, integrity=Integrity.CHECKSUM, nonce=b"n" * 16, now=0.0, max_chunk_bytes=MIB
+            )
+            offers: list[RailOffer] = []
+            while len(offers) < 2:
+                receiver.receive_data(sock.recv(1 << 16), 0.0)
+                while (frame := receiver.next_event()) is not None:
+                    if isinstance(frame, AskRails):
+                        sock.sendall(receiver.send(Nics(nics=format_nics(world.far.nics))))
+                    elif isinstance(frame, RailOffer):
+                        offers.append(frame)
+                if said := receiver.data_to_send():
+                    sock.sendall(said)
+            sock.sendall(receiver.send(Nics(nics=format_nics(world.far.nics[:1]))))
+            with suppress(ConnectionResetError):
+                while sock.recv(1 << 16):
+                    pass
+            wait_for(lambda: not any(nic.open_queue_pairs for nic in world.near_nics))
+        push.abort()
+
+
+def test_rdma_needs_nics_and_an_arena() -> None:
+    with TransferClient(options=ClientOptions()) as client, pytest.raises(LocalProtocolError):
+        client.open(TransferSpec("127.0.0.1:1", "t", SECRET, [1], via=Via.RDMA), Memory([1]))

@@ -1,0 +1,1 @@
+"""KVCache made smaller on its way, where the link is what binds."""

@@ -1,0 +1,52 @@
+"""Mutual TLS for the control service, from the same files as for transfers.
+
+Both sides must show a certificate of the authority. Files that change are read again: by a server for its next
+handshake, by a client when it asks for new credentials.
+"""
+
+import logging
+from collections.abc import Callable
+
+import grpc
+
+from transport.wire.identity import Identity
+
+log = logging.getLogger(__name__)
+
+
+def server_credentials(identity: Identity) -> grpc.ServerCredentials:
+    """For add_secure_port(). Raises OSError."""
+    present = identity.version()
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal present
+        try:
+            version = identity.version()
+            if version == present:
+                return None
+            identity.check()  # a certificate whose key is not there yet waits for the next handshake
+            present = version
+            return _server_files(identity)
+        except OSError as exc:
+            log.warning("the certificate read before serves on: %s", exc)
+            return None
+
+    fetch: Callable[[], grpc.ServerCertificateConfiguration | None] = changed
+    return grpc.dynamic_ssl_server_credentials(_server_files(identity), fetch, require_client_authentication=True)
+
+
+def _server_files(identity: Identity) -> grpc.ServerCertificateConfiguration:
+    pair = (identity.key.read_bytes(), identity.certificate.read_bytes())
+    return grpc.ssl_server_certificate_configuration([pair], identity.authority.read_bytes())
+
+
+def channel_credentials(identity: Identity) -> grpc.ChannelCredentials:
+    """For secure_channel(), as the files are now. Raises OSError."""
+    return grpc.ssl_channel_credentials(
+        identity.authority.read_bytes(), identity.key.read_bytes(), identity.certificate.read_bytes()
+    )
+
+
+def channel_options(name: str) -> list[tuple[str, str]]:
+    """`name` is what the server's certificate must carry, where that is not the host of its address."""
+    return [("grpc.ssl_target_name_override", name)] if name else []

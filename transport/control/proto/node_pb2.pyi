@@ -1,0 +1,354 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class NodeState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NODE_STATE_UNSPECIFIED: _ClassVar[NodeState]
+    NODE_STATE_STARTING: _ClassVar[NodeState]
+    NODE_STATE_READY: _ClassVar[NodeState]
+    NODE_STATE_DRAINING: _ClassVar[NodeState]
+    NODE_STATE_ENGINE_DOWN: _ClassVar[NodeState]
+
+class Medium(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MEDIUM_UNSPECIFIED: _ClassVar[Medium]
+    MEDIUM_MEMORY: _ClassVar[Medium]
+    MEDIUM_SSD: _ClassVar[Medium]
+    MEDIUM_ENGINE: _ClassVar[Medium]
+NODE_STATE_UNSPECIFIED: NodeState
+NODE_STATE_STARTING: NodeState
+NODE_STATE_READY: NodeState
+NODE_STATE_DRAINING: NodeState
+NODE_STATE_ENGINE_DOWN: NodeState
+MEDIUM_UNSPECIFIED: Medium
+MEDIUM_MEMORY: Medium
+MEDIUM_SSD: Medium
+MEDIUM_ENGINE: Medium
+
+class DescribeRequest(_message.Message):
+    __slots__ = ("check_integrity",)
+    CHECK_INTEGRITY_FIELD_NUMBER: _ClassVar[int]
+    check_integrity: bool
+    def __init__(self, check_integrity: _Optional[bool] = ...) -> None: ...
+
+class NodeDescription(_message.Message):
+    __slots__ = ("node_id", "cluster", "cluster_kind", "role", "state", "engine_url", "model_id", "layout_json", "layout_fingerprint", "block_size", "max_model_len", "load", "pool", "integrity_error", "boot_id", "engine_pid", "ssd", "contexts")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_KIND_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_URL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_JSON_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    INTEGRITY_ERROR_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_PID_FIELD_NUMBER: _ClassVar[int]
+    SSD_FIELD_NUMBER: _ClassVar[int]
+    CONTEXTS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    cluster: str
+    cluster_kind: str
+    role: str
+    state: NodeState
+    engine_url: str
+    model_id: str
+    layout_json: str
+    layout_fingerprint: str
+    block_size: int
+    max_model_len: int
+    load: Load
+    pool: PoolReport
+    integrity_error: str
+    boot_id: str
+    engine_pid: int
+    ssd: SsdReport
+    contexts: _containers.RepeatedCompositeFieldContainer[Context]
+    def __init__(self, node_id: _Optional[str] = ..., cluster: _Optional[str] = ..., cluster_kind: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., engine_url: _Optional[str] = ..., model_id: _Optional[str] = ..., layout_json: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., pool: _Optional[_Union[PoolReport, _Mapping]] = ..., integrity_error: _Optional[str] = ..., boot_id: _Optional[str] = ..., engine_pid: _Optional[int] = ..., ssd: _Optional[_Union[SsdReport, _Mapping]] = ..., contexts: _Optional[_Iterable[_Union[Context, _Mapping]]] = ...) -> None: ...
+
+class SsdReport(_message.Message):
+    __slots__ = ("capacity_bytes", "blocks", "bytes", "queued_bytes", "events", "promotions", "open")
+    class EventsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class PromotionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    PROMOTIONS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    capacity_bytes: int
+    blocks: int
+    bytes: int
+    queued_bytes: int
+    events: _containers.ScalarMap[str, int]
+    promotions: _containers.ScalarMap[str, int]
+    open: bool
+    def __init__(self, capacity_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., events: _Optional[_Mapping[str, int]] = ..., promotions: _Optional[_Mapping[str, int]] = ..., open: _Optional[bool] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("running", "waiting", "queued_tokens", "sending", "landing", "egress_bytes_total", "ingress_bytes_total", "links")
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SENDING_FIELD_NUMBER: _ClassVar[int]
+    LANDING_FIELD_NUMBER: _ClassVar[int]
+    EGRESS_BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    INGRESS_BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    running: int
+    waiting: int
+    queued_tokens: int
+    sending: int
+    landing: int
+    egress_bytes_total: int
+    ingress_bytes_total: int
+    links: _containers.RepeatedCompositeFieldContainer[Link]
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., sending: _Optional[int] = ..., landing: _Optional[int] = ..., egress_bytes_total: _Optional[int] = ..., ingress_bytes_total: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ...) -> None: ...
+
+class Link(_message.Message):
+    __slots__ = ("peer", "available_bytes_per_s", "goodput_bytes_per_s", "utilisation", "retransmit_ratio", "rtt_s", "min_rtt_s", "queued_bytes", "connections", "bytes_total", "retransmitted_bytes_total", "budget_bytes_per_s", "congested", "estimate_error")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    AVAILABLE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    GOODPUT_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    UTILISATION_FIELD_NUMBER: _ClassVar[int]
+    RETRANSMIT_RATIO_FIELD_NUMBER: _ClassVar[int]
+    RTT_S_FIELD_NUMBER: _ClassVar[int]
+    MIN_RTT_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    RETRANSMITTED_BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    CONGESTED_FIELD_NUMBER: _ClassVar[int]
+    ESTIMATE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    available_bytes_per_s: float
+    goodput_bytes_per_s: float
+    utilisation: float
+    retransmit_ratio: float
+    rtt_s: float
+    min_rtt_s: float
+    queued_bytes: int
+    connections: int
+    bytes_total: int
+    retransmitted_bytes_total: int
+    budget_bytes_per_s: float
+    congested: bool
+    estimate_error: float
+    def __init__(self, peer: _Optional[str] = ..., available_bytes_per_s: _Optional[float] = ..., goodput_bytes_per_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., retransmit_ratio: _Optional[float] = ..., rtt_s: _Optional[float] = ..., min_rtt_s: _Optional[float] = ..., queued_bytes: _Optional[int] = ..., connections: _Optional[int] = ..., bytes_total: _Optional[int] = ..., retransmitted_bytes_total: _Optional[int] = ..., budget_bytes_per_s: _Optional[float] = ..., congested: _Optional[bool] = ..., estimate_error: _Optional[float] = ...) -> None: ...
+
+class PoolReport(_message.Message):
+    __slots__ = ("pages_total", "pages_free", "pages_prefix", "pages_transfer", "pages_locked", "reservations", "page_bytes")
+    PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    PAGES_TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    PAGES_LOCKED_FIELD_NUMBER: _ClassVar[int]
+    RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    pages_total: int
+    pages_free: int
+    pages_prefix: int
+    pages_transfer: int
+    pages_locked: int
+    reservations: int
+    page_bytes: int
+    def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_prefix: _Optional[int] = ..., pages_transfer: _Optional[int] = ..., pages_locked: _Optional[int] = ..., reservations: _Optional[int] = ..., page_bytes: _Optional[int] = ...) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("request_id", "num_tokens", "block_hashes", "tokens_digest", "ttl_s", "prefix_only")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_ONLY_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    num_tokens: int
+    block_hashes: bytes
+    tokens_digest: bytes
+    ttl_s: float
+    prefix_only: bool
+    def __init__(self, request_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., tokens_digest: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., prefix_only: _Optional[bool] = ...) -> None: ...
+
+class Ticket(_message.Message):
+    __slots__ = ("transfer_id", "secret", "num_tokens", "have_tokens", "tokens_digest", "endpoints", "ttl_s", "layout_fingerprint", "node_id", "cluster")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HAVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    secret: bytes
+    num_tokens: int
+    have_tokens: int
+    tokens_digest: bytes
+    endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
+    ttl_s: float
+    layout_fingerprint: str
+    node_id: str
+    cluster: str
+    def __init__(self, transfer_id: _Optional[str] = ..., secret: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., have_tokens: _Optional[int] = ..., tokens_digest: _Optional[bytes] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., ttl_s: _Optional[float] = ..., layout_fingerprint: _Optional[str] = ..., node_id: _Optional[str] = ..., cluster: _Optional[str] = ...) -> None: ...
+
+class Endpoint(_message.Message):
+    __slots__ = ("kind", "address", "host_id")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    address: str
+    host_id: str
+    def __init__(self, kind: _Optional[str] = ..., address: _Optional[str] = ..., host_id: _Optional[str] = ...) -> None: ...
+
+class TransferRef(_message.Message):
+    __slots__ = ("transfer_id",)
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    def __init__(self, transfer_id: _Optional[str] = ...) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("transfer_id", "reason")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    reason: str
+    def __init__(self, transfer_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Done(_message.Message):
+    __slots__ = ("ok", "reason")
+    OK_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    ok: bool
+    reason: str
+    def __init__(self, ok: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class LoadRequest(_message.Message):
+    __slots__ = ("request_id", "block_hashes", "ticket")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    block_hashes: bytes
+    ticket: Ticket
+    def __init__(self, request_id: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ...) -> None: ...
+
+class LoadResult(_message.Message):
+    __slots__ = ("num_tokens", "bytes_sent")
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    bytes_sent: int
+    def __init__(self, num_tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ...) -> None: ...
+
+class ContextRequest(_message.Message):
+    __slots__ = ("context_id", "block_hashes", "num_tokens", "ttl_s")
+    CONTEXT_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    context_id: str
+    block_hashes: bytes
+    num_tokens: int
+    ttl_s: float
+    def __init__(self, context_id: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+
+class Context(_message.Message):
+    __slots__ = ("context_id", "num_tokens", "ttl_s")
+    CONTEXT_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    context_id: str
+    num_tokens: int
+    ttl_s: float
+    def __init__(self, context_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("load_interval_s",)
+    LOAD_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    load_interval_s: float
+    def __init__(self, load_interval_s: _Optional[float] = ...) -> None: ...
+
+class NodeEvent(_message.Message):
+    __slots__ = ("seq", "snapshot", "stored", "removed", "description", "load", "cleared")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    snapshot: CacheSnapshot
+    stored: BlocksStored
+    removed: BlocksRemoved
+    description: NodeDescription
+    load: Load
+    cleared: CacheCleared
+    def __init__(self, seq: _Optional[int] = ..., snapshot: _Optional[_Union[CacheSnapshot, _Mapping]] = ..., stored: _Optional[_Union[BlocksStored, _Mapping]] = ..., removed: _Optional[_Union[BlocksRemoved, _Mapping]] = ..., description: _Optional[_Union[NodeDescription, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., cleared: _Optional[_Union[CacheCleared, _Mapping]] = ...) -> None: ...
+
+class BlocksStored(_message.Message):
+    __slots__ = ("group", "hashes", "medium")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    hashes: bytes
+    medium: Medium
+    def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., medium: _Optional[_Union[Medium, str]] = ...) -> None: ...
+
+class BlocksRemoved(_message.Message):
+    __slots__ = ("group", "hashes", "medium")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    hashes: bytes
+    medium: Medium
+    def __init__(self, group: _Optional[int] = ..., hashes: _Optional[bytes] = ..., medium: _Optional[_Union[Medium, str]] = ...) -> None: ...
+
+class CacheSnapshot(_message.Message):
+    __slots__ = ("groups",)
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    groups: _containers.RepeatedCompositeFieldContainer[BlocksStored]
+    def __init__(self, groups: _Optional[_Iterable[_Union[BlocksStored, _Mapping]]] = ...) -> None: ...
+
+class CacheCleared(_message.Message):
+    __slots__ = ("medium",)
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    medium: Medium
+    def __init__(self, medium: _Optional[_Union[Medium, str]] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("timeout_s",)
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    timeout_s: float
+    def __init__(self, timeout_s: _Optional[float] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""The receiving end: one listener for all peers, and the registry of what it expects."""

@@ -1,0 +1,32 @@
+"""Limits and habits of a listener."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from transport.coding.codec import Codec, decodable
+from transport.path.shm import DEFAULT_ARENA_DIRS
+from transport.path.tcp import TcpOptions
+from transport.rdma.device import RdmaDevices
+from transport.wire.checksum import Integrity
+from transport.wire.frames import LEAST_CHUNK_LIMIT, MAX_CHUNK_BYTES
+from transport.wire.identity import Identity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """Limits and habits of a listener."""
+
+    integrity: Integrity = Integrity.CHECKSUM
+    identity: Identity | None = None  # needed for Integrity.AEAD
+    max_chunk_bytes: int = 16 << 20
+    max_connections: int = 4096
+    codecs: Codec = field(default_factory=lambda: decodable(lossy=False))  # that senders may use; RAW = none
+    rdma: RdmaDevices | None = None  # NICs whose registered memory senders may write into by RDMA
+    arena_dirs: Sequence[str] = DEFAULT_ARENA_DIRS  # where arenas of senders on this host may lie; () = TCP only
+    tcp: TcpOptions = field(default_factory=TcpOptions)
+
+    def __post_init__(self) -> None:
+        if not LEAST_CHUNK_LIMIT <= self.max_chunk_bytes <= MAX_CHUNK_BYTES:
+            raise ValueError(f"max_chunk_bytes {self.max_chunk_bytes}: {LEAST_CHUNK_LIMIT} to {MAX_CHUNK_BYTES}")
+        if self.integrity is Integrity.AEAD and self.identity is None:
+            raise ValueError(f"integrity {self.integrity} needs an identity")

@@ -1,0 +1,54 @@
+"""The keys of one peer, which all connections to it share."""
+
+import logging
+import threading
+from typing import Final
+
+from transport.path.tcp import dial
+from transport.send.options import ClientOptions
+from transport.wire.checksum import Integrity
+from transport.wire.identity import Identity
+from transport.wire.session import Session, request_session
+
+log = logging.getLogger(__name__)
+
+RENEW_AGAIN_S: Final = 5.0  # after keys could not be renewed
+
+
+class SessionKeys:
+    """Agreed on when first needed, and again when half their life is over. May be used from any thread."""
+
+    def __init__(self, address: str, options: ClientOptions) -> None:
+        self._address = address
+        self._options = options
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._renew_at = 0.0
+
+    def session(self, now: float) -> Session | None:
+        """The present keys; None where nothing is sealed. Dials, at times. Raises OSError."""
+        if self._options.integrity is not Integrity.AEAD or self._options.identity is None:
+            return None
+        with self._lock:
+            if self._session is None or now >= self._renew_at:
+                self._session = self._new(self._options.identity, now)
+            return self._session
+
+    def forget(self) -> None:
+        """The receiver was restarted, or has forgotten us."""
+        with self._lock:
+            self._session = None
+
+    def _new(self, identity: Identity, now: float) -> Session:
+        """Or the present ones, when there are no others to be had and they have not ended."""
+        try:
+            sock = dial(self._address, self._options.tcp)
+            session = request_session(sock, identity, self._options.tcp.connect_timeout_s, now)
+        except OSError as exc:
+            if self._session is None or now >= self._session.ends_at:
+                raise
+            log.warning("%s gives no new keys, the present ones serve on: %s", self._address, exc)
+            self._renew_at = now + RENEW_AGAIN_S
+            return self._session
+        self._renew_at = now + min(self._options.rotate_keys_s, (session.ends_at - now) / 2)
+        return session

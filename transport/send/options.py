@@ -1,0 +1,41 @@
+"""Habits of a sender."""
+
+from dataclasses import dataclass, field
+
+from transport.path.pacing import Budget
+from transport.path.tcp import TcpOptions
+from transport.rdma.device import RdmaDevices
+from transport.wire.checksum import Integrity
+from transport.wire.frames import MAX_CHUNK_BYTES
+from transport.wire.identity import Identity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientOptions:
+    """`connections` is per peer; over shared memory two suffice.
+
+    With `adaptive`, a long link gets up to `max_connections`, and is paced to what it carries (see governor).
+    """
+
+    connections: int = 4
+    max_connections: int = 64
+    adaptive: bool = True
+    chunk_bytes: int = 4 << 20  # at most; within a host 16 MiB are faster
+    window_bytes: int = 64 << 20
+    integrity: Integrity = Integrity.CHECKSUM
+    identity: Identity | None = None  # needed for Integrity.AEAD
+    rotate_keys_s: float = 600.0  # a connection is replaced, with new keys, after this time
+    egress_bytes_per_s: Budget = None  # of every link that has no budget of its own; None = as fast as it goes
+    max_peers: int = 256  # with connections; more only while all of them are busy
+    idle_timeout_s: float = 300.0  # after which an unused peer's connections are closed
+    peer_timeout_s: float = 5.0  # transfers fail when there was no connection at all for this long
+    rdma: RdmaDevices | None = None  # NICs for transfers over RDMA
+    tcp: TcpOptions = field(default_factory=TcpOptions)
+
+    def __post_init__(self) -> None:
+        if self.connections < 1:
+            raise ValueError(f"connections {self.connections}: at least 1")
+        if not 0 < self.chunk_bytes <= MAX_CHUNK_BYTES:
+            raise ValueError(f"chunk_bytes {self.chunk_bytes}: 1 to {MAX_CHUNK_BYTES}")
+        if self.integrity is Integrity.AEAD and self.identity is None:
+            raise ValueError(f"integrity {self.integrity} needs an identity")

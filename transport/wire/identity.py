@@ -1,0 +1,78 @@
+"""Who an end of a link is: a certificate, its key, and the authority that signs those of its peers."""
+
+import logging
+import os
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+log = logging.getLogger(__name__)
+
+Version: TypeAlias = tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """PEM files: our certificate and key, and the authority that signs those of our peers.
+
+    They are read again when they change; while a new certificate is there and its key is not yet, the old pair serves.
+    """
+
+    certificate: Path
+    key: Path
+    authority: Path
+    peer_name: str = ""  # the name that a server's certificate must carry; empty: any that the authority signed
+    _good: dict[int, tuple[Version, ssl.SSLContext]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def version(self) -> Version:
+        """Changes whenever one of the files does. Raises OSError."""
+        stats = [os.stat(path) for path in (self.certificate, self.key, self.authority)]
+        return tuple((stat.st_mtime_ns, stat.st_ino, stat.st_size) for stat in stats)
+
+    def check(self) -> None:
+        """Raises OSError that says which of the files is wrong."""
+        self._load(ssl.PROTOCOL_TLS_SERVER)
+
+    def server_context(self) -> ssl.SSLContext:
+        return self._present(ssl.PROTOCOL_TLS_SERVER)
+
+    def client_context(self) -> ssl.SSLContext:
+        return self._present(ssl.PROTOCOL_TLS_CLIENT)
+
+    def _present(self, protocol: int) -> ssl.SSLContext:
+        known = self._good.get(protocol)
+        try:
+            version = self.version()
+            if known is None or known[0] != version:
+                known = self._good[protocol] = (version, self._load(protocol))
+        except OSError as exc:
+            if known is None:
+                raise
+            log.warning("the certificate read before serves on: %s", exc)
+        return known[1]
+
+    def _load(self, protocol: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = protocol == ssl.PROTOCOL_TLS_CLIENT and bool(self.peer_name)
+        context.verify_mode = ssl.CERT_REQUIRED
+        with _named(f"certificate {self.certificate} with key {self.key}"):
+            context.load_cert_chain(self.certificate, self.key)
+        with _named(f"authority {self.authority}"):
+            context.load_verify_locations(self.authority)
+        return context
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """ssl does not say which file it could not read."""
+    try:
+        yield
+    except OSError as exc:
+        reason = exc.reason if isinstance(exc, ssl.SSLError) and exc.reason else exc.strerror or exc
+        raise OSError(f"{what}: {str(reason).lower().replace('_', ' ')}") from exc

@@ -1,0 +1,96 @@
+"""Sessions: mutual TLS on a control connection grants a secret, of which data connections derive their keys (see seal).
+
+sender                                   receiver
+  | TLS 1.3, both certificates ----------->  |   the same port: a TLS record begins with 0x16, a Hello with 0x01
+  |  <------------ session id, secret, life  |
+  | Hello(session id, nonce) ------------->  |   any number of data connections, until the session ends
+  |  <--------------------- Welcome(nonce)   |
+"""
+
+import os
+import socket
+import ssl
+import struct
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Final
+
+from transport.errors import ConnectionRefused
+from transport.wire.frames import Code
+from transport.wire.identity import Identity
+
+SESSION_ID_BYTES: Final = 16
+SESSION_SECRET_BYTES: Final = 32
+TLS_RECORD: Final = 0x16
+MAX_SESSIONS: Final = 4096
+TLS_ACCESS_DENIED: Final = bytes.fromhex("15 0303 0002 0231")  # a fatal alert, RFC 8446 §6.2
+_GRANT: Final = struct.Struct(f"<{SESSION_ID_BYTES}s{SESSION_SECRET_BYTES}sd")
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a control connection agreed on."""
+
+    id: bytes
+    secret: bytes
+    ends_at: float
+
+
+class Sessions:
+    """The sessions that a listener has granted; the oldest go first."""
+
+    def __init__(self, life_s: float) -> None:
+        self._life_s = life_s
+        self._sessions: OrderedDict[bytes, Session] = OrderedDict()
+
+    def grant(self, now: float) -> Session:
+        session = Session(os.urandom(SESSION_ID_BYTES), os.urandom(SESSION_SECRET_BYTES), now + self._life_s)
+        self._sessions[session.id] = session
+        while len(self._sessions) > MAX_SESSIONS or next(iter(self._sessions.values())).ends_at <= now:
+            self._sessions.popitem(last=False)
+        return session
+
+    def secret_of(self, session_id: bytes, now: float) -> bytes | None:
+        session = self._sessions.get(session_id)
+        return session.secret if session is not None and now < session.ends_at else None
+
+
+def request_session(sock: socket.socket, identity: Identity, timeout_s: float, now: float) -> Session:
+    """Over a fresh connection, which is used up. Raises ConnectionRefused when either end does not accept the other's
+    certificate, OSError for whatever else goes wrong: that may pass.
+    """
+    try:
+        context = identity.client_context()
+        sock.settimeout(timeout_s)
+        grant = b""
+        with context.wrap_socket(sock, server_hostname=identity.peer_name or None) as tls:
+            while len(grant) < _GRANT.size and (part := tls.recv(_GRANT.size - len(grant))):
+                grant += part
+    except ssl.SSLError as exc:
+        if _is_verdict(exc):
+            raise ConnectionRefused(Code.IDENTITY, str(exc)) from exc
+        raise
+    finally:
+        sock.close()
+    if len(grant) < _GRANT.size:
+        raise ConnectionError("the receiver granted no session")
+    session_id, secret, life_s = _GRANT.unpack(grant)
+    return Session(session_id, secret, now + life_s)
+
+
+def _is_verdict(exc: ssl.SSLError) -> bool:
+    """One of the ends has judged the other, and would do so again; anything else may be a connection that broke."""
+    return isinstance(exc, ssl.SSLCertVerificationError) or "_ALERT_" in (exc.reason or "")
+
+
+def begin_tls(sock: socket.socket, identity: Identity) -> ssl.SSLSocket:
+    """The receiver's end of a control connection, before its handshake. Raises OSError."""
+    try:
+        return identity.server_context().wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+    except ValueError as exc:  # what ssl makes of a socket that is no longer connected
+        raise ConnectionError(str(exc)) from exc
+
+
+def grant_bytes(session: Session, now: float) -> bytes:
+    """What a peer whose certificate was accepted is told."""
+    return _GRANT.pack(session.id, session.secret, session.ends_at - now)
