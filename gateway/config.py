@@ -11,31 +11,27 @@ threshold_tokens = 16384
 agent = "127.0.0.1:7001"      # cluster, role and URLs are asked of the agent
 """
 
-import tomllib
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from difflib import get_close_matches
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from ipaddress import ip_address
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, Self, get_args
+from typing import Any, Final, Self
 
 from gateway.errors import ConfigError
 from planner.decisions.placement import PLACERS
+from transport.control.settings import (
+    SettingsError,
+    build,
+    in_file,
+    read_toml,
+    require,
+    require_known,
+    require_one_of,
+    require_range,
+)
 from transport.wire.identity import Identity
 
 MAX_BODY_BYTES: Final = 10 * 1024 * 1024
-# type -> (what TOML may give, how the message calls it)
-_KINDS: Final = MappingProxyType[Any, tuple[tuple[type, ...], str]](
-    {
-        str: ((str,), "a string"),
-        int: ((int,), "an integer"),
-        float: ((int, float), "a number"),
-        bool: ((bool,), "true or false"),
-        Path: ((str,), "a path"),
-        Path | None: ((str,), "a path"),
-        tuple[str, ...]: ((list,), "a list of strings"),
-    }
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +46,7 @@ class NodeConfig:
 
     def __post_init__(self) -> None:
         host, _, port = self.agent.rpartition(":")
-        _require(bool(host) and port.isdigit() and 0 < int(port) < 65536, "agent", self.agent, "host:port")
+        require(bool(host) and port.isdigit() and 0 < int(port) < 65536, "agent", self.agent, "host:port")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +73,13 @@ class RoutingConfig:
     move_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
-        _require(self.placement in PLACERS, "placement", self.placement, f"one of {', '.join(sorted(PLACERS))}")
-        _require(self.prefill_tokens_per_s > 0, "prefill_tokens_per_s", self.prefill_tokens_per_s, "a number above 0")
-        _require(self.decode_slots > 0, "decode_slots", self.decode_slots, "an integer above 0")
+        require_one_of("placement", self.placement, sorted(PLACERS))
+        require(self.prefill_tokens_per_s > 0, "prefill_tokens_per_s", self.prefill_tokens_per_s, "a number above 0")
+        require(self.decode_slots > 0, "decode_slots", self.decode_slots, "an integer above 0")
         for name in ("link_bytes_per_s", "fetch_bytes_per_s"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "a number of at least 0")
-        _require(self.max_moves > 0, "max_moves", self.max_moves, "an integer above 0")
-        _require(self.move_timeout_s > 0, "move_timeout_s", self.move_timeout_s, "a number of seconds above 0")
+            require(getattr(self, name) >= 0, name, getattr(self, name), "a number of at least 0")
+        require(self.max_moves > 0, "max_moves", self.max_moves, "an integer above 0")
+        require(self.move_timeout_s > 0, "move_timeout_s", self.move_timeout_s, "a number of seconds above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +101,7 @@ class Timeouts:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            _require(value > 0, each.name, value, "a number of seconds above 0")
+            require(value > 0, each.name, value, "a number of seconds above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,13 +126,13 @@ class Strangers:
     min_body_bytes_per_s: int = 4096
 
     def __post_init__(self) -> None:
-        _require(self.max_connections >= 0, "max_connections", self.max_connections, "an integer of at least 0")
+        require(self.max_connections >= 0, "max_connections", self.max_connections, "an integer of at least 0")
         for name in ("max_connections_per_address", "max_bodies_per_address", "max_receiving_bytes"):
-            _require(getattr(self, name) > 0, name, getattr(self, name), "an integer above 0")
+            require(getattr(self, name) > 0, name, getattr(self, name), "an integer above 0")
         for name in ("header_s", "idle_s", "body_grace_s", "min_body_bytes_per_s"):
-            _require(getattr(self, name) > 0, name, getattr(self, name), "a number above 0")
+            require(getattr(self, name) > 0, name, getattr(self, name), "a number above 0")
         for address in self.trusted_proxies:
-            _require(_is_address(address), "trusted_proxies", address, "a list of IP addresses")
+            require(_is_address(address), "trusted_proxies", address, "a list of IP addresses")
 
     def trusts(self, address: str) -> bool:
         """Whether requests from `address` are those of many clients."""
@@ -182,19 +178,17 @@ class GatewayConfig:
 
     def __post_init__(self) -> None:
         for name in ("port", "metrics_port"):
-            value = getattr(self, name)
-            _require(0 <= value < 65536, name, value, "a port number, 0 to 65535")
+            require_range(name, getattr(self, name), 0, 65535)
         for name in ("max_body_bytes", "max_in_flight", "max_attempts", "tokenise_threads", "kept_records"):
-            _require(getattr(self, name) > 0, name, getattr(self, name), "an integer above 0")
-        _require(self.log_level in LOG_LEVELS, "log_level", self.log_level, f"one of {', '.join(LOG_LEVELS)}")
-        _require(self.threshold_tokens >= 0, "threshold_tokens", self.threshold_tokens, "a number of at least 0")
-        for name in IDENTITY_KEYS:
-            value = getattr(self, name)
-            others = [other for other in IDENTITY_KEYS if getattr(self, other) is not None]
-            _require(not others or value is not None, name, value, f"a path, since {others} is given; they go together")
+            require(getattr(self, name) > 0, name, getattr(self, name), "an integer above 0")
+        require_one_of("log_level", self.log_level, LOG_LEVELS)
+        require(self.threshold_tokens >= 0, "threshold_tokens", self.threshold_tokens, "a number of at least 0")
+        missing = [name for name in IDENTITY_KEYS if getattr(self, name) is None]
+        if missing and len(missing) < len(IDENTITY_KEYS):
+            raise SettingsError(f"{missing[0]} is missing: {', '.join(IDENTITY_KEYS)} go together")
         agents = [node.agent for node in self.nodes]
-        _require(bool(agents), "nodes", agents, "at least one [[gateway.nodes]] table")
-        _require(len(set(agents)) == len(agents), "nodes", agents, "every agent once")
+        require(bool(agents), "nodes", agents, "at least one [[gateway.nodes]] table")
+        require(len(set(agents)) == len(agents), "nodes", agents, "every agent once")
 
     def with_changes_of(self, other: Self) -> Self:
         """This configuration with what `other` has different and a running gateway can take over."""
@@ -222,81 +216,18 @@ IDENTITY_KEYS: Final = ("certificate", "key", "authority")
 
 
 def load(path: Path) -> GatewayConfig:
-    """Reads the file. Raises ConfigError, which names the key, the value and what is allowed."""
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path}: no such file") from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    try:
-        return parse(table, base=path.parent)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    """Reads the [gateway] table of a TOML file; a relative path in it is relative to the file. Raises ConfigError."""
+    with in_file(path, ConfigError):
+        document = read_toml(path)
+        _only_a_gateway(document)
+        return build(GatewayConfig, document["gateway"], "[gateway]", path.parent)
 
 
-def parse(table: dict[str, Any], base: Path = Path()) -> GatewayConfig:
-    """The configuration in `table`; a relative path in it is relative to `base`. Raises ConfigError."""
-    if "clusters" in table:
-        raise ConfigError("clusters: this is a topology, for `prfaas up`; a gateway's file has one table, [gateway]")
-    if "node" in table and "gateway" not in table:
-        raise ConfigError("node: this is a node's file, for `prfaas node`; a gateway's has one table, [gateway]")
-    _known_keys(table, ["gateway"], "")
-    if not isinstance(gateway := table.get("gateway"), dict):
-        raise ConfigError("gateway: missing, a [gateway] table is needed")
-    values = dict(gateway)
-    values["nodes"] = _nodes(values.get("nodes", []))
-    for name, cls in (("routing", RoutingConfig), ("timeouts", Timeouts), ("strangers", Strangers)):
-        if name in values:
-            values[name] = _build(cls, values[name], f"gateway.{name}", base)
-    config: GatewayConfig = _build(GatewayConfig, values, "gateway", base)
-    return config
-
-
-def _nodes(value: Any) -> tuple[NodeConfig, ...]:
-    if not isinstance(value, list):
-        raise ConfigError(f"gateway.nodes={value!r}: must be [[gateway.nodes]] tables")
-    return tuple(_build(NodeConfig, node, f"gateway.nodes[{index}]", Path()) for index, node in enumerate(value))
-
-
-def _build(cls: Any, table: Any, where: str, base: Path) -> Any:
-    if not isinstance(table, dict):
-        raise ConfigError(f"{where}={table!r}: must be a table")
-    declared: dict[str, Field[Any]] = {each.name: each for each in fields(cls)}
-    _known_keys(table, list(declared), where)
-    for name, each in declared.items():
-        if name not in table and each.default is MISSING and each.default_factory is MISSING:
-            raise ConfigError(f"{where}.{name}: missing, it has no default")
-    values = {name: _typed(declared[name].type, value, f"{where}.{name}", base) for name, value in table.items()}
-    try:
-        return cls(**values)
-    except ConfigError as error:
-        raise ConfigError(f"{where}.{error}") from error
-
-
-def _known_keys(table: dict[str, Any], allowed: list[str], where: str) -> None:
-    for key, value in table.items():
-        if key not in allowed:
-            near = get_close_matches(key, allowed, n=1)
-            meant = f" (did you mean {near[0]!r}?)" if near else ""
-            place = f"{where}.{key}" if where else key
-            raise ConfigError(f"{place}={_short(value)}: unknown key{meant}; allowed: {', '.join(sorted(allowed))}")
-
-
-def _typed(kind: Any, value: Any, where: str, base: Path) -> Any:
-    if kind not in _KINDS:
-        return value  # a nested table, built already
-    accepted, name = _KINDS[kind]
-    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{where}={_short(value)}: must be {name}")
-    return base / str(value) if Path in (kind, *get_args(kind)) else kind(value)
-
-
-def _require(holds: bool, name: str, value: object, allowed: str) -> None:
-    if not holds:
-        raise ConfigError(f"{name}={_short(value)}: must be {allowed}")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+def _only_a_gateway(document: Mapping[str, Any]) -> None:
+    if "clusters" in document:
+        raise SettingsError("this is a topology, for `prfaas up`; a gateway's file has one table, [gateway]")
+    if "node" in document and "gateway" not in document:
+        raise SettingsError("this is a node's file, for `prfaas node`; a gateway's file has one table, [gateway]")
+    require_known(document, ["gateway"])
+    if not isinstance(document.get("gateway"), dict):
+        raise SettingsError("a gateway's file has one table, [gateway]; there is none")

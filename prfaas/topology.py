@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.model.tiny import ARCHITECTURES
-from gateway.config import parse as parse_gateway
-from gateway.errors import ConfigError as GatewayConfigError
+from gateway.config import GatewayConfig
 from node.config import IDENTITY_KEYS, NodeConfig
 from prfaas.certificates import GATEWAY_NAME, paths
 from prfaas.errors import TopologyError
@@ -101,11 +100,7 @@ class Topology:
 def load_topology(path: Path, state_dir: Path) -> Topology:
     """Reads and checks a file. Raises TopologyError that names the key, the value and what is allowed."""
     with in_file(path, TopologyError):
-        document = read_toml(path)
-    try:
-        return parse_topology(_relative_to(path.parent, document), state_dir)
-    except (TopologyError, GatewayConfigError) as exc:
-        raise TopologyError(f"{path}: {exc}") from exc
+        return _parse(_relative_to(path.parent, read_toml(path)), state_dir)
 
 
 def _relative_to(directory: Path, document: dict[str, Any]) -> dict[str, Any]:
@@ -121,15 +116,16 @@ def _with_paths(table: Any, directory: Path) -> Any:
 
 
 def parse_topology(document: Mapping[str, Any], state_dir: Path) -> Topology:
-    """The system in a TOML document. Raises TopologyError, or the gateway's ConfigError."""
-    if "clusters" not in document:
-        raise TopologyError(_what_it_is(document))
+    """The system in a TOML document. Raises TopologyError."""
     with mapped(TopologyError):
-        return _topology(build(_Document, dict(document), ""), state_dir)
+        return _parse(document, state_dir)
 
 
-def _topology(document: _Document, state_dir: Path) -> Topology:
-    """Raises SettingsError, TopologyError, or the gateway's ConfigError."""
+def _parse(table: Mapping[str, Any], state_dir: Path) -> Topology:
+    """Raises SettingsError."""
+    if "clusters" not in table:
+        raise SettingsError(_what_it_is(table))
+    document = build(_Document, dict(table), "")
     model, gateway = document.model, document.gateway
     common = {**document.node, "served_model": model.served_name}
     tables = [
@@ -146,7 +142,7 @@ def _topology(document: _Document, state_dir: Path) -> Topology:
     if any(node.certificate for node in nodes) and not gateway.keys() >= set(IDENTITY_KEYS):
         raise SettingsError(f"[gateway]: {', '.join(IDENTITY_KEYS)}: missing, nodes with certificates ask for one")
     # Checked now, so that a typo is reported before anything starts; the agents' real addresses are known later.
-    parse_gateway({"gateway": {**gateway, "tokenizer_dir": ".", "nodes": [{"agent": "127.0.0.1:1"}]}})
+    build(GatewayConfig, {**gateway, "tokenizer_dir": ".", "nodes": [{"agent": "127.0.0.1:1"}]}, "[gateway]")
     return Topology(
         model=model,
         gateway=gateway,
