@@ -1,6 +1,6 @@
 """RDMA NICs as this package sees them, and the memory that is registered with them.
 
-`Device` and `QueuePair` are what a driver must offer: `rdma` does with verbs, `rdma_loopback` in memory. A queue pair
+`Device` and `QueuePair` are what a driver must offer: `rdma.verbs` does with NICs, `rdma.loopback` in memory. A queue pair
 belongs to one thread; devices and registrations are shared by all connections of a process.
 """
 
