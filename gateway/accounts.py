@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Callable
 
-from gateway.clusters import Node
 from gateway.metrics import Metrics
+from gateway.node import Node
 from gateway.records import Records
 from gateway.request import PrefillOutcome, Request
 from gateway.usage import recompute_reason

@@ -7,14 +7,15 @@ everything again. Nothing here is written down: nodes hold the truth, this is wh
 
 import asyncio
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Collection
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Final
 
 from gateway.agent import AgentClient, NodeEvent, NodeInfo, NodeLoad
 from gateway.errors import NodeError
+from gateway.links import link_views
+from gateway.node import Node
 from gateway.prompts import Hashing, Model, Prompt
 from gateway.tasks import BACKOFF_S, TaskSet
 from hybrid_cache.errors import CacheError
@@ -52,59 +53,6 @@ def salt_of(layout: ModelLayout, tenant: str = "") -> bytes:
     return model_salt(layout.fingerprint, tenant)
 
 
-class Node:
-    """One node, as its agent last described it, and the work that this gateway has under way on it."""
-
-    def __init__(self, agent: AgentClient) -> None:
-        self.agent = agent
-        self.info: NodeInfo | None = None
-        self.load = NodeLoad()
-        self.connected = False
-        self.suspect_until = float("-inf")
-        self.pending_tokens = 0
-        self.pending_requests = 0
-        self.promised_bytes = 0.0  # KVCache that requests sent here for will send to another cluster
-
-    def __repr__(self) -> str:
-        return f"<Node {self.id} {self.role} {self.state}, {self.pending_requests} pending>"
-
-    @property
-    def id(self) -> str:
-        return self.info.node_id if self.info else self.agent.address
-
-    @property
-    def role(self) -> str:
-        return self.info.role if self.info else "unknown"
-
-    @property
-    def state(self) -> str:
-        """The node's own state, or `down` while its agent does not answer."""
-        return self.info.state if self.connected and self.info else "down"
-
-    @property
-    def engine(self) -> tuple[str, int]:
-        """Which engine process this is: another value says that the one before is gone."""
-        return (self.info.boot_id, self.info.engine_pid) if self.info else ("", 0)
-
-    def is_ready(self, now: float) -> bool:
-        """Whether new work may be sent here."""
-        return self.state == "ready" and now >= self.suspect_until
-
-    @contextmanager
-    def busy_with(self, uncached_tokens: int, promised_bytes: float = 0.0) -> Iterator[None]:
-        """Counts a request's work here from its routing on: the node's own report is a quarter of a second late."""
-        self._pend(1, uncached_tokens, promised_bytes)
-        try:
-            yield
-        finally:
-            self._pend(-1, -uncached_tokens, -promised_bytes)
-
-    def _pend(self, requests: int, tokens: int, promised_bytes: float) -> None:
-        self.pending_requests += requests
-        self.pending_tokens += tokens
-        self.promised_bytes = self.promised_bytes + promised_bytes if self.pending_requests else 0.0
-
-
 class Clusters:
     """All nodes. `start` begins to watch them, `close` ends it."""
 
@@ -126,7 +74,10 @@ class Clusters:
         self._link_bytes_per_s = link_bytes_per_s
         self._clock = clock
         self._on_lost = on_lost
-        self._index: PrefixIndex | None = None
+        self._by_id: dict[str, Node] = {}
+        self._indexes: dict[
+            str, PrefixIndex
+        ] = {}  # by layout, of all connected nodes: another model may be served next
         self._changed = asyncio.Event()
         self._tasks = tasks
 
@@ -151,36 +102,28 @@ class Clusters:
     @property
     def index(self) -> PrefixIndex | None:
         """What the nodes that serve the model have cached; None before one is known."""
-        return self._index
+        return self._indexes.get(self.served.layout.fingerprint) if self.served is not None else None
 
     def by_id(self, node_id: str) -> Node:
-        return next(node for node in self.nodes if node.id == node_id)
+        """The node that bears this name. Raises NodeError: since a decision, its address may have got another one."""
+        if (node := self._by_id.get(node_id)) is None:
+            raise NodeError(node_id, "gone", "its agent answers under another name now")
+        return node
 
     def views(self, prompt: Prompt, exclude: Collection[str] = ()) -> list[NodeView]:
         """The nodes as routing sees them for `prompt`; nodes that cannot serve it are left out."""
-        now = self._clock()
+        now, index = self._clock(), self.index
+        if index is None:
+            return []
         return [
-            self._view(node, prompt)
+            self._view(node, prompt, index)
             for node in self.nodes
             if node.is_ready(now) and self._serves(node) and node.id not in exclude
         ]
 
     def links(self) -> list[LinkView]:
-        """The egress from each PrfaaS cluster to each PD cluster, summed over the sending nodes.
-
-        A link that no node has measured yet is taken to be up, its bandwidth what the configuration says, or unknown.
-        """
-        known = [node for node in self.nodes if node.info and node.connected]
-        destinations = {node.info.cluster for node in known if node.info and node.info.cluster_kind == ClusterKind.PD}
-        senders: dict[str, list[Node]] = defaultdict(list)
-        for node in known:
-            if node.info and node.info.cluster_kind == ClusterKind.PRFAAS:
-                senders[node.info.cluster].append(node)
-        return [
-            _link(source, to, nodes, self._link_bytes_per_s)
-            for source, nodes in senders.items()
-            for to in sorted(destinations)
-        ]
+        """The egress from each PrfaaS cluster to each PD cluster, as all its senders together see it."""
+        return link_views([node for node in self.nodes if node.connected], self._link_bytes_per_s)
 
     async def has_died(self, node: Node, engine: tuple[str, int]) -> bool:
         """Whether the process that was the `engine` of `node` is gone; the news of it may take a moment."""
@@ -190,9 +133,10 @@ class Clusters:
 
         return is_gone() or await self.wait_for(is_gone, DEATH_NEWS_S)
 
-    def suspect(self, node: Node) -> None:
+    def suspect(self, node_id: str) -> None:
         """Leaves a node alone for a moment after it failed a request."""
-        node.suspect_until = self._clock() + SUSPECT_S
+        if (node := self._by_id.get(node_id)) is not None:
+            node.suspect_until = self._clock() + SUSPECT_S
 
     async def wait_for(self, holds: Callable[[], bool], timeout_s: float) -> bool:
         """Waits until something holds that nodes can change, such as `is_ready`."""
@@ -209,11 +153,10 @@ class Clusters:
         served, info = self.served, node.info
         return bool(served and info and info.layout_fingerprint == served.layout.fingerprint)
 
-    def _view(self, node: Node, prompt: Prompt) -> NodeView:
+    def _view(self, node: Node, prompt: Prompt, index: PrefixIndex) -> NodeView:
         assert node.info is not None
-        assert self._index is not None
-        hit = self._index.match(node.id, prompt.hashes, prompt.transfer_tokens)
-        movable = self._index.movable_tokens(node.id, prompt.hashes, hit)
+        hit = index.match(node.id, prompt.hashes, prompt.transfer_tokens)
+        movable = index.movable_tokens(node.id, prompt.hashes, hit)
         return NodeView(
             node_id=node.id,
             cluster=node.info.cluster,
@@ -261,10 +204,15 @@ class Clusters:
 
     def _describe(self, node: Node, info: NodeInfo) -> None:
         _check(info, [other for other in self.nodes if other is not node])
-        before = node.state
+        before, known = node.state, node.info
+        if known is not None and known.node_id != info.node_id:
+            self._rename(node, known.node_id)
+        if known is not None and known.layout_fingerprint != info.layout_fingerprint:
+            self._drop_prefixes(info.node_id)
         node.info = info
         node.connected = True
         node.suspect_until = float("-inf")
+        self._by_id[info.node_id] = node
         self._adopt_model(info)
         if node.state != before:
             log.info("node %s (%s of %s) is %s", node.id, info.role, info.cluster, node.state)
@@ -274,21 +222,25 @@ class Clusters:
         """The first layout described is the one served, until no connected node has it any more."""
         if not info.layout_json:
             return
+        index = self._indexes.get(info.layout_fingerprint)
+        if index is None:
+            index = self._indexes[info.layout_fingerprint] = PrefixIndex(ModelLayout.from_json(info.layout_json))
         if self.served is not None and info.layout_fingerprint != self.served.layout.fingerprint:
-            if any(node.connected and self._serves(node) for node in self.nodes):
+            if self._is_served():
                 log.warning("node %s has another layout than the model served; it is not used", info.node_id)
                 return
-            self.served = None
-        layout = self.served.layout if self.served else ModelLayout.from_json(info.layout_json)
-        if self._index is None or self._index.layout != layout:
-            self._index = PrefixIndex(layout)
+            log.warning("model %s is served from now on: no node has %s any more", info.model_id, self.served.model_id)
         self.served = ServedModel(
             name=self._served_name or info.model_id,
             model_id=info.model_id,
-            layout=layout,
-            max_model_len=self._max_model_len(layout) or info.max_model_len,
-            hashing=Hashing(layout.block_size, salt_of(layout)),
+            layout=index.layout,
+            max_model_len=self._max_model_len(index.layout) or info.max_model_len,
+            hashing=Hashing(index.layout.block_size, salt_of(index.layout)),
         )
+
+    def _is_served(self) -> bool:
+        """Whether a connected node has the model that is served."""
+        return any(node.connected and self._serves(node) for node in self.nodes)
 
     def _max_model_len(self, layout: ModelLayout) -> int:
         """The longest context that every connected node of this layout takes; 0 without any."""
@@ -296,46 +248,46 @@ class Clusters:
         return min((p.max_model_len for p in peers if p.layout_fingerprint == layout.fingerprint), default=0)
 
     def _cache_event(self, node: Node, event: CacheEvent) -> None:
-        if self._index is not None and self._serves(node):
-            self._index.apply(node.id, event)
+        if node.info is not None and (index := self._indexes.get(node.info.layout_fingerprint)) is not None:
+            index.apply(node.id, event)
 
     def _lost(self, node: Node) -> None:
+        if node.connected:
+            self._drop_prefixes(node.id)
         node.connected = False
         node.load = NodeLoad()
-        if self._index is not None:
-            self._index.drop(node.id)
-        if self.served is not None and (longest := self._max_model_len(self.served.layout)):
-            self.served = replace(self.served, max_model_len=longest)
+        if self.served is not None:
+            if longest := self._max_model_len(self.served.layout):
+                self.served = replace(self.served, max_model_len=longest)
+            elif (other := self._another_model()) is not None:
+                self._adopt_model(other)
+        self._drop_indexes()
         self._changed.set()
+
+    def _rename(self, node: Node, before: str) -> None:
+        """Another node answers at this address: what the one before had is gone with its name."""
+        if self._by_id.get(before) is node:
+            del self._by_id[before]
+        self._drop_prefixes(before)
+
+    def _drop_prefixes(self, node_id: str) -> None:
+        for index in self._indexes.values():
+            index.drop(node_id)
+
+    def _drop_indexes(self) -> None:
+        """Those of layouts that nobody has any more, but for the one served: its nodes may come back."""
+        had = {node.info.layout_fingerprint for node in self.nodes if node.connected and node.info}
+        served = self.served.layout.fingerprint if self.served is not None else ""
+        self._indexes = {name: index for name, index in self._indexes.items() if name in had or name == served}
+
+    def _another_model(self) -> NodeInfo | None:
+        """Of a connected node, whatever it serves."""
+        return next((node.info for node in self.nodes if node.connected and node.info and node.info.layout_json), None)
 
 
 def _check(info: NodeInfo, others: Collection[Node]) -> None:
     """Raises ValueError for a description that cannot be worked with; the node counts as down, and the log says why."""
     Role(info.role)
     ClusterKind(info.cluster_kind)
-    if any(other.info is not None and other.info.node_id == info.node_id for other in others):
+    if any(other.connected and other.info and other.info.node_id == info.node_id for other in others):
         raise ValueError(f"another node is called {info.node_id!r}, too")
-
-
-def _link(source: str, destination: str, nodes: Collection[Node], unmeasured_bytes_per_s: float) -> LinkView:
-    links = [link for node in nodes for link in node.load.links if link.peer == destination]
-    budgets = [link.budget_bytes_per_s for link in links]
-    queued = sum(link.queued_bytes for link in links)
-    available = sum(link.available_bytes_per_s for link in links)
-    # The senders share the line: the one that sees the longest queue is right about it.
-    worst = max(links, key=lambda link: (link.congested, link.rtt_s - link.min_rtt_s), default=None)
-    return LinkView(
-        source=source,
-        destination=destination,
-        available_bytes_per_s=available or unmeasured_bytes_per_s or None,
-        budget_bytes_per_s=sum(budgets) if all(budgets) else None,
-        utilisation=max((link.utilisation for link in links), default=0.0),
-        retransmit_ratio=max((link.retransmit_ratio for link in links), default=0.0),
-        congested=worst is not None and worst.congested,
-        rtt_s=worst.rtt_s if worst else 0.0,
-        min_rtt_s=worst.min_rtt_s if worst else 0.0,
-        estimate_error=max((link.estimate_error for link in links), default=0.0),
-        queued_bytes=queued,
-        # What is queued already was promised before.
-        promised_bytes=max(0.0, sum(node.promised_bytes for node in nodes) - queued),
-    )

@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 from gateway.clusters import Clusters
 from gateway.config import GatewayConfig
-from gateway.errors import Unavailable
+from gateway.errors import NodeError, Unavailable
 from gateway.request import Request
 from planner.decisions.placement import PLACERS, PlacementPolicy
 from planner.decisions.routing import Route, RoutingPolicy, route
@@ -46,13 +46,14 @@ class Decider:
         except NoReadyNode as error:
             raise Unavailable("No decode node is ready.", "no_decode_node") from error
 
-    def other_prefill(self, request: Request, chosen: Route, failed: Collection[str]) -> str | None:
-        """Another prefill node for the decode node of `chosen`, None if there is none."""
-        home = self._clusters.by_id(chosen.decode_node).info
+    def other_prefill(self, request: Request, chosen: Route, failed: Collection[str]) -> Route | None:
+        """A route by another prefill node to the decode cluster of `chosen`, None if there is none."""
         try:
-            return self.route(request, failed, home.cluster if home else None).prefill_node
-        except Unavailable:
+            home = self._clusters.by_id(chosen.decode_node).cluster
+            other = self.route(request, failed, home)
+        except (Unavailable, NodeError):
             return None
+        return other if other.prefill_node is not None else None
 
 
 def _tie(request_id: str) -> float:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from gateway.accounts import Accounts
+from gateway.bookings import booked
 from gateway.clusters import Clusters
 from gateway.decide import Decider
 from gateway.errors import DecodeFailed, KillsEngines, NodeError, NodeFailure, Unavailable
@@ -85,11 +86,12 @@ class Dispatcher:
 
     @asynccontextmanager
     async def _attempt(self, request: Request, chosen: Route) -> AsyncIterator[Attempt]:
-        decode = self._clusters.by_id(chosen.decode_node)
-        with decode.busy_with(0 if chosen.prefill_node else chosen.uncached_tokens):
+        # Nothing is awaited between the decision and its booking: the next decision sees this one.
+        with booked(self._clusters.by_id(chosen.decode_node)) as booking:
+            booking.prefill(self._clusters.by_id(chosen.prefill_node or chosen.decode_node), chosen)
             async with (
                 self._reservations.held(request, chosen) as hold,
-                self._runner.attempt(request, chosen, hold) as attempt,
+                self._runner.attempt(request, chosen, hold, booking) as attempt,
             ):
                 yield attempt
 
@@ -103,7 +105,7 @@ class Dispatcher:
         if rule.otherwise is Next.ALONE:
             tried.full = chosen
         if rule.suspect:
-            self._clusters.suspect(self._clusters.by_id(chosen.decode_node))
+            self._clusters.suspect(chosen.decode_node)
         if rule.next is Next.ELSEWHERE:
             return self._elsewhere(request, tried)
         if rule.next is Next.ALONE:

@@ -13,9 +13,9 @@ import aiohttp
 import msgspec
 from msgspec import Raw
 
-from gateway.clusters import Node
 from gateway.config import Timeouts
 from gateway.errors import DecodeFailed, PrefillFailed
+from gateway.node import Node
 from gateway.request import PrefillOutcome, Request
 from gateway.retries import SAME_EVERYWHERE, Failure
 from transport.control.messages import TicketInfo

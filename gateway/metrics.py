@@ -5,7 +5,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from gateway.clusters import Node
+from gateway.node import Node
 from gateway.request import Request, cached_tokens
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gateway.clusters import Node
 from gateway.errors import NodeError
 from gateway.metrics import Metrics
+from gateway.node import Node
 from gateway.tasks import TaskSet
 
 log = logging.getLogger("prfaas.gateway.moves")

@@ -8,8 +8,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from gateway.clusters import Clusters, Node
+from gateway.clusters import Clusters
 from gateway.moves import Move, Moves
+from gateway.node import Node
 from gateway.prompts import Prompt
 from hybrid_cache.store import PrefixStore, Replicate, StoreConfig
 from planner.decisions.views import Role

@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from gateway.clusters import Clusters, Node
+from gateway.clusters import Clusters
 from gateway.errors import NodeError
+from gateway.node import Node
 from gateway.request import Request
 from gateway.tasks import TaskSet
 from planner.decisions.routing import Route

@@ -11,11 +11,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from gateway.accounts import Accounts
-from gateway.clusters import Clusters, Node
+from gateway.bookings import Booking
+from gateway.clusters import Clusters
 from gateway.decide import Decider
-from gateway.errors import ApiError, DecodeFailed, InternalError, KillsEngines, NodeError, PrefillFailed
+from gateway.errors import ApiError, DecodeFailed, InternalError, KillsEngines, NodeError, NodeFailure, PrefillFailed
 from gateway.legs import DecodeAnswer, Legs
 from gateway.moves import OK, Move, Moves, prefix_of
+from gateway.node import Node
 from gateway.request import PrefillOutcome, Request
 from gateway.reserve import Hold
 from gateway.retries import Failure, Next, Stage, rule_after
@@ -56,13 +58,15 @@ class Runner:
         self._max_tries = max_tries
 
     @asynccontextmanager
-    async def attempt(self, request: Request, chosen: Route, hold: Hold | None) -> AsyncIterator[Attempt]:
-        """The attempt, once its decode node answers. Raises DecodeFailed, or ApiError for what no node can mend."""
+    async def attempt(
+        self, request: Request, chosen: Route, hold: Hold | None, booking: Booking
+    ) -> AsyncIterator[Attempt]:
+        """The attempt, once its decode node answers. Raises NodeFailure, or ApiError for what no node can mend."""
         decode = self._clusters.by_id(chosen.decode_node)
         async with AsyncExitStack() as own:
             delivery = None
             if hold is not None:
-                delivering = self._deliver(request, chosen, hold)
+                delivering = self._deliver(request, chosen, hold, booking)
                 delivery = self._tasks.start(delivering, "deliver", expected=(ApiError,))
                 own.push_async_callback(_cancel, delivery)
             transfer_id = hold.ticket.transfer_id if hold else None
@@ -88,46 +92,48 @@ class Runner:
 
     # The prefill's side
 
-    async def _deliver(self, request: Request, chosen: Route, hold: Hold) -> PrefillOutcome | None:
+    async def _deliver(self, request: Request, chosen: Route, hold: Hold, booking: Booking) -> PrefillOutcome | None:
         """Gets the KVCache to the decode node, by one prefill node or another. None: it computes the prompt itself."""
         await self._fetch(request, chosen)
         failed: set[str] = set()
-        node_id = chosen.prefill_node
-        while node_id is not None:
-            node = self._clusters.by_id(node_id)
-            hold.nodes.append(node)
-            self._accounts.prefilling(request, node)
+        way: Route | None = chosen
+        while way is not None:
+            assert way.prefill_node is not None
             try:
-                outcome = await self._prefill(node, request, chosen, hold)
+                outcome = await self._prefill(way, request, hold, booking)
+            except (PrefillFailed, NodeError) as error:
+                booking.prefilled()
+                failed.add(way.prefill_node)
+                way = self._next_way(request, chosen, error, failed)
+            else:
+                booking.prefilled()
                 self._accounts.delivered(request, outcome)
                 return outcome
-            except PrefillFailed as error:
-                failed.add(node_id)
-                node_id = self._next_prefill(request, chosen, node, error, failed)
-        await self._stop_waiting(request, hold)
+        await self._stop_waiting(request, chosen, hold, booking)
         return None
 
-    async def _prefill(self, node: Node, request: Request, chosen: Route, hold: Hold) -> PrefillOutcome:
+    async def _prefill(self, way: Route, request: Request, hold: Hold, booking: Booking) -> PrefillOutcome:
+        assert way.prefill_node is not None
+        node = self._clusters.by_id(way.prefill_node)
         engine = node.engine
-        promised = request.served.layout.kv_bytes(request.prompt.transfer_tokens) if request.is_remote else 0
-        with node.busy_with(chosen.uncached_tokens, promised):
-            try:
-                return await self._legs.prefill(node, request, hold.ticket)
-            except PrefillFailed as error:
-                if await self._has_killed(request, node, engine, error.failure):
-                    raise PrefillFailed(node.id, "engine_died") from error
-                raise
+        hold.nodes.append(node)
+        booking.prefill(node, way)
+        self._accounts.prefilling(request, node)
+        try:
+            return await self._legs.prefill(node, request, hold.ticket)
+        except PrefillFailed as error:
+            if await self._has_killed(request, node, engine, error.failure):
+                raise PrefillFailed(node.id, "engine_died") from error
+            raise
 
-    def _next_prefill(
-        self, request: Request, chosen: Route, node: Node, error: PrefillFailed, failed: set[str]
-    ) -> str | None:
+    def _next_way(self, request: Request, chosen: Route, error: NodeFailure, failed: set[str]) -> Route | None:
         """Who prefills next, None for nobody. Raises KillsEngines."""
         self._accounts.fell_back(request, f"prefill_{error.reason}", error)
         rule = rule_after(
             Stage.PREFILL, error.failure, tries=len(failed), max_tries=self._max_tries, deaths=len(request.deaths)
         )
         if rule.suspect:
-            self._clusters.suspect(node)
+            self._clusters.suspect(error.node)
         match rule.next:
             case Next.ELSEWHERE:
                 return self._decider.other_prefill(request, chosen, failed)
@@ -140,7 +146,11 @@ class Runner:
         """Gets the prefill node the prefix that another node has for it. Without it there is more to compute, no more."""
         if chosen.fetch_from is None or chosen.prefill_node is None:
             return
-        source, target = self._clusters.by_id(chosen.fetch_from), self._clusters.by_id(chosen.prefill_node)
+        try:
+            source, target = self._clusters.by_id(chosen.fetch_from), self._clusters.by_id(chosen.prefill_node)
+        except NodeError as error:
+            self._accounts.fell_back(request, f"fetch_{error.reason}", error)
+            return
         hashes = prefix_of(request.prompt.hashes, chosen.cached_tokens, request.served.layout.block_size)
         outcome = await self._moves.make(Move(source, target, hashes, chosen.cached_tokens))
         if outcome == OK:
@@ -148,10 +158,11 @@ class Runner:
         else:
             self._accounts.fell_back(request, f"fetch_{outcome}")
 
-    async def _stop_waiting(self, request: Request, hold: Hold) -> None:
+    async def _stop_waiting(self, request: Request, chosen: Route, hold: Hold, booking: Booking) -> None:
         """Tells the decode node that nothing will come; its engine then recomputes, and the answer goes on."""
         self._accounts.fell_back(request, "recompute_no_prefill")
         request.is_recomputed = True
+        booking.prefill(hold.nodes[0], chosen)
         self._accounts.prefilling(request, hold.nodes[0])
         try:
             await hold.nodes[0].agent.abort(hold.ticket.transfer_id, "prefill_failed")

@@ -132,7 +132,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The decision. `[0, cached_tokens)` need not be computed; `fetch_from` names the node that hands it over first.
 
     `prefill_node` is None when the decode node does everything. `threshold_tokens` is the one that applied, pressure
-    included; `ttft_s` is the placement's prediction without the link.
+    included; `ttft_s` is the placement's prediction without the link, `link_bytes` what will cross one.
     """
 
     target: Target
@@ -143,6 +143,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     cached_tokens: int
     threshold_tokens: float
     ttft_s: float = 0.0
+    link_bytes: float = 0.0
     fetch_from: str | None = None
 
     def __str__(self) -> str:
@@ -253,6 +254,7 @@ def route_among(
         cached_tokens=choice.cached_tokens,
         threshold_tokens=verdict.threshold_tokens,
         ttft_s=choice.ttft_s,
+        link_bytes=_bytes_to_send(request, decode) if verdict.target is Target.REMOTE else 0.0,
         fetch_from=choice.fetch_from,
     )
 

@@ -41,6 +41,7 @@ class Script:
     prefill_s: float = 0.0
     prefill_gate: asyncio.Event | None = None  # set by the test when prefills may go on
     decode_gate: asyncio.Event | None = None  # the same of decode legs
+    reserve_gate: asyncio.Event | None = None  # the same of the answers to Reserve
     cached_tokens: int = 0
     reserve: list[str] = field(default_factory=list)  # a grpc.StatusCode name
     prefill: list[str] = field(default_factory=list)  # "die", "hang", "drop", "undelivered REASON" or "STATUS code"
@@ -195,6 +196,8 @@ class ScriptedNode(NodeAgentServicer):
         transfer_id = f"{self.node_id}-t{self._made}"
         self.open_reservations.add(transfer_id)
         self.fabric.open(transfer_id)
+        if self.script.reserve_gate is not None:
+            await self.script.reserve_gate.wait()
         return pb.Ticket(
             transfer_id=transfer_id,
             secret=b"s" * 16,

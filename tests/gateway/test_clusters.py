@@ -3,7 +3,10 @@
 import asyncio
 import time
 
+import pytest
+
 from gateway.clusters import Clusters, salt_of
+from gateway.errors import NodeError
 from gateway.server import running
 from hybrid_cache.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.spec import FullAttention
@@ -83,6 +86,76 @@ async def test_a_node_of_another_layout_is_not_used() -> None:
 
 
 @on_loop
+async def test_the_next_model_is_served_as_soon_as_the_last_node_of_the_one_before_is_gone() -> None:
+    async with world(remote=0, local=0, decode=2) as w:
+        clusters, (first, second) = w.gateway.clusters, w.nodes.decode
+        second.layout = ModelLayout("other", "float32", 16, LAYOUT.groups)
+        second.become(pb.NODE_STATE_READY)
+        await until(
+            lambda: (info := clusters.by_id("d1").info) and info.layout_fingerprint == second.layout.fingerprint
+        )
+        stored = [pb.BlocksStored(group=group, hashes=b"h" * 32) for group in (0, 1)]
+        second.tell(pb.NodeEvent(stored=stored[0]))
+        second.tell(pb.NodeEvent(stored=stored[1]))
+        assert (await w.complete(PROMPT)).status == 200
+        assert not second.bodies
+        await first.stop_agent()
+        await until(lambda: clusters.served and clusters.served.layout == second.layout)
+        assert (await w.complete(PROMPT)).status == 200
+        assert second.bodies
+        await until(lambda: has_prefix(clusters, "d1", b"h" * 32))  # though it came while another model was served
+
+
+@on_loop
+async def test_an_address_that_returns_under_another_name_is_another_node() -> None:
+    async with world(decode=2) as w:
+        clusters, node = w.gateway.clusters, w.nodes.decode[1]
+        gate = node.script.decode_gate = asyncio.Event()
+        w.nodes.decode[0].become(pb.NODE_STATE_DRAINING)
+        await until(lambda: states(clusters)["d0"] == "draining")
+        asking = asyncio.create_task(w.complete(PROMPT, stream=True))  # d1 is chosen under its old name
+        await until(lambda: node.running)
+        node.node_id = "d9"
+        node.become(pb.NODE_STATE_READY)
+        await until(lambda: "d9" in states(clusters))
+        with pytest.raises(NodeError, match="gone"):
+            clusters.by_id("d1")
+        gate.set()
+        assert (await asking).status == 200
+        assert clusters.by_id("d9").state == "ready"
+        assert (await w.complete(PROMPT)).status == 200
+
+
+@on_loop
+async def test_a_decode_node_that_is_another_one_when_its_reservation_comes_costs_no_request() -> None:
+    async with world(remote=0, decode=2) as w:
+        clusters, node = w.gateway.clusters, w.nodes.decode[0]
+        gate = node.script.reserve_gate = asyncio.Event()
+        asking = asyncio.create_task(w.complete(PROMPT))
+        await until(lambda: node.open_reservations)
+        node.node_id = "d9"
+        node.become(pb.NODE_STATE_READY)
+        await until(lambda: "d9" in states(clusters))
+        gate.set()
+        assert (await asking).status == 200
+        assert await w.fallbacks() == {"decode_gone": 1.0}
+        await w.settled()
+
+
+@on_loop
+async def test_a_name_goes_with_its_node_to_another_address() -> None:
+    async with world(decode=2) as w:
+        clusters, (first, second) = w.gateway.clusters, w.nodes.decode
+        await first.stop_agent()
+        await until(lambda: states(clusters)["d0"] == "down")
+        second.node_id = "d0"
+        second.become(pb.NODE_STATE_READY)
+        await until(lambda: clusters.by_id("d0").state == "ready")
+        assert (await w.complete(PROMPT)).status == 200
+        assert second.bodies
+
+
+@on_loop
 async def test_a_description_that_makes_no_sense_keeps_the_node_out() -> None:
     async with world(decode=2) as w:
         clusters, (first, second) = w.gateway.clusters, w.nodes.decode
@@ -96,7 +169,7 @@ async def test_a_description_that_makes_no_sense_keeps_the_node_out() -> None:
 
 
 @on_loop
-async def test_links_are_summed_over_the_senders_and_congestion_keeps_requests_local() -> None:
+async def test_senders_share_one_line_and_congestion_keeps_requests_local() -> None:
     async with world(remote=2) as w:
         clusters = w.gateway.clusters
         (before,) = clusters.links()
@@ -106,9 +179,10 @@ async def test_links_are_summed_over_the_senders_and_congestion_keeps_requests_l
             link = pb.Link(peer="west", available_bytes_per_s=1e6, utilisation=0.99, queued_bytes=5)
             node.load = pb.Load(links=[link])
             node.tell(pb.NodeEvent(load=node.load))
-        await until(lambda: clusters.links()[0].available_bytes_per_s == 2e6)
+        # Both are busy: each sees its part of the line, which has at least what they carry together.
+        await until(lambda: clusters.links()[0].available_bytes_per_s == 2 * 0.99e6)
         (link_view,) = clusters.links()
-        assert (link_view.available_bytes_per_s, link_view.queued_bytes) == (2e6, 10)
+        assert link_view.queued_bytes == 10
         response = await w.complete("the quick brown fox jumps over the lazy dog " * 40)
         assert response.headers["x-prfaas-route"].endswith("reason=congested")
 
@@ -188,12 +262,33 @@ async def test_a_queue_that_one_sender_sees_keeps_requests_local() -> None:
             )  # fmt: skip
             node.load = pb.Load(links=[link])
             node.tell(pb.NodeEvent(load=node.load))
-        await until(lambda: clusters.links()[0].available_bytes_per_s == 2e9)
+        await until(lambda: clusters.links()[0].congested)
         (link_view,) = clusters.links()
-        assert (link_view.congested, link_view.rtt_inflation) == (True, 5.0)
+        assert link_view.rtt_inflation == 5.0
+        assert link_view.available_bytes_per_s == 1e9  # an idle line, seen by two, is one line
         assert link_view.estimate_error == 0.2
         response = await w.complete("the quick brown fox jumps over the lazy dog " * 40)
         assert response.headers["x-prfaas-route"].endswith("reason=congested")
+
+
+@on_loop
+async def test_prompts_that_come_at_once_are_spread_over_equal_nodes() -> None:
+    async with world(remote=0, local=2, decode=1) as w:
+        gates = [asyncio.Event() for _ in w.nodes.local]
+        for node, gate in zip(w.nodes.local, gates, strict=True):
+            node.script.prefill_gate = gate
+        w.nodes.decode[0].script.reserve_gate = reserving = (
+            asyncio.Event()
+        )  # all are routed before anything is reserved
+        prompts = [asyncio.create_task(w.complete(f"{i} {PROMPT}")) for i in range(12)]
+        await until(lambda: len(w.nodes.decode[0].open_reservations) == 12)
+        reserving.set()
+        for gate in gates:
+            gate.set()
+        assert [(await each).status for each in prompts] == [200] * 12
+        assert [len(node.bodies) for node in w.nodes.local] == [6, 6]
+        await w.idle()
+        assert [(node.pending_requests, node.pending_tokens) for node in w.gateway.clusters.nodes] == [(0, 0)] * 3
 
 
 @on_loop

@@ -1,0 +1,82 @@
+"""What is booked is given back, whatever becomes of the requests."""
+
+from contextlib import ExitStack
+from typing import cast
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.agent import AgentClient, NodeInfo
+from gateway.bookings import Booking, booked
+from gateway.node import Node
+from planner.decisions.routing import Reason, Route, Target
+
+
+def node_of(node_id: str, cluster: str = "west", kind: str = "pd", role: str = "prefill") -> Node:
+    node = Node(cast(AgentClient, None))
+    node.info = NodeInfo(
+        node_id=node_id, cluster=cluster, cluster_kind=kind, role=role, state="ready", engine_url="", model_id="m",
+        layout_json="", layout_fingerprint="", max_model_len=1, boot_id="1",
+    )  # fmt: skip
+    node.connected = True
+    return node
+
+
+def route_of(uncached_tokens: int = 100, link_bytes: float = 0.0) -> Route:
+    return Route(
+        target=Target.REMOTE, reason=Reason.LONG, decode_node="d0", prefill_node="r0", uncached_tokens=uncached_tokens,
+        cached_tokens=0, threshold_tokens=10.0, link_bytes=link_bytes,
+    )  # fmt: skip
+
+
+def test_what_is_booked_is_seen_at_once_and_moves_with_the_prefill():
+    decode, first, second = node_of("d0"), node_of("r0", "east", "prfaas"), node_of("p0")
+    with booked(decode) as booking:
+        booking.prefill(first, route_of(100, 5_000.0))
+        assert (decode.pending_requests, first.pending_tokens, first.promised_bytes) == (1, 100, {"west": 5_000})
+        booking.prefill(second, route_of(100, 5_000.0))
+        assert (first.pending_requests, first.pending_tokens, first.promised_bytes) == (0, 0, {})
+        assert (second.pending_requests, second.pending_tokens, second.promised_bytes) == (1, 100, {})
+        booking.prefilled()
+        assert (decode.pending_requests, second.pending_tokens) == (1, 0)
+    assert decode.pending_requests == 0
+
+
+def test_a_prompt_that_the_decode_node_computes_is_one_request_there():
+    decode = node_of("d0")
+    with booked(decode) as booking:
+        booking.prefill(decode, route_of(60))
+        assert (decode.pending_requests, decode.pending_tokens) == (1, 60)
+    assert (decode.pending_requests, decode.pending_tokens) == (0, 0)
+
+
+Step = tuple[int, int, int, float]  # which request, what it does, by which node, how much
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2), st.integers(0, 4), st.floats(0, 1e12)), max_size=60))
+def test_nothing_leaks(steps: list[Step]) -> None:
+    nodes = [
+        node_of("d0"),
+        node_of("d1"),
+        node_of("p0"),
+        node_of("r0", "east", "prfaas"),
+        node_of("r1", "east", "prfaas"),
+    ]
+    open_bookings: dict[int, tuple[Booking, ExitStack]] = {}
+    for request, act, at, amount in steps:
+        if request not in open_bookings:
+            stack = ExitStack()
+            open_bookings[request] = stack.enter_context(booked(nodes[request % 2])), stack
+        booking, stack = open_bookings[request]
+        if act == 0:
+            booking.prefill(nodes[at], route_of(int(amount) % 10_000, amount))
+        elif act == 1:
+            booking.prefilled()
+        else:
+            stack.close()
+            del open_bookings[request]
+        assert sum(node.pending_requests for node in nodes) >= len(open_bookings)
+        assert all(min(node.pending_requests, node.pending_tokens) >= 0 for node in nodes)
+    for _, stack in open_bookings.values():
+        stack.close()
+    assert [(node.pending_requests, node.pending_tokens, node.promised_bytes) for node in nodes] == [(0, 0, {})] * 5
