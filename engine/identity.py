@@ -61,19 +61,18 @@ class ModelFile(msgspec.Struct, frozen=True):
 
 
 def model_identity(
-    directory: Path, *, facts: Mapping[str, str] = NO_FACTS, revision: str = "", memory: Path | None = None
+    directory: Path, *, facts: Mapping[str, str] = NO_FACTS, revision: str = "", memory: "DigestMemory | None" = None
 ) -> str:
     """The name of a model directory's KVCache: model type and digest, as "kimi_linear-0123…".
 
     `facts` are what else changes KVCache, by name (quantisation, LoRA, overrides, flags of another engine): any difference is
     another identity. `revision` is the operator's word for the weights, whose contents are not read then; their names and
-    sizes, and all other files, still count. `memory` is a file that keeps digests, so that a weight file is read once; damage
-    to it, or a disk without room, costs time only. Reads every byte otherwise: call it beside loading, not before.
-    Raises ModelError, also when a file changes meanwhile.
+    sizes, and all other files, still count. `memory` keeps digests, so that a weight file is read once. Reads every byte
+    otherwise: call it beside loading, not before. Raises ModelError, also when a file changes meanwhile.
     """
     files = model_files(directory)
     kind = model_type(directory)
-    known = DigestMemory(memory)
+    known = memory or DigestMemory(None)
     contents = [
         (file.name, file.stamp.size, "" if revision and file.is_weights else digest)
         for file, digest in _digests(files, known, skip=lambda file: bool(revision) and file.is_weights)
@@ -100,17 +99,16 @@ def model_files(directory: Path) -> tuple[ModelFile, ...]:
     return tuple(sorted(files, key=lambda file: file.name))
 
 
-def default_memory() -> Path:
-    """Where a user's processes keep digests, by the XDG base directory specification."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "prfaas" / "model-digests"
-
-
 class DigestMemory:
-    """Digests of files seen before, kept in one file: a checksum, then JSON. Without a path it remembers nothing."""
+    """Digests of files seen before, kept in one file: a checksum, then JSON. Without a path it remembers nothing.
 
-    def __init__(self, path: Path | None) -> None:
+    Damage to the file, or a disk without room, costs time only. A file that was written to less than `settled_ns` ago is not
+    remembered.
+    """
+
+    def __init__(self, path: Path | None, settled_ns: int = SETTLED_NS) -> None:
         self._path = path
+        self._settled_ns = settled_ns
         self._known: dict[str, tuple[FileStamp, str]] = _remembered(path) if path is not None else {}
         self._new: dict[str, tuple[FileStamp, str]] = {}
         self.hashed_bytes = 0
@@ -122,7 +120,7 @@ class DigestMemory:
     def put(self, file: ModelFile, digest: str, now_ns: int) -> None:
         """`now_ns` is the time at which reading began, on the file system's clock."""
         self.hashed_bytes += file.stamp.size
-        if now_ns - max(file.stamp.mtime_ns, file.stamp.ctime_ns) >= SETTLED_NS:
+        if now_ns - max(file.stamp.mtime_ns, file.stamp.ctime_ns) >= self._settled_ns:
             self._new[file.path] = (file.stamp, digest)
 
     def save(self) -> None:
@@ -135,6 +133,12 @@ class DigestMemory:
             _write(self._path, _sealed(msgspec.json.encode(newest)))
         except OSError as exc:
             log.warning("digests of model files are not kept in %s: %s", self._path, exc)
+
+
+def default_memory() -> DigestMemory:
+    """What a user's processes share; its place is that of the XDG base directory specification."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return DigestMemory(Path(base) / "prfaas" / "model-digests")
 
 
 def _digests(

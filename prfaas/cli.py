@@ -137,7 +137,9 @@ def _demo(arguments: argparse.Namespace) -> int:
     topology = load_topology(arguments.config or DEFAULT_FILE, arguments.state_dir)
     # Any free port: a demo must not fail because something else listens on 8000.
     demo = Demo(topology.replace_gateway(port=0), arguments.state_dir, arguments.requests, _console())
-    return _run(demo.run(), on_signal=lambda: print("stopping: what was started is ended in order ...", flush=True))
+    return run_until_done(
+        demo.run(), on_signal=lambda: print("stopping: what was started is ended in order ...", flush=True)
+    )
 
 
 def _up(arguments: argparse.Namespace) -> int:
@@ -146,7 +148,7 @@ def _up(arguments: argparse.Namespace) -> int:
     topology = load_topology(arguments.config or DEFAULT_FILE, arguments.state_dir)
     if arguments.port is not None:
         topology = topology.replace_gateway(port=arguments.port)
-    status = _run(_stay_up(topology, arguments.state_dir))
+    status = run_until_done(_stay_up(topology, arguments.state_dir))
     return 0 if status == EXIT_INTERRUPTED else status  # a signal is how it is meant to end
 
 
@@ -176,7 +178,7 @@ def _telling(console: Console) -> Callable[[str], None]:
     return say
 
 
-def _run(main: Coroutine[Any, Any, bool], on_signal: Callable[[], None] = lambda: None) -> int:
+def run_until_done(main: Coroutine[Any, Any, bool], on_signal: Callable[[], None] = lambda: None) -> int:
     """Runs a command's coroutine; signals cancel it, so that everything it started is ended in order.
 
     SIGHUP does, too: a terminal that closes sends it, and there is no file of a running system to read again. (Of a node

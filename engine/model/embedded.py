@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from engine.base import KEEP_BYTES, Logits
 from engine.errors import ModelError, PrefillAborted
-from engine.identity import model_files, model_identity
+from engine.identity import DigestMemory, model_files, model_identity
 from engine.model.kv_layers import SequenceCache
 from engine.model.layout_of import layout_of, probe
 from engine.model.marks import Marks
@@ -105,9 +105,9 @@ class EmbeddedEngine:
         max_model_len: int | None = None,
         threads: int = 1,
         revision: str = "",
-        digests: Path | None = None,
+        digests: DigestMemory | None = None,
     ) -> "EmbeddedEngine":
-        """Loads any local transformers model; `revision` and `digests` (a file) are for its identity. Raises ModelError."""
+        """Loads any local transformers model; `revision` and `digests` are for its identity. Raises ModelError."""
         torch.set_num_threads(threads)
         files = model_files(directory)
         with ThreadPoolExecutor(1, thread_name_prefix="identity") as beside:

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Final
 
 from engine.errors import ModelError
-from engine.identity import identity_of, model_identity
+from engine.identity import DigestMemory, identity_of, model_identity
 from hybrid_cache.errors import LayoutError
 
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 
 
 def kv_identity(
-    source: str, commit: str, facts: Mapping[str, str], *, revision: str = "", memory: Path | None = None
+    source: str, commit: str, facts: Mapping[str, str], *, revision: str = "", memory: DigestMemory | None = None
 ) -> str:
     """The name of a server's KVCache.
 

@@ -1,8 +1,6 @@
 """What is another model is named otherwise, to the last byte, and nothing is read twice for it."""
 
-import logging
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -11,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import identity
 from engine.errors import ModelError
-from engine.identity import model_files, model_identity
+from engine.identity import PIECE_BYTES, DigestMemory, model_files, model_identity
 
 FILES = {
     "config.json": b'{"model_type": "llama", "hidden_size": 256}',
@@ -63,17 +60,21 @@ def test_any_other_byte_is_another_model(model, name, file, position, flipped):
         path.write_bytes(FILES[file])
 
 
-def test_every_border_of_pieces_counts(tmp_path, monkeypatch):
-    """Files of several pieces, with the differing byte at the ends of each."""
-    monkeypatch.setattr(identity, "PIECE_BYTES", 1000)
-    model = directory(tmp_path / "m", {"config.json": b"{}", "w.bin": bytes(3500)})
+def test_every_border_of_pieces_counts(tmp_path):
+    """A file of several pieces, with the differing byte at the ends of each, and in the midst of one."""
+    model, size = directory(tmp_path / "m", {"config.json": b"{}", "w.bin": b""}), 2 * PIECE_BYTES + 1000
+    os.truncate(model / "w.bin", size)
     names = {model_identity(model)}
-    for position in (0, 999, 1000, 1999, 2000, 2999, 3000, 3499):
-        data = bytearray(3500)
-        data[position] = 1
-        (model / "w.bin").write_bytes(data)
-        names.add(model_identity(model))
-    assert len(names) == 9
+    places = (0, 10 << 20, PIECE_BYTES - 1, PIECE_BYTES, 2 * PIECE_BYTES - 1, 2 * PIECE_BYTES, size - 1)
+    for position in places:
+        with (model / "w.bin").open("r+b") as file:
+            file.seek(position)
+            file.write(b"\x01")
+            file.flush()
+            names.add(model_identity(model))
+            file.seek(position)
+            file.write(b"\x00")
+    assert len(names) == 1 + len(places)
 
 
 def test_copies_are_one_model_wherever_they_lie(model, name, tmp_path):
@@ -125,52 +126,50 @@ def aged(path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def settled(monkeypatch):
-    """What was written a moment ago may be remembered."""
-    monkeypatch.setattr(identity, "SETTLED_NS", -1)
+def settled(path: Path) -> DigestMemory:
+    """Remembers what was written a moment ago, too."""
+    return DigestMemory(path, settled_ns=-1)
 
 
-def hashed_bytes(caplog, *args, **options) -> int:
-    """How many bytes it takes to name a model, by its own word."""
-    with caplog.at_level(logging.INFO, "engine.identity"):
-        model_identity(*args, **options)
-    return int(re.search(r"(\d+) bytes hashed now", caplog.messages[-1])[1])
+def hashed_bytes(model: Path, memory: DigestMemory) -> int:
+    """How many bytes it takes to name a model."""
+    model_identity(model, memory=memory)
+    return memory.hashed_bytes
 
 
 ALL_BYTES = sum(map(len, FILES.values()))
 
 
-def test_what_was_hashed_once_is_remembered(tmp_path, caplog, name, settled):
+def test_what_was_hashed_once_is_remembered(tmp_path, name):
     model, memory = directory(tmp_path / "m"), tmp_path / "cache" / "digests"
-    assert hashed_bytes(caplog, model, memory=memory) == ALL_BYTES
-    assert hashed_bytes(caplog, model, memory=memory) == 0
-    assert model_identity(model, memory=memory) == name
+    assert hashed_bytes(model, settled(memory)) == ALL_BYTES
+    assert hashed_bytes(model, settled(memory)) == 0
+    assert model_identity(model, memory=settled(memory)) == name
     (model / "parts" / "shard.bin").write_bytes(b"9876543210")
-    assert hashed_bytes(caplog, model, memory=memory) == 10
+    assert hashed_bytes(model, settled(memory)) == 10
 
 
-def test_a_file_that_was_replaced_is_read_again_even_with_the_old_times(tmp_path, settled):
+def test_a_file_that_was_replaced_is_read_again_even_with_the_old_times(tmp_path):
     """As a copy does that keeps times: same size, same modification time."""
     model, memory = aged(directory(tmp_path / "m")), tmp_path / "digests"
-    name = model_identity(model, memory=memory)
+    name = model_identity(model, memory=settled(memory))
     data = bytearray(FILES[WEIGHTS[0]])
     data[-1] ^= 1
     (model / WEIGHTS[0]).write_bytes(data)
     aged(model)
-    assert model_identity(model, memory=memory) != name
+    assert model_identity(model, memory=settled(memory)) != name
 
 
-def test_a_file_just_written_is_not_remembered(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(identity, "SETTLED_NS", 1 << 62)
+def test_a_file_just_written_is_not_remembered(tmp_path):
     model, memory = directory(tmp_path / "m"), tmp_path / "digests"
-    assert [hashed_bytes(caplog, model, memory=memory) for _ in range(2)] == [ALL_BYTES] * 2
+    unsettled = [DigestMemory(memory, settled_ns=1 << 62) for _ in range(2)]
+    assert [hashed_bytes(model, each) for each in unsettled] == [ALL_BYTES] * 2
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "garbage", "empty", "directory"])
-def test_damage_to_the_memory_costs_time_only(damage, tmp_path, caplog, settled):
+def test_damage_to_the_memory_costs_time_only(damage, tmp_path):
     model, memory = directory(tmp_path / "m"), tmp_path / "digests"
-    name = model_identity(model, memory=memory)
+    name = model_identity(model, memory=settled(memory))
     data = bytearray(memory.read_bytes())
     data[-30] ^= 1  # within a digest
     spoilt = {"cut": data[:200], "flipped": data, "garbage": b"\xff\n\xff", "empty": b""}
@@ -179,23 +178,22 @@ def test_damage_to_the_memory_costs_time_only(damage, tmp_path, caplog, settled)
         memory.mkdir()
     else:
         memory.write_bytes(spoilt[damage])
-    assert model_identity(model, memory=memory) == name
+    assert model_identity(model, memory=settled(memory)) == name
     if damage != "directory":
-        assert hashed_bytes(caplog, model, memory=memory) == 0
+        assert hashed_bytes(model, settled(memory)) == 0
 
 
-def test_a_file_that_grows_while_it_is_read_is_said(tmp_path, monkeypatch):
-    model = directory(tmp_path / "m")
-    read = os.pread
+def test_a_file_that_grows_after_it_was_listed_is_said(tmp_path):
+    class Growing(DigestMemory):
+        """Asked about a file just before it is read: then somebody appends to it."""
 
-    def growing(fd, length, offset):
-        with (model / WEIGHTS[0]).open("ab") as file:
-            file.write(b"x")
-        return read(fd, length, offset)
+        def get(self, file):
+            with Path(file.path).open("ab") as appended:
+                appended.write(b"x")
+            return super().get(file)
 
-    monkeypatch.setattr(os, "pread", growing)
     with pytest.raises(ModelError, match="changes while it is read"):
-        model_identity(model)
+        model_identity(directory(tmp_path / "m"), memory=Growing(None))
 
 
 @pytest.mark.parametrize("config", [None, b"", b"[]", b"\xff", b"{"])
@@ -214,13 +212,3 @@ def test_links_in_a_circle_end(tmp_path):
     assert model_identity(model) != ""
     (model / "parts" / "up").unlink()
     assert model_identity(model) == name
-
-
-def test_the_middle_of_a_large_file_counts(tmp_path):
-    model = directory(tmp_path / "m", {"config.json": b"{}", "w.bin": b""})
-    os.truncate(model / "w.bin", 50 << 20)
-    before = model_identity(model)
-    with (model / "w.bin").open("r+b") as file:
-        file.seek(10 << 20)  # in neither the first, the middle nor the last megabyte
-        file.write(b"\x01")
-    assert model_identity(model) != before

@@ -183,7 +183,8 @@ def test_a_half_closed_client_gets_its_answer(stream: bool) -> None:
             await client.say(HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
             client.writer.write_eof()
             await until(lambda: w.nodes.local[0].running)
-            await asyncio.sleep(0.05)  # longer than the gateway takes to notice one that is gone
+            async with w.http.get("/health") as asked_later:  # than the client's end of file came
+                assert asked_later.status == 200
             gate.set()
             async with asyncio.timeout(PATIENCE_S):
                 answer = await client.reader.read()

@@ -60,7 +60,7 @@ class HandNode:
             "cache_bytes": 1 << 20,
             "connections": 3,
         }
-        config = NodeConfig(**(values | changes))
+        self.config = config = NodeConfig(**(values | changes))
         self.links = Links(config, use_shm=use_shm, rdma=rdma)
         self.links.start()
         self.arena = Arena(arena_path(arena_directory(tmp_path), config.node_id), config.cache_bytes)
@@ -77,7 +77,7 @@ class HandNode:
 
     async def close(self) -> None:
         await asyncio.to_thread(self.links.close)
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)  # callbacks that the links' last threads left on the loop
         self.pages.cache.check_integrity()
         await self.pages.close()
         self.arena.close()
@@ -205,6 +205,12 @@ async def two_nodes(tmp_path: Path, *, use_shm: bool = False) -> AsyncIterator[t
     finally:
         await prefill.close()
         await decode.close()
+
+
+async def turns_of_the_loop(turns: int = 20) -> None:
+    """Whatever needs no other thread and no time has happened after this."""
+    for _ in range(turns):
+        await asyncio.sleep(0)
 
 
 async def until(condition: object, timeout_s: float = 30.0) -> None:

@@ -251,13 +251,23 @@ def test_who_is_not_the_engine_is_hung_up_on(bench: Bench, said: bytes) -> None:
     bench.run(scenario())
 
 
+async def _say_nonsense(address: str) -> None:
+    """What a listener for KVCache hangs up on."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(bytes(range(64)))
+    await reader.read()  # until it has hung up
+    writer.close()
+    await writer.wait_closed()
+
+
 def test_metrics_and_health(bench: Bench) -> None:
     async def scenario() -> None:
         await bench.node.prefill(prompt(7, NUM_TOKENS + 1))
-        bench.node.agent.links._server.count("rejected:checksum")
+        await _say_nonsense(bench.node.agent.links.endpoints()[-1].address)
         status, text = await bench.node.get("/metrics")
         assert status == 200
-        assert 'prfaas_landing_events_total{cluster="west",event="rejected:checksum"} 1.0' in text
+        assert 'prfaas_landing_events_total{cluster="west",event="rejected:protocol"} 1.0' in text
         assert 'prfaas_node_ready{cluster="west"} 1.0' in text
         assert 'prfaas_prefill_tokens_total{cluster="west",source="computed"}' in text
         assert 'prfaas_engine_jobs_total{cluster="west",kind="local",outcome="ok"}' in text
@@ -310,7 +320,7 @@ def test_drain_refuses_what_is_new_and_waits_for_what_runs(tmp_path: Path) -> No
             assert (await node.get("/health"))[0] == 503
             drained = asyncio.create_task(_drain(node))
             commit = asyncio.create_task(_commit(node, prefix.transfer_id))
-            await asyncio.sleep(0.05)
+            await node.describe()  # asked after them, and answered
             assert not drained.done()
             assert not commit.done(), "what may still land is waited for, not refused"
             await node.stub.Abort(pb.AbortRequest(transfer_id=prefix.transfer_id))

@@ -77,7 +77,8 @@ def test_jobs_end_only_when_the_engine_has_hung_up_too(tmp_path: Path, said: byt
                 writer.write(said)
                 assert await reader.read() == m.encode(WELCOME)
                 writer.write(m.encode(m.EndJob(job="j")))  # what was under way is read, and no longer listened to
-                await asyncio.sleep(0.02)
+                for _ in range(20):  # turns of the loop
+                    await asyncio.sleep(0)
                 assert listener.heard.empty()
             assert await listener.heard.get() == "gone"
 

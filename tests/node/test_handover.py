@@ -8,7 +8,7 @@ import pytest
 
 from hybrid_cache.hashing import block_hashes
 from node.errors import NodeRefusal
-from tests.node.handover import BLOCK, HandNode, two_nodes, until
+from tests.node.handover import BLOCK, HandNode, turns_of_the_loop, two_nodes, until
 from transport.control import messages as m
 
 TOKENS = list(range(100, 161))
@@ -152,8 +152,7 @@ def test_a_reservation_nobody_fills_ends_with_its_lease(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with two_nodes(tmp_path) as (_, decode):
             ticket = decode.reserve(TOKENS, ttl_s=0.05)
-            await asyncio.sleep(0.06)
-            assert decode.consumer.expire() == [ticket.transfer_id]
+            await until(lambda: decode.consumer.expire() == [ticket.transfer_id])
             refused = await decode.claim(ticket, TOKENS)
             assert isinstance(refused, m.Refused)
 
@@ -202,7 +201,7 @@ def test_a_full_pool_waits_for_room(tmp_path: Path) -> None:
         try:
             held = await fill(node)
             node.begin("late", [5000] * 2000, 1999)
-            await asyncio.sleep(0.05)
+            await turns_of_the_loop()
             assert node.inbox.empty(), "it must wait"
             node.end(held.pop())
             assert isinstance(await node.heard(), m.JobPages)

@@ -9,7 +9,7 @@ import pytest
 
 from hybrid_cache.hashing import block_hashes
 from node.errors import NodeRefusal
-from tests.node.handover import BLOCK, HandNode, two_nodes, until
+from tests.node.handover import BLOCK, HandNode, turns_of_the_loop, two_nodes, until
 from transport.control import messages as m
 
 TOKENS = list(range(100, 161))
@@ -142,11 +142,10 @@ def test_a_job_that_ends_in_the_moment_it_could_begin_holds_nothing(tmp_path: Pa
         async with two_nodes(tmp_path) as (prefill, _):
             await lent(prefill, "big", list(range(13_000)))
             prefill.begin("late", list(range(20_000, 33_000)), 12_999)
-            await asyncio.sleep(0.01)
+            await turns_of_the_loop()
             assert prefill.inbox.empty(), "it must wait"
             prefill.end("big")
-            for _ in range(turns):
-                await asyncio.sleep(0)
+            await turns_of_the_loop(turns)
             prefill.end("late")
             await until(prefill.producer.is_idle)
 

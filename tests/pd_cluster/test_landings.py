@@ -36,7 +36,7 @@ def test_a_claim_given_up_in_the_moment_of_landing_holds_nothing(tmp_path: Path,
         async with two_nodes(tmp_path) as (prefill, decode):
             ticket = decode.reserve(TOKENS)
             claim = asyncio.create_task(decode.claim(ticket, TOKENS))
-            await asyncio.sleep(0.01)
+            await until(lambda: decode.landings.waiting)
             prefill.compute(await lent(prefill, "job", TOKENS, ticket), TOKENS)
             await decode.consumer.incoming[ticket.transfer_id].landed
             for _ in range(turns):
@@ -46,7 +46,7 @@ def test_a_claim_given_up_in_the_moment_of_landing_holds_nothing(tmp_path: Path,
             else:
                 decode.end("claim")
             prefill.end("job")
-            await asyncio.sleep(0.01)
+            await until(lambda: not decode.landings.waiting)
             claim.cancel()
             # Either the claim came first and its end freed it, or it is there for the next one.
             entry = decode.consumer.incoming.get(ticket.transfer_id)
@@ -96,7 +96,7 @@ def test_a_landing_waits_for_the_next_engine(tmp_path: Path) -> None:
         async with two_nodes(tmp_path) as (prefill, decode):
             ticket = decode.reserve(TOKENS)
             waiting = asyncio.create_task(decode.claim(ticket, TOKENS))
-            await asyncio.sleep(0.01)
+            await until(lambda: decode.landings.waiting)
             decode.landings.engine_gone(decode)
             prefill.compute(await lent(prefill, "job", TOKENS, ticket), TOKENS)
             await decode.consumer.incoming[ticket.transfer_id].landed

@@ -21,6 +21,7 @@ flow control, integrity and resumption are those of every transfer. Both ends mu
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -237,7 +238,7 @@ class BatchEngine(Batches[_WriteTask | _ReadTask]):
     ) -> None:
         super().__init__()
         self._client = TransferClient(options=client_options)
-        self._server = TransferServer(host, port, options=server_options, on_read=self._serve).start()
+        self._server = TransferServer(host, port, options=server_options, on_read=self.serve).start()
         self._numbers = count()
         self._unique = os.urandom(8).hex()
         self._served: dict[str, tuple[str, Push]] = {}  # reads of others: reply id -> segment, push
@@ -246,6 +247,22 @@ class BatchEngine(Batches[_WriteTask | _ReadTask]):
     @property
     def address(self) -> str:
         return self._server.address
+
+    @property
+    def serving(self) -> int:
+        """Reads of others that are being answered."""
+        with self._served_lock:
+            return len(self._served)
+
+    @property
+    def counters(self) -> Counter[str]:
+        """What became of what others asked for: see `TransferServer.counters`."""
+        return self._server.counters
+
+    @property
+    def bytes_received(self) -> int:
+        """Payload that arrived: what others wrote, and what was read from them."""
+        return self._server.bytes_received
 
     def register_memory(
         self, name: str, memory: memoryview, *, remote_read: bool = False, remote_write: bool = True
@@ -337,8 +354,10 @@ class BatchEngine(Batches[_WriteTask | _ReadTask]):
         reply.reason = result.reason
         self._server.cancel(reply_id, f"the read was refused: {result.reason}")
 
-    def _serve(self, read: ReadRequest) -> None:
-        """Somebody reads from us. The reader's timeout tells it when this fails."""
+    def serve(self, read: ReadRequest) -> None:
+        """Answers a read that the listener granted, if its segment is still the one. The reader's timeout tells it when this
+        fails.
+        """
 
         def on_done(result: PushResult) -> None:
             with self._served_lock:

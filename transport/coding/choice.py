@@ -253,10 +253,12 @@ class CpuMeter:
 
     INTERVAL_S: Final = 0.25
 
-    def __init__(self, path: Path = Path("/proc/stat")) -> None:
+    def __init__(
+        self, path: Path = Path("/proc/stat"), *, ticks_per_s: int | None = None, usable_cores: int | None = None
+    ) -> None:
         self._path = path
-        self._ticks_per_s = os.sysconf("SC_CLK_TCK")
-        self._usable = len(os.sched_getaffinity(0))
+        self._ticks_per_s = ticks_per_s or os.sysconf("SC_CLK_TCK")
+        self._usable = usable_cores or len(os.sched_getaffinity(0))
         self._last: tuple[float, float] | None = None  # (when, core seconds that were idle or ours so far)
         self._idle_cores = 0.0
 

@@ -73,7 +73,7 @@ def dequantise(quantised: Bytes, dtype: str, vector: int, kind: Kind, into: Byte
     step = max(1, _TILE_VALUES // vector)
     for first in range(0, vectors, step):
         last = min(first + step, vectors)
-        values = _from_int8(codes[first:last]) if kind is Kind.INT8 else _E4M3[codes[first:last]]
+        values = _from_int8(codes[first:last]) if kind is Kind.INT8 else E4M3[codes[first:last]]
         values = values * scales[first:last, None]
         into[first * vector * item_bytes : last * vector * item_bytes] = from_floats(values, dtype)
     if kind is Kind.FP8 and ((codes & 0x7F) == 0x7F).any():
@@ -104,4 +104,4 @@ def _e4m3_values() -> NDArray[np.float32]:
     return np.where(codes & 0x80, -magnitude, magnitude).astype(np.float32)
 
 
-_E4M3: Final = _e4m3_values()
+E4M3: Final = _e4m3_values()

@@ -78,6 +78,10 @@ class Request:
         for name, value in fields.items():
             setattr(self, name, value)
 
+    @property
+    def all_token_ids(self):
+        return self._all_token_ids
+
     def update_block_hashes(self):
         self.block_hashes.append(f"of {len(self._all_token_ids)}")
 

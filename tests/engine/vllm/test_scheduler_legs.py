@@ -13,7 +13,7 @@ def test_a_leg_stops_one_token_short_and_hashes_what_is_left(world):
     request = world.arrive(Request(params=LEG))
     assert world.agent.asked == [("begin", N - 1, ticket())]
     assert request.prompt_token_ids == list(range(N - 1))
-    assert request.num_prompt_tokens == len(request._all_token_ids) == N - 1
+    assert request.num_prompt_tokens == len(request.all_token_ids) == N - 1
     assert request.block_hashes == [f"of {N - 1}"]
     assert request.sampling_params.stop_token_ids == []
 

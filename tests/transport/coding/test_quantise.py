@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from transport.coding.elements import from_floats, to_floats
-from transport.coding.quantise import _E4M3, FP8_MAX, SCALE_BYTES, SMALLEST, Kind, dequantise, quantise
+from transport.coding.quantise import E4M3, FP8_MAX, SCALE_BYTES, SMALLEST, Kind, dequantise, quantise
 
 DTYPES = ["float16", "bfloat16", "float32"]
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-23}
@@ -76,7 +76,7 @@ def test_what_no_scale_carries_is_not_quantised(odd: float) -> None:
 
 def test_every_e4m3_code_is_the_nearest_to_its_own_value() -> None:
     numbers = np.array([code for code in range(256) if code & 0x7F not in (0x7F, 0)], np.uint8)
-    values = np.concatenate([_E4M3[numbers], [FP8_MAX]]).astype(np.float32)[None, :]  # scale 1
+    values = np.concatenate([E4M3[numbers], [FP8_MAX]]).astype(np.float32)[None, :]  # scale 1
     quantised = quantise(from_floats(values, "float32"), "float32", values.shape[1], Kind.FP8)
     assert quantised is not None
     assert (quantised[SCALE_BYTES:-1] == numbers).all()
