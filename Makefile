@@ -20,8 +20,9 @@ sampled = $(if $(SAMPLE),--sample $(SAMPLE) --sample-seed $(SEED) $(LIMITS))
 INPUTS       ?= 1000000
 STORM_FAULTS ?= 500
 STORM_S      ?= 600
+CROWD        ?= 10000
 
-.PHONY: setup demo up test test-all test-e2e test-storm fuzz soak test-rdma test-equality test-vllm lint format proto wheel clean help
+.PHONY: setup demo up test test-all test-e2e test-storm test-crowd fuzz soak test-rdma test-equality test-vllm lint format proto wheel clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -43,16 +44,19 @@ up: $(STAMP)     ## The demo's topology, left running until Ctrl-C
 	@$(BIN)/prfaas up
 
 test: $(STAMP)   ## The tests, about six minutes; those that take long have targets of their own
-	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm"
+	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm" -n auto --maxprocesses 4 --dist loadfile
 
 # CI runs samples of the long ones, others for every commit; this is all of them, for releases: two hours.
-test-all: lint test test-e2e fuzz soak test-storm test-rdma test-vllm test-equality wheel demo  ## Everything, whole
+test-all: lint test test-e2e fuzz soak test-storm test-crowd test-rdma test-vllm test-equality wheel demo  ## Everything, whole
 
 test-e2e: $(STAMP)  ## Whole systems: nodes killed, connections cut, certificates replaced, disks that lie, prefixes on the move
 	$(BIN)/python -m pytest -m e2e tests/e2e $(sampled)
 
 test-storm: $(STAMP)  ## A system under traffic while its processes, links, disk and memory fail at random; nobody helps it
 	$(BIN)/python -m tests.storm --faults $(STORM_FAULTS) --seconds $(STORM_S) --seed $(SEED)
+
+test-crowd: $(STAMP)  ## Ten thousand strangers before every port, one after the other; honest requests must not notice
+	$(BIN)/python -m tests.storm.crowd --connections $(CROWD)
 
 fuzz: $(STAMP)   ## A million inputs of strangers to the frame parser, the handshake and what is behind them
 	$(BIN)/python -m tests.transport.fuzz --inputs $(INPUTS)

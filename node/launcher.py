@@ -19,7 +19,9 @@ def main(parent: int, number: int, command: list[str]) -> int:
         print("cannot ask for a signal at the parent's death", file=sys.stderr)
     if os.getppid() != parent:  # it died before we asked
         return 128 + number
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and what is ignored stays so over exec
+    # What is ignored stays so over exec: Python ignores SIGPIPE, and a parent that is ending may ignore SIGTERM.
+    for each in (signal.SIGPIPE, signal.SIGTERM):
+        signal.signal(each, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)
     except OSError as exc:

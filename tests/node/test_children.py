@@ -81,6 +81,19 @@ def test_how_a_child_ended_is_known_to_everyone_who_waits() -> None:
         runner.run(scenario())
 
 
+def test_a_child_can_be_told_to_end_by_a_parent_that_cannot() -> None:
+    async def scenario() -> None:
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            told = child("/bin/sh", "-c", "kill -TERM $$; exit 3")
+            assert await told.wait() == -signal.SIGTERM
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    with new_runner() as runner:
+        runner.run(scenario())
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_child_ends_with_a_parent_that_is_killed(number: signal.Signals) -> None:
     # The parent hands its end of a pipe to its child and waits for ever: end of file comes when both are gone.

@@ -71,7 +71,7 @@ async def main(arguments: argparse.Namespace) -> int:
     async with StormSystem(model, home) as system, aiohttp.ClientSession() as session:
         if not system.isolated:
             print("not root: disk and shared memory are not filled")
-        if not await _until_ready(system, session, START_S):
+        if not await system.until_ready(session, START_S):
             print((home / "up.log").read_text()[-2000:])
             print("FAILED: the system did not start")
             return 1
@@ -105,7 +105,7 @@ async def _after_the_storm(
     loop = asyncio.get_running_loop()
     over = loop.time()
     failures = []
-    ready = await _until_ready(system, session, CALM_S)
+    ready = await system.until_ready(session, CALM_S)
     for worker in workers:
         worker.cancel()
     await asyncio.gather(*workers, return_exceptions=True)
@@ -126,15 +126,6 @@ async def _after_the_storm(
     failures += [f"wrong tokens after the storm: {line}" for line in calm.wrong]
     failures += [f"{n} answers after the storm were {what}" for what, n in calm.outcomes.items() if what != "right"]
     return failures
-
-
-async def _until_ready(system: StormSystem, session: aiohttp.ClientSession, timeout_s: float) -> bool:
-    deadline = asyncio.get_running_loop().time() + timeout_s
-    while asyncio.get_running_loop().time() < deadline and system.returncode is None:
-        if await system.ready(session):
-            return True
-        await asyncio.sleep(POLL_S)
-    return False
 
 
 if __name__ == "__main__":

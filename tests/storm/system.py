@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Self
@@ -42,6 +42,16 @@ class Running:
     rss_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class NodePorts:
+    """What a node listens on, all of it on 127.0.0.1."""
+
+    control: int
+    transfer: int
+    engine: int
+    metrics: int
+
+
 class StormSystem:
     """Two clusters, four nodes and a gateway; KVCache from `far` to the decode nodes goes through relays that can be cut."""
 
@@ -49,8 +59,8 @@ class StormSystem:
         self.home = home
         self._model = model
         self._stack = ExitStack()
-        self._ports = {name: (free_port(), free_port()) for name in NODES}  # control, transfer
-        self.api_port = free_port()
+        self._ports = {name: NodePorts(*(free_port() for _ in range(4))) for name in NODES}
+        self.api_port, self.operators_port = free_port(), free_port()
         self.api_url = f"http://127.0.0.1:{self.api_port}"
         self.relays: dict[str, Proxy] = {}
         self.isolated = os.geteuid() == 0
@@ -58,7 +68,7 @@ class StormSystem:
 
     async def __aenter__(self) -> Self:
         for name in ("decode0", "decode1"):
-            self.relays[name] = self._stack.enter_context(Proxy(f"127.0.0.1:{self._ports[name][1]}"))
+            self.relays[name] = self._stack.enter_context(Proxy(f"127.0.0.1:{self._ports[name].transfer}"))
         (self.home / "tmp").mkdir()
         (self.home / "ssd").mkdir()
         (self.home / "topology.toml").write_text(dump_toml(self._document()))
@@ -87,13 +97,8 @@ class StormSystem:
 
     def _document(self) -> dict[str, Any]:
         def node(name: str) -> dict[str, Any]:
-            control, transfer = self._ports[name]
-            table: dict[str, Any] = {
-                "node_id": name,
-                "role": NODES[name][1],
-                "control_port": control,
-                "transfer_port": transfer,
-            }
+            ports = {f"{kind}_port": port for kind, port in asdict(self._ports[name]).items()}
+            table: dict[str, Any] = {"node_id": name, "role": NODES[name][1], **ports}
             if name in self.relays:
                 table["transfer_advertise"] = self.relays[name].address
             if name == "far":
@@ -104,6 +109,7 @@ class StormSystem:
             "model": {"path": str(self._model), "name": "tiny"},
             "gateway": {
                 "port": self.api_port,
+                "metrics_port": self.operators_port,
                 "threshold_tokens": 300,
                 "routing": {"prefill_tokens_per_s": 1000.0},
             },
@@ -113,6 +119,13 @@ class StormSystem:
                 for cluster, kind in (("east", "prfaas"), ("west", "pd"))
             ],
         }
+
+    def ports(self) -> dict[str, int]:
+        """Everything that listens, by what and whose it is."""
+        nodes = {
+            f"{kind} of {name}": port for name, ports in self._ports.items() for kind, port in asdict(ports).items()
+        }
+        return {"the API": self.api_port, "the operators' pages": self.operators_port, **nodes}
 
     # What runs
 
@@ -155,11 +168,20 @@ class StormSystem:
             return False
         return [state for state in states.values() if state == "ready"] == ["ready"] * len(NODES)
 
+    async def until_ready(self, session: aiohttp.ClientSession, timeout_s: float) -> bool:
+        """Waits until it is, or has ended, or the time is over; whether it is."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while asyncio.get_running_loop().time() < deadline and self.returncode is None:
+            if await self.ready(session):
+                return True
+            await asyncio.sleep(POLL_S)
+        return False
+
     async def held(self) -> dict[str, str]:
         """What nodes hold though nobody asks for anything, and books that do not balance."""
         wrong = {}
-        for name, (control, _) in self._ports.items():
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{control}") as channel:
+        for name, ports in self._ports.items():
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{ports.control}") as channel:
                 stub = rpc.NodeAgentStub(channel)  # type: ignore[no-untyped-call]
                 try:
                     node: pb.NodeDescription = await stub.Describe(pb.DescribeRequest(), timeout=5.0)

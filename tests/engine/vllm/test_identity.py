@@ -20,6 +20,9 @@ class Pretrained:
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
 
+    def __repr__(self) -> str:
+        return f"Pretrained({self.__dict__})"
+
     def to_dict(self) -> dict[str, Any]:
         return dict(self.__dict__)
 
