@@ -401,6 +401,8 @@ _STATUS: Final = {
     "layout_mismatch": 409,
     "no_capacity": 503,
     "draining": 503,
+    # Says something about the way to the receiver, and nothing about the prompt.
+    "peer_lost": 502,
     # The receiver does not talk to this node at all: its operator should see that by name.
     "identity": 502,
     "integrity_mode": 502,

@@ -54,6 +54,7 @@ class NodeInfo:
     max_model_len: int
     boot_id: str
     engine_pid: int = 0
+    block_size: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +166,11 @@ class AgentClient:
         if not done.ok:
             raise NodeError(self.address, "not_landed", done.reason)
 
+    async def probe(self, ticket: TicketInfo, timeout_s: float) -> str:
+        """Has this node ask the receiver that `ticket` names for an answer; "" when one came, else why not."""
+        done = await self._call(self._stub.Probe, ticket_message(ticket), timeout_s)
+        return "" if done.ok else done.reason or "other"
+
     async def abort(self, transfer_id: str, reason: str) -> None:
         """Frees what a reservation, or a push to it, still holds here."""
         await self._call(self._stub.Abort, pb.AbortRequest(transfer_id=transfer_id, reason=reason))
@@ -252,6 +258,7 @@ def info_from(node: pb.NodeDescription) -> NodeInfo:
         max_model_len=node.max_model_len,
         boot_id=node.boot_id,
         engine_pid=node.engine_pid,
+        block_size=node.block_size,
     )
 
 

@@ -14,7 +14,6 @@ from typing import Final
 
 from gateway.agent import AgentClient, NodeEvent, NodeInfo, NodeLoad
 from gateway.errors import NodeError
-from gateway.links import link_views
 from gateway.node import Node
 from gateway.prompts import Hashing, Model, Prompt
 from gateway.tasks import BACKOFF_S, TaskSet
@@ -23,7 +22,7 @@ from hybrid_cache.events import CacheEvent
 from hybrid_cache.hashing import model_salt
 from hybrid_cache.index import PrefixIndex
 from hybrid_cache.layout import ModelLayout
-from planner.decisions.views import ClusterKind, LinkView, NodeView, Role
+from planner.decisions.views import ClusterKind, NodeView, Role
 
 log = logging.getLogger("prfaas.gateway.clusters")
 
@@ -63,7 +62,6 @@ class Clusters:
         *,
         served_model: str = "",
         decode_slots: int = 16,
-        link_bytes_per_s: float = 0.0,
         tasks: TaskSet,
         on_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
@@ -71,7 +69,6 @@ class Clusters:
         self.served: ServedModel | None = None
         self._served_name = served_model
         self._decode_slots = decode_slots
-        self._link_bytes_per_s = link_bytes_per_s
         self._clock = clock
         self._on_lost = on_lost
         self._by_id: dict[str, Node] = {}
@@ -120,10 +117,6 @@ class Clusters:
             for node in self.nodes
             if node.is_ready(now) and self._serves(node) and node.id not in exclude
         ]
-
-    def links(self) -> list[LinkView]:
-        """The egress from each PrfaaS cluster to each PD cluster, as all its senders together see it."""
-        return link_views([node for node in self.nodes if node.connected], self._link_bytes_per_s)
 
     async def has_died(self, node: Node, engine: tuple[str, int]) -> bool:
         """Whether the process that was the `engine` of `node` is gone; the news of it may take a moment."""

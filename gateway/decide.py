@@ -6,6 +6,7 @@ from collections.abc import Collection
 from gateway.clusters import Clusters
 from gateway.config import GatewayConfig
 from gateway.errors import NodeError, Unavailable
+from gateway.links import Links
 from gateway.request import Request
 from planner.decisions.placement import PLACERS, PlacementPolicy
 from planner.decisions.routing import Route, RoutingPolicy, route
@@ -16,8 +17,9 @@ from planner.errors import NoReadyNode
 class Decider:
     """Asks the planner's rule, in this gateway's words and with its limits."""
 
-    def __init__(self, config: GatewayConfig, clusters: Clusters) -> None:
+    def __init__(self, config: GatewayConfig, clusters: Clusters, links: Links) -> None:
         self._clusters = clusters
+        self._links = links
         self.configure(config)
 
     def configure(self, config: GatewayConfig) -> None:
@@ -40,7 +42,7 @@ class Decider:
             home=home or self._home,
             unshared=request.call.options.is_unshared,
         )
-        nodes, links = self._clusters.views(request.prompt, exclude), self._clusters.links()
+        nodes, links = self._clusters.views(request.prompt, exclude), self._links.views()
         try:
             return route(question, nodes, links, self._policy, place=self._place, cost=self._cost)
         except NoReadyNode as error:

@@ -5,6 +5,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from gateway.links import LinkStatus
 from gateway.node import Node
 from gateway.request import Request, cached_tokens
 
@@ -79,6 +80,14 @@ class Metrics:
         self._lag = Histogram(
             "prfaas_event_loop_lag_seconds", "Delay of the event loop", registry=registry, buckets=LAG_BUCKETS_S
         )
+        self._link_failures = Counter(
+            "prfaas_link_failures", "Times that a link between clusters was found dead", ["source", "destination"],
+            registry=registry,
+        )  # fmt: skip
+        self._links = Gauge(
+            "prfaas_link_senders", "Nodes that may send over a link, by the state of their breaker (closed: in use)",
+            ["source", "destination", "state"], registry=registry,
+        )  # fmt: skip
         self.in_flight = Gauge("prfaas_requests_in_flight", "Requests being served", registry=registry)
         self._nodes = Gauge("prfaas_nodes", "Nodes by role and state", ["cluster", "role", "state"], registry=registry)
         self._egress = Gauge(
@@ -93,6 +102,13 @@ class Metrics:
             cluster = node.info.cluster if node.info else "unknown"
             self._nodes.labels(cluster, node.role, node.state).inc()
             self._egress.labels(cluster, node.id).set(node.load.egress_bytes_total)
+
+    def observe_links(self, links: Collection[LinkStatus]) -> None:
+        """Takes down which links are in use."""
+        self._links.clear()
+        for link in links:
+            for state in link.senders.values():
+                self._links.labels(link.source, link.destination, state).inc()
 
     def finished(self, request: Request, status: int, code: str = "none") -> None:
         """Counts a request that is over, however it ended; `code` is why, if it was not even routed."""
@@ -127,6 +143,9 @@ class Metrics:
 
     def fallback(self, reason: str) -> None:
         self._fallbacks.labels(reason).inc()
+
+    def link_failed(self, source: str, destination: str) -> None:
+        self._link_failures.labels(source, destination).inc()
 
     def node_lost(self, reason: str) -> None:
         self._lost.labels(reason).inc()

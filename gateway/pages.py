@@ -9,6 +9,7 @@ from gateway.admit import Admission
 from gateway.clusters import Clusters
 from gateway.connections import JSON
 from gateway.errors import ApiError, BadRequest, Unavailable
+from gateway.links import Links
 from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.records import Records
 
@@ -19,9 +20,16 @@ class Pages:
     """Reads what others keep."""
 
     def __init__(
-        self, clusters: Clusters, admission: Admission, metrics: Metrics, records: Records, started_at: int
+        self,
+        clusters: Clusters,
+        links: Links,
+        admission: Admission,
+        metrics: Metrics,
+        records: Records,
+        started_at: int,
     ) -> None:
         self._clusters = clusters
+        self._links = links
         self._admission = admission
         self._metrics = metrics
         self._records = records
@@ -33,7 +41,12 @@ class Pages:
 
     def for_operators(self) -> dict[str, Page]:
         """By path; /health is there as well, for ports that are watched alone."""
-        return {"/metrics": self._prometheus, "/prfaas/requests": self._requests, **self._health()}
+        own: dict[str, Page] = {
+            "/metrics": self._prometheus,
+            "/prfaas/requests": self._requests,
+            "/prfaas/links": self._all_links,
+        }
+        return own | self._health()
 
     def _health(self) -> dict[str, Page]:
         alive: dict[str, Page] = dict.fromkeys(("/livez", "/liveness", "/ping"), self._alive)
@@ -68,7 +81,11 @@ class Pages:
 
     async def _prometheus(self, http: web.Request) -> web.Response:
         self._metrics.observe_nodes(self._clusters.nodes)
+        self._metrics.observe_links(self._links.status())
         return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _all_links(self, http: web.Request) -> web.Response:
+        return _json({"data": self._links.status()})
 
     async def _requests(self, http: web.Request) -> web.Response:
         """Finished requests as JSON lines: those after `?since=SEQ`, those with `?id=ID`."""

@@ -16,6 +16,7 @@ from gateway.clusters import Clusters
 from gateway.decide import Decider
 from gateway.errors import ApiError, DecodeFailed, InternalError, KillsEngines, NodeError, NodeFailure, PrefillFailed
 from gateway.legs import DecodeAnswer, Legs
+from gateway.links import Links, is_path_failure
 from gateway.moves import OK, Move, Moves, prefix_of
 from gateway.node import Node
 from gateway.request import PrefillOutcome, Request
@@ -42,6 +43,7 @@ class Runner:
     def __init__(
         self,
         clusters: Clusters,
+        links: Links,
         legs: Legs,
         moves: Moves,
         decider: Decider,
@@ -50,6 +52,7 @@ class Runner:
         max_tries: int,
     ) -> None:
         self._clusters = clusters
+        self._links = links
         self._legs = legs
         self._moves = moves
         self._decider = decider
@@ -114,14 +117,18 @@ class Runner:
 
     async def _prefill(self, way: Route, request: Request, hold: Hold, booking: Booking) -> PrefillOutcome:
         assert way.prefill_node is not None
-        node = self._clusters.by_id(way.prefill_node)
-        engine = node.engine
+        node, decode = self._clusters.by_id(way.prefill_node), hold.nodes[0]
+        engine, receiver = node.engine, decode.engine
         hold.nodes.append(node)
         booking.prefill(node, way)
         self._accounts.prefilling(request, node)
         try:
-            return await self._legs.prefill(node, request, hold.ticket)
+            outcome = await self._legs.prefill(node, request, hold.ticket)
+            self._links.arrived(node, decode.cluster)
+            return outcome
         except PrefillFailed as error:
+            if is_path_failure(error.reason, node, decode, receiver):
+                self._links.failed(node, decode)
             if await self._has_killed(request, node, engine, error.failure):
                 raise PrefillFailed(node.id, "engine_died") from error
             raise
@@ -150,6 +157,9 @@ class Runner:
             source, target = self._clusters.by_id(chosen.fetch_from), self._clusters.by_id(chosen.prefill_node)
         except NodeError as error:
             self._accounts.fell_back(request, f"fetch_{error.reason}", error)
+            return
+        if not self._links.is_up(source, target):
+            self._accounts.fell_back(request, "fetch_link_down")
             return
         hashes = prefix_of(request.prompt.hashes, chosen.cached_tokens, request.served.layout.block_size)
         outcome = await self._moves.make(Move(source, target, hashes, chosen.cached_tokens))

@@ -21,10 +21,12 @@ from gateway.decide import Decider
 from gateway.dispatch import Dispatcher
 from gateway.errors import ConfigError
 from gateway.legs import Legs
+from gateway.links import Links
 from gateway.listen import OPERATORS, Listener, client_connections, descriptor_limit, raise_descriptor_limit
 from gateway.metrics import Metrics
 from gateway.moves import Moves
 from gateway.pages import Pages
+from gateway.probes import Probes
 from gateway.read import Reader
 from gateway.receive import Receiver
 from gateway.records import Records
@@ -39,6 +41,7 @@ log = logging.getLogger("prfaas.gateway")
 
 BEAT_S: Final = 0.25
 CLOSE_S: Final = 1.0
+PROBE_TIMEOUT_S: Final = 10.0  # of a link: twice what a sender waits for a connection
 
 
 @dataclass(slots=True)
@@ -50,6 +53,7 @@ class Gateway:
     admission: Admission
     decider: Decider
     clusters: Clusters
+    links: Links
     replicas: Replicas | None
     url: str
     metrics_url: str
@@ -81,13 +85,13 @@ async def running(
         clock,
         served_model=config.served_model,
         decode_slots=config.routing.decode_slots,
-        link_bytes_per_s=config.routing.link_bytes_per_s,
         tasks=watches,
         on_lost=metrics.node_lost,
     )
+    links = Links(clusters.nodes, clock, config.routing.link_bytes_per_s, metrics.link_failed)
     records = Records(config.kept_records)
     accounts = Accounts(metrics, records, clock)
-    decider = Decider(config, clusters)
+    decider = Decider(config, clusters, links)
     legs = Legs(config.timeouts, max_connections=2 * config.max_in_flight)
     moves = Moves(metrics, afterwards, clock, limit=config.routing.max_moves, timeout_s=config.routing.move_timeout_s)
     replicas = Replicas(clusters, moves, clock) if config.routing.replicate else None
@@ -100,7 +104,7 @@ async def running(
             clusters,
             decider,
             Reservations(clusters, afterwards, config.timeouts.reservation_ttl_s),
-            Runner(clusters, legs, moves, decider, accounts, requests, config.max_attempts),
+            Runner(clusters, links, legs, moves, decider, accounts, requests, config.max_attempts),
             accounts,
             replicas,
             config.max_attempts,
@@ -109,13 +113,14 @@ async def running(
         accounts=accounts,
     )
     door = FrontDoor(config, rooms, clusters, metrics, requests, clock)
-    pages = Pages(clusters, admission, metrics, records, int(datetime.now(UTC).timestamp()))
+    pages = Pages(clusters, links, admission, metrics, records, int(datetime.now(UTC).timestamp()))
     gates = [
         Gate("clients", client_connections(config, descriptor_limit()), config.strangers, metrics, now),
         Gate("operators", OPERATORS, config.strangers, metrics, now),
     ]
     clusters.start()
     chores.keep(lambda: _heartbeat(door, gates, clock), "heartbeat")
+    chores.keep(Probes(links, afterwards, PROBE_TIMEOUT_S).run, "probes")
     if replicas:
         chores.keep(replicas.run, "replicas")
     async with AsyncExitStack() as stack:
@@ -134,7 +139,7 @@ async def running(
             operators = await Listener.start(app, gates[1], config.host, config.metrics_port, idle_s)
             stack.push_async_callback(operators.close)
             metrics_url = f"{operators.url}/metrics"
-        yield Gateway(config, door, admission, decider, clusters, replicas, clients.url, metrics_url)
+        yield Gateway(config, door, admission, decider, clusters, links, replicas, clients.url, metrics_url)
 
 
 async def serve(

@@ -8,11 +8,14 @@ import contextlib
 import hashlib
 import logging
 import os
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
+
+from msgspec import structs
 
 from node.arena import SHM_DIR
 from node.config import ANY_CLUSTER, INTEGRITIES, NodeConfig
@@ -35,6 +38,7 @@ from transport.receive.server import TransferServer
 from transport.send import client
 from transport.send.client import ClientOptions, TransferClient
 from transport.send.spec import TransferSpec, Urgency, Via
+from transport.wire.frames import Code
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +47,7 @@ SHM, RDMA, TCP = "shm", "rdma", "tcp"
 # most, so that many of them do not keep a large one waiting for ever.
 SMALL_S: Final = 0.025
 URGENT_S: Final = 0.1
+PROBE_TIMEOUT_S: Final = 10.0  # twice what a sender waits for a connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +217,24 @@ class Links:
             raise NodeRefusal("push_failed", str(exc)) from exc
         self._urgent_bytes[cluster] += urgent_bytes
         return Push(push, kind)
+
+    async def probe(self, ticket: TicketInfo) -> str:
+        """Asks the receiver that a ticket names for an answer, over the way its bytes would take; "" when one came.
+
+        What is offered is a transfer that nobody expects, so that an answer is a refusal by that name. Raises NodeRefusal.
+        """
+        done: asyncio.Future[PushResult] = asyncio.get_running_loop().create_future()
+        unexpected = structs.replace(ticket, transfer_id=f"probe-{secrets.token_hex(8)}")
+        nothing = ArenaSource("", memoryview(b""), lambda index: ())  # its one byte never becomes ready
+        push = self.push(unexpected, (1,), nothing, done.set_result, urgency=Urgency.BULK)
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                result = await asyncio.shield(done)
+        except TimeoutError:
+            return Code.DEADLINE
+        finally:
+            push.abort("probed")
+        return "" if result.reason == Code.UNKNOWN_TRANSFER else result.reason or Code.OTHER
 
     def urgency_for(self, cluster: str, num_bytes: int) -> Urgency:
         """Of a push that a request waits for."""

@@ -96,6 +96,13 @@ class NodeService(rpc.NodeAgentServicer):
             await _refuse(context, NodeRefusal("push_failed", "timeout"))
         return pb.LoadResult(num_tokens=tokens, bytes_sent=size)
 
+    async def Probe(self, request: pb.Ticket, context: grpc.aio.ServicerContext) -> pb.Done:
+        try:
+            reason = await self._agent.links.probe(ticket_info(request))
+        except NodeRefusal as exc:
+            await _refuse(context, exc)
+        return pb.Done(ok=not reason, reason=reason)
+
     async def Watch(self, request: pb.WatchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.NodeEvent]:
         interval_s = max(request.load_interval_s or DEFAULT_LOAD_INTERVAL_S, MIN_LOAD_INTERVAL_S)
         seq = 0

@@ -1,4 +1,4 @@
-"""Whether a link between two clusters is used: a breaker per link, pure, closed by itself.
+"""Whether a link between two clusters is used: a breaker per sender and destination, pure, closed by itself.
 
     CLOSED ──failed──► OPEN ──retry time──► HALF_OPEN ──probe arrived──► CLOSED
                         ▲                       │
@@ -9,6 +9,7 @@ that again. Probes are the rim's (a greeting over the path, not somebody's promp
 failure says something about the link and nothing about the nodes at its ends: they stay in use for everything else.
 """
 
+from collections.abc import Container, Iterable
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
@@ -96,18 +97,42 @@ class Breaker:
 
 
 class Breakers:
-    """Those of all links, by (source cluster, destination cluster). A link never heard of is closed: it is used."""
+    """Those of all paths, by (sending node, destination cluster). A path never heard of is closed: it is used.
+
+    Senders of one cluster share its line, so the failure of one opens those of all; each then closes by a probe of its own,
+    and a sender that alone is cut off stays out alone.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], Breaker] = {}
 
-    def of(self, source: str, destination: str) -> Breaker:
-        return self._known.setdefault((source, destination), Breaker())
+    def state(self, sender: str, destination: str) -> State:
+        known = self._known.get((sender, destination))
+        return State.CLOSED if known is None else known.state
 
-    def up(self, source: str, destination: str) -> bool:
-        known = self._known.get((source, destination))
-        return known is None or known.up
+    def up(self, sender: str, destination: str) -> bool:
+        return self.state(sender, destination) is State.CLOSED
+
+    def on_failed(self, sender: str, siblings: Iterable[str], destination: str, now: float) -> None:
+        """The path of `sender` failed; nothing speaks for those of its `siblings` in the same cluster."""
+        self._of(sender, destination).on_failed(now)
+        for each in siblings:
+            if (other := self._of(each, destination)).up:
+                other.on_failed(now)
+
+    def on_arrived(self, sender: str, destination: str, now: float) -> None:
+        """Something of `sender`'s arrived."""
+        if (known := self._known.get((sender, destination))) is not None:
+            known.on_arrived(now)
+            del self._known[sender, destination]
 
     def probes(self, now: float) -> list[tuple[str, str]]:
-        """The links to probe now."""
+        """The paths to probe now."""
         return [ends for ends, breaker in self._known.items() if breaker.wants_probe(now)]
+
+    def forget(self, known: Container[str]) -> None:
+        """Senders that are not among `known` are gone for good."""
+        self._known = {ends: breaker for ends, breaker in self._known.items() if ends[0] in known}
+
+    def _of(self, sender: str, destination: str) -> Breaker:
+        return self._known.setdefault((sender, destination), Breaker())

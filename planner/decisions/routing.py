@@ -335,7 +335,9 @@ def _best_remote(
     for link in links:
         if link.up and link.destination == decode.cluster:
             nodes = prefills.get(link.source)
-            if nodes is not None and nodes[0].kind is ClusterKind.PRFAAS:
+            if nodes is not None and link.cut_off:
+                nodes = [node for node in nodes if node.node_id not in link.cut_off]
+            if nodes and nodes[0].kind is ClusterKind.PRFAAS:
                 reachable.append(_Side(nodes, decodes, link.source, link))
     if len(reachable) == 1:
         return reachable[0]

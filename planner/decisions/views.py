@@ -69,12 +69,14 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     here have yet to compute: paced by their compute it is no sign of congestion, but a queue for whoever comes after it, and
     on a small budget the longer of the two. `congested` is the senders' early signal: round
     trips of twice the smallest one of late, or losses; round trips are 0 while unknown. `estimate_error` is the mean
-    relative error of the senders' predictions of when a transfer will have arrived.
+    relative error of the senders' predictions of when a transfer will have arrived. `cut_off` names senders that cannot use
+    the link although others can.
     """
 
     source: str
     destination: str
     up: bool = True
+    cut_off: tuple[str, ...] = ()
     available_bytes_per_s: float | None = None
     budget_bytes_per_s: float | None = None
     utilisation: float = 0.0

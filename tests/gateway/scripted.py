@@ -47,6 +47,7 @@ class Script:
     prefill: list[str] = field(default_factory=list)  # "die", "hang", "drop", "undelivered REASON" or "STATUS code"
     decode: list[str] = field(default_factory=list)  # the same, "die_after_first" or "stall_after_first"
     load: list[str] = field(default_factory=list)  # "hang" or a grpc.StatusCode name
+    path_is_down: bool = False  # of what this node sends: its prefills end as undeliverable, its probes have no answer
     landing_failure: str = ""  # why what has landed is not used
     hang_s: float = 30.0
 
@@ -91,6 +92,7 @@ class ScriptedNode(NodeAgentServicer):
         self.open_reservations: set[str] = set()
         self.aborts: list[tuple[str, str]] = []
         self.loads: list[tuple[str, int, int]] = []  # of prefixes: to whom, tokens, blocks
+        self.probes: list[str] = []  # whom this node was to reach
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[Mapping[str, str]] = []
         self.running = 0
@@ -219,6 +221,10 @@ class ScriptedNode(NodeAgentServicer):
         self.fabric.end(request.ticket.transfer_id)
         return pb.LoadResult(num_tokens=request.ticket.num_tokens, bytes_sent=500)
 
+    async def Probe(self, request: Any, context: Any) -> pb.Done:
+        self.probes.append(request.node_id)
+        return pb.Done(ok=not self.script.path_is_down, reason="peer_lost" if self.script.path_is_down else "")
+
     async def Commit(self, request: Any, context: Any) -> pb.Done:
         why = await self.fabric.landed(request.transfer_id)
         self.open_reservations.discard(request.transfer_id)
@@ -265,7 +271,7 @@ class ScriptedNode(NodeAgentServicer):
         await asyncio.sleep(self.script.prefill_s)
         if self.script.prefill_gate is not None:
             await self.script.prefill_gate.wait()
-        fault = _next(self.script.prefill)
+        fault = "502 peer_lost" if self.script.path_is_down else _next(self.script.prefill)
         if fault.startswith("undelivered "):
             return web.json_response({"kv_transfer_params": {"delivered": False, "reason": fault.split()[1]}})
         if refusal := await self._fault(http, fault):

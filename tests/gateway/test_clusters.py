@@ -171,8 +171,8 @@ async def test_a_description_that_makes_no_sense_keeps_the_node_out() -> None:
 @on_loop
 async def test_senders_share_one_line_and_congestion_keeps_requests_local() -> None:
     async with world(remote=2) as w:
-        clusters = w.gateway.clusters
-        (before,) = clusters.links()
+        links = w.gateway.links
+        (before,) = links.views()
         assert (before.source, before.destination, before.up) == ("east", "west", True)
         assert before.available_bytes_per_s is None
         for node in w.nodes.remote:
@@ -180,8 +180,8 @@ async def test_senders_share_one_line_and_congestion_keeps_requests_local() -> N
             node.load = pb.Load(links=[link])
             node.tell(pb.NodeEvent(load=node.load))
         # Both are busy: each sees its part of the line, which has at least what they carry together.
-        await until(lambda: clusters.links()[0].available_bytes_per_s == 2 * 0.99e6)
-        (link_view,) = clusters.links()
+        await until(lambda: links.views()[0].available_bytes_per_s == 2 * 0.99e6)
+        (link_view,) = links.views()
         assert link_view.queued_bytes == 10
         response = await w.complete("the quick brown fox jumps over the lazy dog " * 40)
         assert response.headers["x-prfaas-route"].endswith("reason=congested")
@@ -190,11 +190,11 @@ async def test_senders_share_one_line_and_congestion_keeps_requests_local() -> N
 @on_loop
 async def test_what_waits_for_an_egress_budget_keeps_requests_local() -> None:
     async with world() as w:
-        (node,), clusters = w.nodes.remote, w.gateway.clusters
+        (node,), links = w.nodes.remote, w.gateway.links
         link = pb.Link(peer="west", available_bytes_per_s=1e6, budget_bytes_per_s=1e6, queued_bytes=5_000_000)
         node.load = pb.Load(links=[link])  # no loss, no longer round trips: only the queue says it
-        await until(lambda: clusters.links()[0].queued_bytes)
-        (view,) = clusters.links()
+        await until(lambda: links.views()[0].queued_bytes)
+        (view,) = links.views()
         assert (view.congested, view.budget_bytes_per_s, view.drain_s) == (False, 1e6, 5.0)
         response = await w.complete("the quick brown fox jumps over the lazy dog " * 40)
         assert response.headers["x-prfaas-route"].startswith("local; node=p0;")
@@ -204,16 +204,16 @@ async def test_what_waits_for_an_egress_budget_keeps_requests_local() -> None:
 @on_loop
 async def test_what_is_promised_to_a_link_is_seen_before_it_queues() -> None:
     async with world() as w:
-        (node,), clusters = w.nodes.remote, w.gateway.clusters
+        (node,), links = w.nodes.remote, w.gateway.links
         node.load = pb.Load(links=[pb.Link(peer="west", available_bytes_per_s=1e9)])
-        await until(lambda: clusters.links()[0].available_bytes_per_s)
+        await until(lambda: links.views()[0].available_bytes_per_s)
         gate = node.script.prefill_gate = asyncio.Event()
         running = asyncio.create_task(w.complete("the quick brown fox jumps over the lazy dog " * 40))
         await until(lambda: node.running)
-        assert clusters.links()[0].promised_bytes > 10_000
+        assert links.views()[0].promised_bytes > 10_000
         gate.set()
         await running
-        await until(lambda: not clusters.links()[0].promised_bytes)
+        await until(lambda: not links.views()[0].promised_bytes)
 
 
 @on_loop
@@ -254,7 +254,7 @@ async def test_a_watch_that_fails_in_a_way_nobody_thought_of_is_counted_and_begu
 @on_loop
 async def test_a_queue_that_one_sender_sees_keeps_requests_local() -> None:
     async with world(remote=2) as w:
-        clusters = w.gateway.clusters
+        links = w.gateway.links
         for node, rtt_s in zip(w.nodes.remote, (0.04, 0.2), strict=True):
             link = pb.Link(
                 peer="west", available_bytes_per_s=1e9, rtt_s=rtt_s, min_rtt_s=0.04, congested=rtt_s > 0.08,
@@ -262,8 +262,8 @@ async def test_a_queue_that_one_sender_sees_keeps_requests_local() -> None:
             )  # fmt: skip
             node.load = pb.Load(links=[link])
             node.tell(pb.NodeEvent(load=node.load))
-        await until(lambda: clusters.links()[0].congested)
-        (link_view,) = clusters.links()
+        await until(lambda: links.views()[0].congested)
+        (link_view,) = links.views()
         assert link_view.rtt_inflation == 5.0
         assert link_view.available_bytes_per_s == 1e9  # an idle line, seen by two, is one line
         assert link_view.estimate_error == 0.2

@@ -1,14 +1,20 @@
-"""One line of several senders, as it is seen here."""
+"""One line of several senders, as it is seen here; what a dead one costs, and how it comes back."""
 
+import asyncio
+import json
 from dataclasses import replace
 
+import pytest
+
 from gateway.agent import LinkLoad, NodeLoad
-from gateway.links import link_views
+from gateway.links import Links, is_path_failure
 from gateway.node import Node, Work
 from planner.decisions.views import LinkView
 from tests.gateway.test_bookings import node_of
+from tests.gateway.worlds import World, on_loop, until, world
 
 GB = 1e9
+LONG = "the quick brown fox jumps over the lazy dog " * 40
 WEST = LinkLoad(
     peer="west", available_bytes_per_s=GB, utilisation=0.0, retransmit_ratio=0.0, rtt_s=0.0, min_rtt_s=0.0,
     congested=False, queued_bytes=0, estimate_error=0.0,
@@ -22,7 +28,7 @@ def sender(name: str, *links: LinkLoad) -> Node:
 
 
 def line_of(*senders: Node) -> LinkView:
-    (line,) = link_views([*senders, node_of("d0", role="decode")], 0.0)
+    (line,) = Links([*senders, node_of("d0", role="decode")], lambda: 0.0).views()
     return line
 
 
@@ -35,15 +41,94 @@ def test_a_sender_that_has_sent_nothing_yet_says_nothing_of_the_line():
     assert (line.available_bytes_per_s, line.budget_bytes_per_s) == (GB, GB / 10)
 
 
-def test_a_line_nobody_has_measured_is_as_wide_as_the_configuration_says():
-    nodes = [sender("r0"), node_of("d0", role="decode")]
-    assert [view.available_bytes_per_s for view in link_views(nodes, 0.0)] == [None]
-    assert [view.available_bytes_per_s for view in link_views(nodes, 5.0)] == [5.0]
+@pytest.mark.parametrize(("configured", "seen"), [(0.0, None), (5.0, 5.0)])
+def test_a_line_nobody_has_measured_is_as_wide_as_the_configuration_says(configured: float, seen: float | None) -> None:
+    (line,) = Links([sender("r0"), node_of("d0", role="decode")], lambda: 0.0, configured).views()
+    assert (line.up, line.available_bytes_per_s) == (True, seen)
 
 
 def test_promises_are_those_of_the_destination_less_what_is_queued():
     first, second = sender("r0", replace(WEST, queued_bytes=30)), sender("r1")
     for node in (first, second):
         node.take(Work(destination="west", promised_bytes=100))
-    views = link_views([first, second, node_of("d0", role="decode"), node_of("d1", "north", role="decode")], 0.0)
-    assert {view.destination: view.promised_bytes for view in views} == {"west": 170, "north": 0}
+    nodes = [first, second, node_of("d0", role="decode"), node_of("d1", "north", role="decode")]
+    promised = {view.destination: view.promised_bytes for view in Links(nodes, lambda: 0.0).views()}
+    assert promised == {"west": 170, "north": 0}
+
+
+def test_a_failure_is_of_the_line_to_one_cluster_and_a_sender_comes_back_alone():
+    now = 0.0
+    nodes = [
+        sender("r0", WEST),
+        sender("r1", WEST),
+        node_of("d0", role="decode"),
+        node_of("d1", "north", role="decode"),
+    ]
+    links = Links(nodes, lambda: now)
+    links.failed(nodes[0], nodes[2])
+    assert {view.destination: view.up for view in links.views()} == {"west": False, "north": True}
+    assert not links.is_up(nodes[1], nodes[2])  # it shares the line
+    assert links.is_up(nodes[0], nodes[3])
+    now = 1.0
+    assert [(each, receivers) for each, receivers in links.probes()] == [(nodes[0], [nodes[2]]), (nodes[1], [nodes[2]])]
+    links.still_down(nodes[0], "west")
+    links.arrived(nodes[1], "west")
+    west = next(view for view in links.views() if view.destination == "west")
+    assert (west.up, west.cut_off) == (True, ("r0",))
+
+
+def test_a_receiver_that_is_gone_itself_says_nothing_of_the_way():
+    first, receiver, engine = sender("r0"), node_of("d0", role="decode"), ("1", 0)
+    assert is_path_failure("peer_lost", first, receiver, engine)
+    assert not is_path_failure("no_capacity", first, receiver, engine)
+    assert not is_path_failure("peer_lost", first, receiver, ("an earlier start", 0))
+    assert not is_path_failure("peer_lost", node_of("p0"), receiver, engine)
+    receiver.connected = False
+    assert not is_path_failure("peer_lost", first, receiver, engine)
+
+
+async def routes(w: World, count: int) -> list[str]:
+    answers = await asyncio.gather(*(w.complete(f"{i} {LONG}") for i in range(count)))
+    assert [answer.status for answer in answers] == [200] * count
+    return [answer.headers["x-prfaas-route"] for answer in answers]
+
+
+@on_loop
+async def test_a_dead_link_costs_one_request_its_patience_and_then_nobody_until_it_is_back() -> None:
+    async with world(remote=3, local=2, decode=1) as w:
+        for node in w.nodes.remote:
+            node.script.path_is_down = True
+        (first,) = await routes(w, 1)
+        assert "fallback=prefill_peer_lost" in first
+        for route in await routes(w, 8):  # by nodes of the same line that had not failed, too
+            assert route.startswith("local; node=p")
+            assert route.endswith("reason=link_down")
+        assert sum(len(node.bodies) for node in w.nodes.remote) == 1
+        assert all(node.bodies for node in w.nodes.local)
+        assert await w.fallbacks() == {"prefill_peer_lost": 1.0}
+        await until(lambda: all(node.probes for node in w.nodes.remote))
+        assert not w.gateway.links.views()[0].up
+        assert 'prfaas_link_failures_total{destination="west",source="east"} 1.0' in await w.metrics()
+        for node in w.nodes.remote:
+            node.script.path_is_down = False
+        await until(lambda: not w.gateway.links.views()[0].cut_off)
+        assert [route.split(";")[0] for route in await routes(w, 3)] == ["remote"] * 3
+        assert 'prfaas_link_senders{destination="west",source="east",state="closed"} 3.0' in await w.metrics()
+        assert sum(len(node.bodies) for node in w.nodes.remote) == 1 + 3  # no prompt was a probe
+        await w.settled()
+
+
+@on_loop
+async def test_a_sender_that_alone_is_cut_off_stays_out_alone() -> None:
+    async with world(remote=2, local=1, decode=1) as w:
+        cut_off = w.nodes.remote[0]
+        cut_off.script.path_is_down = True
+        await routes(w, 1)
+        await until(lambda: w.gateway.links.views()[0].up)
+        assert w.gateway.links.views()[0].cut_off == ("r0",)
+        for route in await routes(w, 4):
+            assert route.startswith("remote; node=r1;")
+        async with w.http.get("/prfaas/links") as answer:
+            (link,) = json.loads(await answer.text())["data"]
+        assert (link["up"], link["senders"]["r1"]) == (True, "closed")
+        assert link["senders"]["r0"] in ("open", "half_open")

@@ -34,7 +34,7 @@ async def holds(
         index = clusters.index
         assert index is not None
         hits = [index.match(node.node_id, w.hashes_of(text), 10_000).num_tokens for text in texts]
-        return all(hits) and all(link.available_bytes_per_s for link in clusters.links())
+        return all(hits) and all(link.available_bytes_per_s for link in w.gateway.links.views())
 
     await until(is_known)
 
@@ -79,7 +79,7 @@ async def test_nothing_moves_over_a_busy_link() -> None:
         await holds(w, w.nodes.remote[0], [LONG])
         links = [pb.Link(peer="west", available_bytes_per_s=1e9, utilisation=0.7)]
         w.nodes.remote[0].load = pb.Load(links=links)
-        await until(lambda: any(link.utilisation for link in w.gateway.clusters.links()))
+        await until(lambda: any(link.utilisation for link in w.gateway.links.views()))
         await w.complete(LONG)
         assert w.nodes.remote[0].loads == []
 

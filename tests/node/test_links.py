@@ -1,14 +1,17 @@
 """A node's links: what its configuration makes of them, and how they are told."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from node.config import NodeConfig
+from node.errors import NodeRefusal
 from node.links import SMALL_S, URGENT_S, Links, PushResult, urgency_of
 from tests.node.running import new_runner
 from transport.control.certificates import Authority
@@ -36,14 +39,17 @@ class Source:
         return [self._memory]
 
 
+def ticket_of(name: str, cluster: str, endpoints: Sequence[tuple[str, str, str]]) -> TicketInfo:
+    return TicketInfo(
+        transfer_id=name, secret=b"secret", num_tokens=1, have_tokens=0, tokens_digest=b"", endpoints=tuple(endpoints),
+        ttl_s=60.0, layout_fingerprint="", node_id="d", cluster=cluster,
+    )  # fmt: skip
+
+
 async def send(sender: Links, receiver: Links, cluster: str, name: str, size: int = SIZE) -> PushResult:
     target = memoryview(bytearray(size))
     receiver.expect(name, b"secret", [size], lambda _: [target], lambda _: None)
-    endpoints = tuple((each.kind, each.address, each.host_id) for each in receiver.endpoints())
-    ticket = TicketInfo(
-        transfer_id=name, secret=b"secret", num_tokens=1, have_tokens=0, tokens_digest=b"", endpoints=endpoints,
-        ttl_s=60.0, layout_fingerprint="", node_id="d", cluster=cluster,
-    )  # fmt: skip
+    ticket = ticket_of(name, cluster, [(each.kind, each.address, each.host_id) for each in receiver.endpoints()])
     done: asyncio.Future[PushResult] = asyncio.get_running_loop().create_future()
     sender.push(ticket, [size], Source(size), done.set_result).ready([0])  # type: ignore[arg-type]
     return await asyncio.wait_for(done, 60.0)
@@ -121,6 +127,21 @@ def test_connections_are_as_many_as_configured(tmp_path: Path) -> None:
                 await asyncio.to_thread(each.close)
 
     run(scenario())
+
+
+def test_a_probe_tells_whether_a_receiver_answers(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        near, far = links(tmp_path, "west"), links(tmp_path, "east")
+        there = [(each.kind, each.address, each.host_id) for each in near.endpoints()]
+        assert await far.probe(ticket_of("spent long ago", "west", there)) == ""
+        await asyncio.to_thread(near.close)
+        assert await far.probe(ticket_of("spent long ago", "west", there)) == "peer_lost"
+        with pytest.raises(NodeRefusal, match="no_route"):
+            await far.probe(ticket_of("spent long ago", "west", []))
+        await asyncio.to_thread(far.close)
+
+    with new_runner() as runner:
+        runner.run(scenario())
 
 
 def test_both_ends_must_seal_or_neither(tmp_path: Path) -> None:

@@ -61,11 +61,26 @@ def test_whatever_is_seen_leads_somewhere():
     assert set(TRANSITIONS) - set(itertools.product(State, seen)) == {(State.OPEN, Event.WAITED)}
 
 
-def test_a_failure_is_of_one_link():
+def test_a_failure_is_of_one_line_and_each_of_its_senders_comes_back_alone():
     breakers = Breakers()
-    breakers.of("east", "west").on_failed(0.0)
-    assert not breakers.up("east", "west")
-    assert breakers.up("east", "south")
-    assert breakers.up("north", "west")
+    breakers.on_failed("r0", ["r1", "r2"], "west", 0.0)
+    assert [breakers.up(sender, "west") for sender in ("r0", "r1", "r2", "s0")] == [False, False, False, True]
+    assert breakers.up("r0", "south")
     assert breakers.probes(0.5) == []
-    assert breakers.probes(1.0) == [("east", "west")]
+    assert breakers.probes(1.0) == [("r0", "west"), ("r1", "west"), ("r2", "west")]
+    breakers.on_arrived("r1", "west", 1.1)
+    breakers.on_failed("r0", [], "west", 1.2)  # its own probe: the others' are still out
+    assert [breakers.state(sender, "west") for sender in ("r0", "r1", "r2")] == [
+        State.OPEN,
+        State.CLOSED,
+        State.HALF_OPEN,
+    ]
+    assert breakers.probes(2.0) == []
+    assert breakers.probes(3.2) == [("r0", "west")]
+
+
+def test_a_sender_that_is_gone_is_not_probed_for_ever():
+    breakers = Breakers()
+    breakers.on_failed("r0", ["r1"], "west", 0.0)
+    breakers.forget({"r1"})
+    assert breakers.probes(1.0) == [("r1", "west")]

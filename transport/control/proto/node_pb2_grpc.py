@@ -59,6 +59,11 @@ class NodeAgentStub:
                 request_serializer=transport_dot_control_dot_proto_dot_node__pb2.LoadRequest.SerializeToString,
                 response_deserializer=transport_dot_control_dot_proto_dot_node__pb2.LoadResult.FromString,
                 _registered_method=True)
+        self.Probe = channel.unary_unary(
+                '/prfaas.node.v1.NodeAgent/Probe',
+                request_serializer=transport_dot_control_dot_proto_dot_node__pb2.Ticket.SerializeToString,
+                response_deserializer=transport_dot_control_dot_proto_dot_node__pb2.Done.FromString,
+                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/prfaas.node.v1.NodeAgent/Watch',
                 request_serializer=transport_dot_control_dot_proto_dot_node__pb2.WatchRequest.SerializeToString,
@@ -119,6 +124,13 @@ class NodeAgentServicer:
 
     def Load(self, request, context):
         """Prefill side: push a cached prefix to the holder of a ticket, without an engine (cross-node cache transfer).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Probe(self, request, context):
+        """Sender: asks the receiver that a ticket names, which may be spent, for an answer over the way its bytes would take.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -186,6 +198,11 @@ def add_NodeAgentServicer_to_server(servicer, server):
                     servicer.Load,
                     request_deserializer=transport_dot_control_dot_proto_dot_node__pb2.LoadRequest.FromString,
                     response_serializer=transport_dot_control_dot_proto_dot_node__pb2.LoadResult.SerializeToString,
+            ),
+            'Probe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=transport_dot_control_dot_proto_dot_node__pb2.Ticket.FromString,
+                    response_serializer=transport_dot_control_dot_proto_dot_node__pb2.Done.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -348,6 +365,33 @@ class NodeAgent:
             '/prfaas.node.v1.NodeAgent/Load',
             transport_dot_control_dot_proto_dot_node__pb2.LoadRequest.SerializeToString,
             transport_dot_control_dot_proto_dot_node__pb2.LoadResult.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Probe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prfaas.node.v1.NodeAgent/Probe',
+            transport_dot_control_dot_proto_dot_node__pb2.Ticket.SerializeToString,
+            transport_dot_control_dot_proto_dot_node__pb2.Done.FromString,
             options,
             channel_credentials,
             insecure,
