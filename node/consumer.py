@@ -25,7 +25,6 @@ from transport.control.proto import node_pb2 as pb
 log = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
-MAX_CLAIM_S = 3600.0
 MAX_REMEMBERED = 1024
 # What callers may say when they abort a reservation; they become metric labels.
 ABORT_REASONS = frozenset({"aborted", "given_up", "prefill_failed", "prefix_not_moved", "request_ended"})
@@ -181,17 +180,15 @@ class Consumer:
 
     async def commit(self, transfer_id: str, timeout_s: float) -> None:
         """Waits for a prefix to land and leaves it in the cache. Raises NodeRefusal, and TimeoutError."""
-        entry = self.incoming.get(transfer_id)
-        if entry is None:
-            if transfer_id not in self._committed:
-                raise NodeRefusal("unknown_transfer", "no such reservation: aborted, expired or of an earlier start")
+        if transfer_id in self._committed:
             return
+        entry = self.find(transfer_id)
         async with asyncio.timeout(timeout_s):
             reason = await asyncio.shield(entry.landed)
         if reason:
             raise NodeRefusal("transfer_failed", reason)
         self._committed.append(transfer_id)
-        self._give_up(entry, "committed")
+        self.give_up(entry, "committed")
 
     def abort(self, transfer_id: str, reason: str) -> bool:
         """Frees a reservation; a loading one goes when its engine lets go. False for an unknown id.
@@ -201,13 +198,8 @@ class Consumer:
         entry = self.incoming.get(transfer_id)
         if entry is None:
             return False
-        self._give_up(entry, reason if reason in ABORT_REASONS else "other" if reason else "aborted")
+        self.give_up(entry, reason if reason in ABORT_REASONS else "other" if reason else "aborted")
         return True
-
-    def _give_up(self, entry: Incoming, reason: str) -> None:
-        # While an engine reads the pages, only that engine can end it.
-        if entry.state is not LandingState.LOADING:
-            self._drop(entry, reason)
 
     def expire(self) -> list[str]:
         """Drops reservations whose lease is over; one that makes progress is renewed."""
@@ -223,39 +215,29 @@ class Consumer:
                 self._drop(entry, "lease_expired")
         return expired
 
-    # For engines
+    # For a role, whose engines may be lent what landed
 
-    async def lend(self, transfer_id: str, tokens_digest: bytes, timeout_s: float) -> Incoming:
-        """Waits until everything landed; then the pages are the caller's, until `give_back`. Raises NodeRefusal."""
+    def find(self, transfer_id: str) -> Incoming:
+        """The reservation of that id, however much of it has landed. Raises NodeRefusal."""
         entry = self.incoming.get(transfer_id)
         if entry is None:
             raise NodeRefusal("unknown_transfer", "no such reservation: aborted, expired or of an earlier start")
-        if entry.tokens_digest != tokens_digest:
-            self._give_up(entry, "digest_mismatch")
-            raise NodeRefusal("digest_mismatch", "the reservation was made for other tokens")
-        await self._landed(entry, timeout_s)
-        entry.state = LandingState.LOADING
         return entry
 
-    async def _landed(self, entry: Incoming, timeout_s: float) -> None:
-        # No event loop takes "not a number" or "for ever" as a time.
-        timeout_s = min(timeout_s, MAX_CLAIM_S) if timeout_s > 0 else 0.0
-        try:
-            # Not wait_for: up to Python 3.11 it swallows a cancellation that meets the result, and the pages would be
-            # lent to a job that has ended.
-            async with asyncio.timeout(timeout_s):
-                reason = await asyncio.shield(entry.landed)
-        except TimeoutError:
-            self._give_up(entry, "landing_timeout")
-            raise NodeRefusal("landing_timeout", f"not complete after {timeout_s:.1f}s") from None
-        if reason:
-            raise NodeRefusal(reason)
+    def lend(self, entry: Incoming) -> None:
+        """Its pages are the caller's until `give_back`: nothing else ends it. Raises NodeRefusal unless it has just landed."""
         if entry.state is not LandingState.LANDED:
             raise NodeRefusal("claimed_twice", f"the reservation is {entry.state.value}")
+        entry.state = LandingState.LOADING
 
     def give_back(self, entry: Incoming, reason: str) -> None:
         """Who had the pages has let go of them; the reservation is over."""
         self._drop(entry, reason)
+
+    def give_up(self, entry: Incoming, reason: str) -> None:
+        """Ends a reservation, unless its pages are lent: while an engine reads them, only that engine can end it."""
+        if entry.state is not LandingState.LOADING:
+            self._drop(entry, reason)
 
     def _drop(self, entry: Incoming, reason: str) -> None:
         if entry.state is LandingState.GONE:

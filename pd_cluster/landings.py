@@ -4,13 +4,17 @@ ClaimLanding ── wait until all has landed ──► JobPages ── the engi
                      └ never will, or other tokens ──► Refused: the engine computes the prompt itself
 """
 
+import asyncio
 from collections import Counter
+from typing import Final
 
 from node.answers import OK, Answers, JobKey, Reply, job_pages, noting_refusals
 from node.consumer import Consumer, Incoming
+from node.errors import NodeRefusal
 from transport.control import messages as m
 
-LANDING = "landing"  # the kind of an engine's job that loads one
+LANDING: Final = "landing"  # the kind of an engine's job that loads one
+MAX_CLAIM_S: Final = 3600.0
 
 
 class DecodeLandings:
@@ -37,9 +41,29 @@ class DecodeLandings:
         self._claims.start(key, lambda: self._claim(key, message), noting_refusals(reply, self._ended))
 
     async def _claim(self, key: JobKey, message: m.ClaimLanding) -> m.JobPages:
-        entry = await self._consumer.lend(message.transfer_id, message.tokens_digest, message.timeout_s)
+        entry = self._consumer.find(message.transfer_id)
+        if entry.tokens_digest != message.tokens_digest:
+            self._consumer.give_up(entry, "digest_mismatch")
+            raise NodeRefusal("digest_mismatch", "the reservation was made for other tokens")
+        await self._landed(entry, message.timeout_s)
+        self._consumer.lend(entry)
         self._loading[key] = entry
         return job_pages(message.job, entry.reservation, exact=entry.reusable)
+
+    async def _landed(self, entry: Incoming, timeout_s: float) -> None:
+        """Waits until all of it is there. Raises NodeRefusal."""
+        # No event loop takes "not a number" or "for ever" as a time.
+        timeout_s = min(timeout_s, MAX_CLAIM_S) if timeout_s > 0 else 0.0
+        try:
+            # Not wait_for: up to Python 3.11 it swallows a cancellation that meets the result, and the pages would be
+            # lent to a job that has ended.
+            async with asyncio.timeout(timeout_s):
+                reason = await asyncio.shield(entry.landed)
+        except TimeoutError:
+            self._consumer.give_up(entry, "landing_timeout")
+            raise NodeRefusal("landing_timeout", f"not complete after {timeout_s:.1f}s") from None
+        if reason:
+            raise NodeRefusal(reason)
 
     def end(self, message: m.EndJob, owner: object) -> None:
         """The engine copied the pages, or gave the job up."""
