@@ -1,4 +1,4 @@
-"""The third room: where a request goes, a pure function of what is known of the clusters now."""
+"""The fourth room: where a request goes, a pure function of what is known of the clusters now."""
 
 import hashlib
 from collections.abc import Collection

@@ -1,7 +1,8 @@
-"""One request's life, through seven rooms in one direction; what one room has found is handed to the next.
+"""One request's life, through eight rooms in one direction; what one room has found is handed to the next.
 
-    read      the body's call, and tokens, block hashes and digest of its prompt        gateway.receive, gateway.read
+    receive   the body, at a minimum rate and within bounds                             gateway.receive
     admit     a place among those being served                                          gateway.admit
+    read      the body's call, and tokens, block hashes and digest of its prompt        gateway.read
     decide    local or remote, which nodes: a pure function of what is known            gateway.decide
     reserve   the decode node makes room and hands out a ticket                         gateway.reserve
     run       both legs at once                                                         gateway.run

@@ -1,4 +1,4 @@
-"""The first room: bytes of a body become a call and its prompt, and the event loop goes on meanwhile.
+"""The third room: bytes of a body become a call and its prompt, and the event loop goes on meanwhile.
 
 Short bodies are read in threads of this process. A long one would hold the interpreter's lock for as long as its JSON is
 decoded or its tokens become a list (up to seconds for 10 MB), so it goes to a process, started when the first one comes.

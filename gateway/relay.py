@@ -1,4 +1,4 @@
-"""The sixth room: the decode node's bytes go to the client, unchanged but for the number of cached tokens.
+"""The seventh room: the decode node's bytes go to the client, unchanged but for the number of cached tokens.
 
 Once a byte of a stream has left, an error can only be told in the stream: as its last event, at once, whatever the error.
 """

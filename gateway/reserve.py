@@ -1,4 +1,4 @@
-"""The fourth room: the decode node makes room and hands out a ticket, before anything is computed."""
+"""The fifth room: the decode node makes room and hands out a ticket, before anything is computed."""
 
 import asyncio
 import logging
