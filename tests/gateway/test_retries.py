@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from gateway.accounts import Accounts
 from gateway.retries import RULES, Failure, Next, Stage, failure_of, rule_after
 from gateway.tasks import TaskSet
 from tests.gateway.worlds import PATIENCE_S, World, on_loop, until, world
@@ -121,9 +122,9 @@ async def test_work_for_ever_is_begun_again_when_it_ends() -> None:
 
 
 @on_loop
-async def test_an_error_of_ours_in_the_prefills_leg_is_told_at_once() -> None:
+async def test_an_error_of_ours_in_the_prefills_leg_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Accounts, "delivered", _fails)
     async with world() as w:
-        w.gateway.door.rooms.accounts.delivered = _fails  # type: ignore[method-assign]
         response = await w.complete(LONG)
         assert (response.status, (await response.json())["error"]["code"]) == (500, "internal_error")
         assert 'prfaas_unforeseen_errors_total{work="deliver"} 1.0' in await w.metrics()
@@ -131,9 +132,9 @@ async def test_an_error_of_ours_in_the_prefills_leg_is_told_at_once() -> None:
 
 
 @on_loop
-async def test_an_error_of_ours_in_a_stream_is_its_last_event() -> None:
+async def test_an_error_of_ours_in_a_stream_is_its_last_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Accounts, "notice_recompute", _fails)
     async with world() as w:
-        w.gateway.door.rooms.accounts.notice_recompute = _fails  # type: ignore[method-assign]
         for node in w.nodes.decode:
             node.script.landing_failure = "landing_timeout"
         response = await w.complete(LONG, stream=True)
