@@ -64,6 +64,7 @@ class Clusters:
         decode_slots: int = 16,
         tasks: TaskSet,
         on_lost: Callable[[str], None] = lambda reason: None,
+        on_renamed: Callable[[str], None] = lambda node_id: None,
     ) -> None:
         self.nodes = [Node(agent) for agent in agents]
         self.served: ServedModel | None = None
@@ -71,6 +72,7 @@ class Clusters:
         self._decode_slots = decode_slots
         self._clock = clock
         self._on_lost = on_lost
+        self._on_renamed = on_renamed
         self._by_id: dict[str, Node] = {}
         self._indexes: dict[
             str, PrefixIndex
@@ -262,6 +264,7 @@ class Clusters:
         if self._by_id.get(before) is node:
             del self._by_id[before]
         self._drop_prefixes(before)
+        self._on_renamed(before)
 
     def _drop_prefixes(self, node_id: str) -> None:
         for index in self._indexes.values():

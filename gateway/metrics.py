@@ -1,6 +1,6 @@
 """What Prometheus is told. Values are handed in; no other module of the gateway knows the library."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from gateway.links import LinkStatus
 from gateway.node import Node
 from gateway.request import Request, cached_tokens
+from planner.decisions.estimates import Error
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 TTFT_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -88,6 +89,10 @@ class Metrics:
             "prfaas_link_senders", "Nodes that may send over a link, by the state of their breaker (closed: in use)",
             ["source", "destination", "state"], registry=registry,
         )  # fmt: skip
+        self._estimates = Gauge(
+            "prfaas_prefill_estimate_error_ratio", "|predicted / seen - 1| of the latest prefill times",
+            ["cluster", "stat"], registry=registry,
+        )  # fmt: skip
         self.in_flight = Gauge("prfaas_requests_in_flight", "Requests being served", registry=registry)
         self._nodes = Gauge("prfaas_nodes", "Nodes by role and state", ["cluster", "role", "state"], registry=registry)
         self._egress = Gauge(
@@ -109,6 +114,13 @@ class Metrics:
         for link in links:
             for state in link.senders.values():
                 self._links.labels(link.source, link.destination, state).inc()
+
+    def observe_estimates(self, errors: Mapping[str, Error]) -> None:
+        """Takes down how wrong predicted prefill times were."""
+        self._estimates.clear()
+        for cluster, error in errors.items():
+            self._estimates.labels(cluster, "mean").set(error.mean)
+            self._estimates.labels(cluster, "p90").set(error.p90)
 
     def finished(self, request: Request, status: int, code: str = "none") -> None:
         """Counts a request that is over, however it ended; `code` is why, if it was not even routed."""

@@ -12,6 +12,7 @@ from gateway.errors import ApiError, BadRequest, Unavailable
 from gateway.links import Links
 from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.records import Records
+from planner.decisions.estimates import LearnedCost
 
 Page = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -23,6 +24,7 @@ class Pages:
         self,
         clusters: Clusters,
         links: Links,
+        cost: LearnedCost,
         admission: Admission,
         metrics: Metrics,
         records: Records,
@@ -30,6 +32,7 @@ class Pages:
     ) -> None:
         self._clusters = clusters
         self._links = links
+        self._cost = cost
         self._admission = admission
         self._metrics = metrics
         self._records = records
@@ -82,6 +85,7 @@ class Pages:
     async def _prometheus(self, http: web.Request) -> web.Response:
         self._metrics.observe_nodes(self._clusters.nodes)
         self._metrics.observe_links(self._links.status())
+        self._metrics.observe_estimates(self._cost.errors())
         return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _all_links(self, http: web.Request) -> web.Response:

@@ -125,6 +125,7 @@ class Runner:
         try:
             outcome = await self._legs.prefill(node, request, hold.ticket)
             self._links.arrived(node, decode.cluster)
+            self._decider.learn(node, outcome)
             return outcome
         except PrefillFailed as error:
             if is_path_failure(error.reason, node, decode, receiver):

@@ -35,6 +35,7 @@ from gateway.replicas import Replicas
 from gateway.reserve import Reservations
 from gateway.run import Runner
 from gateway.tasks import TaskSet
+from planner.decisions.estimates import LearnedCost
 from prompts.tokenizer import TextTokenizer
 
 log = logging.getLogger("prfaas.gateway")
@@ -80,6 +81,7 @@ async def running(
     now = asyncio.get_running_loop().time
     chores, watches, afterwards, requests = (TaskSet(metrics.unforeseen) for _ in range(4))
     agents = [AgentClient(node.agent, config.timeouts.rpc_s, config.identity, node.name) for node in config.nodes]
+    cost = LearnedCost(config.routing.prefill_tokens_per_s)
     clusters = Clusters(
         agents,
         clock,
@@ -87,11 +89,12 @@ async def running(
         decode_slots=config.routing.decode_slots,
         tasks=watches,
         on_lost=metrics.node_lost,
+        on_renamed=cost.forget,
     )
     links = Links(clusters.nodes, clock, config.routing.link_bytes_per_s, metrics.link_failed)
     records = Records(config.kept_records)
     accounts = Accounts(metrics, records, clock)
-    decider = Decider(config, clusters, links)
+    decider = Decider(config, clusters, links, cost)
     legs = Legs(config.timeouts, max_connections=2 * config.max_in_flight)
     moves = Moves(metrics, afterwards, clock, limit=config.routing.max_moves, timeout_s=config.routing.move_timeout_s)
     replicas = Replicas(clusters, moves, clock) if config.routing.replicate else None
@@ -113,7 +116,7 @@ async def running(
         accounts=accounts,
     )
     door = FrontDoor(config, rooms, clusters, metrics, requests, clock)
-    pages = Pages(clusters, links, admission, metrics, records, int(datetime.now(UTC).timestamp()))
+    pages = Pages(clusters, links, cost, admission, metrics, records, int(datetime.now(UTC).timestamp()))
     gates = [
         Gate("clients", client_connections(config, descriptor_limit()), config.strangers, metrics, now),
         Gate("operators", OPERATORS, config.strangers, metrics, now),

@@ -156,16 +156,24 @@ class LearnedCost(PrefillCost):
 
     def __init__(self, tokens_per_s: float = 20_000.0, overhead_s: float = 0.0) -> None:
         """The prior, until anything has been seen: one rate, and what every prefill takes beside it."""
-        super().__init__(tokens_per_s, overhead_s)
-        # A trace of the quadratic term keeps the prior's equations apart from each other.
-        self._prior = (max(overhead_s, 1e-3), TOKENS / tokens_per_s, 1e-6)
+        self.assume(tokens_per_s, overhead_s)
         self._nodes: dict[str, PrefillEstimate] = {}
         self._clusters: dict[str, PrefillEstimate] = {}
 
-    def observe(self, node: NodeView, computed_tokens: int, cached_tokens: int, seconds: float) -> None:
-        """`node` has computed a prompt; `seconds` from the start of the computing to its end, no queue, no transfer."""
-        for estimates, key in ((self._nodes, node.node_id), (self._clusters, node.cluster)):
+    def assume(self, tokens_per_s: float, overhead_s: float = 0.0) -> None:
+        """Another prior, for nodes of which nothing has been seen yet."""
+        super().__init__(tokens_per_s, overhead_s)
+        # A trace of the quadratic term keeps the prior's equations apart from each other.
+        self._prior = (max(overhead_s, 1e-3), TOKENS / tokens_per_s, 1e-6)
+
+    def observe(self, node_id: str, cluster: str, computed_tokens: int, cached_tokens: int, seconds: float) -> None:
+        """A node has computed a prompt; `seconds` from the start of the computing to its end, no queue, no transfer."""
+        for estimates, key in ((self._nodes, node_id), (self._clusters, cluster)):
             estimates.setdefault(key, PrefillEstimate(self._prior)).observe(computed_tokens, cached_tokens, seconds)
+
+    def errors(self) -> dict[str, Error]:
+        """How wrong late predictions were, by cluster."""
+        return {cluster: estimate.error for cluster, estimate in self._clusters.items()}
 
     def forget(self, node_id: str) -> None:
         """The node is gone, or is not what it was."""

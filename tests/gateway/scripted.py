@@ -39,6 +39,7 @@ class Script:
     words: tuple[str, ...] = ("one", " two", " three")
     word_interval_s: float = 0.0
     prefill_s: float = 0.0
+    tokens_per_s: float = 0.0  # that it says it computes, in no time; 0: every prompt in 10 ms
     prefill_gate: asyncio.Event | None = None  # set by the test when prefills may go on
     decode_gate: asyncio.Event | None = None  # the same of decode legs
     reserve_gate: asyncio.Event | None = None  # the same of the answers to Reserve
@@ -278,6 +279,8 @@ class ScriptedNode(NodeAgentServicer):
             return refusal
         ticket = body["kv_transfer_params"]["ticket"]
         self.fabric.end(ticket["transfer_id"])
+        rate, computed = self.script.tokens_per_s, ticket["num_tokens"] - self.script.cached_tokens
+        computed_s = computed / rate if rate else 0.01
         outcome = {
             "delivered": True,
             "num_tokens": ticket["num_tokens"],
@@ -285,8 +288,8 @@ class ScriptedNode(NodeAgentServicer):
             "bytes_total": 1000,
             "bytes_before_prefill_end": 900,
             "prefill_start_s": 0.0,
-            "prefill_end_s": 0.01,
-            "delivered_s": 0.012,
+            "prefill_end_s": computed_s,
+            "delivered_s": computed_s + 0.002,
             "link": "tcp",
         }
         choice = {"index": 0, "text": "", "finish_reason": "length"}
@@ -369,11 +372,16 @@ class Topology:
 
 
 @asynccontextmanager
-async def topology(remote: int = 1, local: int = 1, decode: int = 2) -> AsyncIterator[Topology]:
-    """That many nodes, serving inside the block."""
+async def topology(
+    remote: int = 1, local: int = 1, decode: int = 2, remote_clusters: tuple[str, ...] = ("east",)
+) -> AsyncIterator[Topology]:
+    """That many nodes, serving inside the block; PrfaaS nodes are of the clusters named, in turn."""
     fabric = Fabric()
+    names = remote_clusters
     world = Topology(
-        remote=[ScriptedNode(f"r{i}", "east", "prfaas", "prefill", fabric, Script()) for i in range(remote)],
+        remote=[
+            ScriptedNode(f"r{i}", names[i % len(names)], "prfaas", "prefill", fabric, Script()) for i in range(remote)
+        ],
         local=[ScriptedNode(f"p{i}", "west", "pd", "prefill", fabric, Script()) for i in range(local)],
         decode=[ScriptedNode(f"d{i}", "west", "pd", "decode", fabric, Script()) for i in range(decode)],
     )

@@ -124,11 +124,17 @@ def config_for(nodes: Topology, **fields: Any) -> GatewayConfig:
 
 @asynccontextmanager
 async def world(
-    remote: int = 1, local: int = 1, decode: int = 2, *, wait: bool = True, **fields: Any
+    remote: int = 1,
+    local: int = 1,
+    decode: int = 2,
+    *,
+    remote_clusters: tuple[str, ...] = ("east",),
+    wait: bool = True,
+    **fields: Any,
 ) -> AsyncIterator[World]:
     """A gateway before that many scripted nodes."""
     async with (
-        topology(remote, local, decode) as nodes,
+        topology(remote, local, decode, remote_clusters) as nodes,
         running(config_for(nodes, **fields), text_tokenizer(), time.monotonic) as gateway,
         aiohttp.ClientSession(gateway.url) as http,
     ):

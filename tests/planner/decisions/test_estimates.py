@@ -95,22 +95,24 @@ def test_every_node_has_its_own_and_a_new_one_its_clusters():
     quick, slow = prfaas("r0"), prfaas("r1", cluster="north")
     assert cost.prefill_s(quick, 10_000, 0) == pytest.approx(0.5)
     for _ in range(BELIEVED):
-        cost.observe(quick, 10_000, 0, 1.0)
-        cost.observe(slow, 10_000, 0, 20.0)
+        cost.observe("r0", "east", 10_000, 0, 1.0)
+        cost.observe("r1", "north", 10_000, 0, 20.0)
     assert cost.prefill_s(slow, 10_000, 0) > 15 * cost.prefill_s(quick, 10_000, 0)
     assert cost.prefill_s(prfaas("r9", cluster="north"), 10_000, 0) == cost.prefill_s(slow, 10_000, 0)
     assert cost.queue_s(prfaas("r1", cluster="north", queued_tokens=5_000)) == pytest.approx(10.0)
+    assert cost.errors()["east"].samples == BELIEVED
     cost.forget("r1")
+    cost.assume(1_000.0)  # what has been seen stays
+    assert cost.prefill_s(prfaas("s0", cluster="south"), 1_000, 0) == pytest.approx(1.0)
     assert cost.prefill_s(slow, 10_000, 0) == pytest.approx(20.0, rel=0.1)
 
 
 def test_long_prompts_go_to_the_cluster_that_has_proved_quick():
     """Two PrfaaS clusters, one twenty times as fast: with one rate for all, eleven of twelve went to the slow one."""
     cost, went = LearnedCost(20_000), []
-    slow, quick = prfaas("r0", cluster="east"), prfaas("r1", cluster="north")
     for _ in range(3):
-        cost.observe(slow, 5_000, 0, 10.0)
-        cost.observe(quick, 5_000, 0, 0.5)
+        cost.observe("r0", "east", 5_000, 0, 10.0)
+        cost.observe("r1", "north", 5_000, 0, 0.5)
     queued = {"r0": 0, "r1": 0}
     for _ in range(12):
         nodes = [
