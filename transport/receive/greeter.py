@@ -10,6 +10,7 @@ A stranger costs a socket and some kilobytes, and no more than so many of them a
 oldest goes when there is one too many, so that an honest sender, who needs a round trip or two, gets in however many wait.
 """
 
+import errno
 import logging
 import selectors
 import socket
@@ -58,6 +59,8 @@ MAX_PAST_BYTES: Final = 1 << 30  # payload of refused transfers that one visitor
 SINK_BYTES: Final = 64 << 10
 ROUND_S: Final = 0.1  # between two looks at who is overdue
 LOG_EVERY_S: Final = 10.0
+# The process or its host has no more to give: somebody has to go.
+SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class Step(Enum):
@@ -188,10 +191,9 @@ class Greeter(threading.Thread):
             sock, address = self._listener.accept()
         except BlockingIOError:
             return
-        except OSError:  # shut down by close(), gone before we got to it, or out of descriptors
-            if not self._closing:
-                self._make_room("no_descriptor")
-                time.sleep(TICK_S)
+        except OSError as exc:
+            if not self._closing:  # else shut down by stop()'s caller
+                self._not_accepted(exc)
             return
         sock.setblocking(False)
         who = self._host.arrive()
@@ -207,6 +209,13 @@ class Greeter(threading.Thread):
         self._watch(visitor)
         if isinstance(who, Code):
             self._refuse(visitor, who)
+
+    def _not_accepted(self, exc: OSError) -> None:
+        if exc.errno in SHORTAGES:
+            self._make_room("no_descriptor")
+        else:  # gone before we got to it, or its network is: accept(2) hands such errors on
+            self._host.count("lost_connections")
+        time.sleep(TICK_S)  # should it go on like this
 
     def _make_room(self, reason: str, address: str = "") -> None:
         """The oldest goes (of an address)."""

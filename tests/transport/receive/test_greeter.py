@@ -1,5 +1,6 @@
 """Strangers in numbers at a listener's door, beside a sender who has a right to be there."""
 
+import errno
 import logging
 import socket
 import struct
@@ -95,6 +96,44 @@ def test_of_many_addresses_the_oldest_stranger_makes_room(monkeypatch: pytest.Mo
             while gone.recv(1 << 16):
                 pass
         wait_for(lambda: server.num_connections == 3)
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The next accept(2) fails, those behind it do not."""
+    accept = socket.socket.accept
+
+    def failing(listener: socket.socket) -> object:
+        monkeypatch.setattr(socket.socket, "accept", accept)
+        raise OSError(number, errno.errorcode[number])
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+
+
+@pytest.mark.parametrize("number", [errno.ECONNABORTED, errno.EPROTO, errno.ENETDOWN, errno.EPERM])
+def test_a_connection_that_cannot_be_accepted_costs_nobody_else_his_place(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TransferServer() as server, crowd(server.address, HELLO, 1):
+        wait_for(lambda: server.num_connections == 1)
+        fail_once(monkeypatch, number)
+        with crowd(server.address, HELLO, 1):
+            wait_for(lambda: server.num_connections == 2)
+            assert server.counters["lost_connections"] == 1
+            assert not server.counters["turned_away:no_descriptor"]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
+def test_who_waits_makes_room_when_descriptors_or_memory_are_short(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TransferServer() as server, crowd(server.address, HELLO, 1) as waiting:
+        wait_for(lambda: server.num_connections == 1)
+        fail_once(monkeypatch, number)
+        with crowd(server.address, HELLO, 1):
+            wait_for(lambda: server.counters["turned_away:no_descriptor"] == 1)
+            while waiting[0].recv(1 << 16):
+                pass
+            wait_for(lambda: server.num_connections == 1)
 
 
 def test_who_says_nothing_is_turned_away_in_time() -> None:
