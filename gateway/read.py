@@ -9,7 +9,8 @@ import logging
 import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 from gateway.errors import ApiError, ReaderDied
@@ -49,9 +50,11 @@ class Reader:
 
     async def close(self) -> None:
         """Ends threads and processes."""
-        for process in self._idle:
-            await process.close()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        idle, self._idle = self._idle, []
+        try:
+            await asyncio.gather(*(process.close() for process in idle))
+        finally:
+            self._threads.shutdown(wait=True, cancel_futures=True)
 
     async def _ask(self, endpoint: Endpoint, body: bytes, model: Model) -> tuple[Call, Prompt]:
         process: ReadingProcess | None = None
@@ -80,7 +83,7 @@ class Reader:
                 return process
             log.warning("a process that was to read bodies has ended; another one takes its place")
             await process.close()
-        return await ReadingProcess.start(self._tokenizer)
+        return await ReadingProcess.start(self._tokenizer, self._threads)
 
 
 class ReadingProcess:
@@ -95,14 +98,22 @@ class ReadingProcess:
         self._writer = writer
 
     @classmethod
-    async def start(cls, tokenizer: TextTokenizer) -> "ReadingProcess":
-        """A process that has been told its tokenizer."""
+    async def start(cls, tokenizer: TextTokenizer, threads: Executor) -> "ReadingProcess":
+        """A process that has been told its tokenizer. Should nobody wait for it any more, its thread ends it."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.to_thread(_spawn, theirs)
-        started = cls(process, *await asyncio.open_connection(sock=ours, limit=4 * PIECE_BYTES))
-        started._writer.write(header_of(tokenizer.blueprint()))
-        return started
+        spawning = threads.submit(_spawn, theirs)
+        try:
+            reader, writer = await asyncio.open_connection(sock=ours, limit=4 * PIECE_BYTES)
+            try:
+                process = await asyncio.shield(asyncio.wrap_future(spawning))
+            except BaseException:
+                writer.transport.abort()
+                raise
+        except BaseException:
+            spawning.add_done_callback(partial(_end_unwanted, theirs))
+            raise
+        writer.write(header_of(tokenizer.blueprint()))
+        return cls(process, reader, writer)
 
     @property
     def is_alive(self) -> bool:
@@ -130,11 +141,28 @@ class ReadingProcess:
         return data
 
     async def close(self) -> None:
-        """Ends the process: at once where it works, else when it sees that nobody asks any more."""
+        """Ends the process, whatever it is doing."""
         self._writer.transport.abort()
         self._process.kill()
-        await asyncio.to_thread(self._process.wait, END_S)
+        await asyncio.to_thread(_reap, self._process)
 
 
 def _spawn(stdin: socket.socket) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen([sys.executable, "-m", "gateway.reading_process"], stdin=stdin.fileno())
+    """A process with `stdin`, which this thread alone may close: a number that is free again is somebody else's next."""
+    with stdin:
+        return subprocess.Popen([sys.executable, "-m", "gateway.reading_process"], stdin=stdin.fileno())
+
+
+def _end_unwanted(stdin: socket.socket, spawning: "Future[subprocess.Popen[bytes]]") -> None:
+    stdin.close()  # never begun
+    if not spawning.cancelled() and spawning.exception() is None:
+        spawning.result().kill()
+        _reap(spawning.result())
+
+
+def _reap(process: "subprocess.Popen[bytes]") -> None:
+    """Waits for the end of a process that has been killed; the kernel may hold it back for as long as it likes."""
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        log.error("a process that read bodies does not end: pid=%d", process.pid)

@@ -5,6 +5,9 @@ import gc
 import json
 import os
 import signal
+import socket
+import subprocess
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import gateway.read
 from gateway.errors import ApiError, ReaderDied
 from gateway.openai import Endpoint
 from gateway.prompts import Hashing, Prompt, read_call
@@ -57,9 +61,9 @@ LONG_BODIES = {
 
 
 @asynccontextmanager
-async def reader() -> AsyncIterator[Reader]:
+async def reader(timeout_s: float = 120.0) -> AsyncIterator[Reader]:
     tasks = TaskSet(lambda name: pytest.fail(name))
-    made = Reader(text_tokenizer(), tasks)
+    made = Reader(text_tokenizer(), tasks, timeout_s=timeout_s)
     try:
         yield made
     finally:
@@ -168,6 +172,56 @@ async def test_a_process_that_is_killed_while_it_waits_costs_no_request() -> Non
         os.kill(pid, signal.SIGKILL)
         await asyncio.to_thread(os.waitid, os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         assert (await reads.read(Endpoint.COMPLETIONS, long_body("b"), MODEL))[1].num_tokens
+
+
+def test_a_process_that_does_not_end_keeps_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck: list[subprocess.Popen[bytes]] = []
+    wait = subprocess.Popen.wait
+
+    def waits(process: "subprocess.Popen[bytes]", timeout: float | None = None) -> int:
+        if not stuck:
+            stuck.append(process)
+            raise subprocess.TimeoutExpired("reads bodies", timeout or 0.0)
+        return wait(process, timeout)
+
+    @on_loop
+    async def scenario() -> None:
+        before = children()
+        async with reader() as reads:
+            bodies = [reads.read(Endpoint.COMPLETIONS, long_body(word), MODEL) for word in ("a", "b")]
+            await asyncio.gather(*bodies)
+            assert len(children() - before) == 2
+            monkeypatch.setattr(subprocess.Popen, "wait", waits)
+        assert children() - before == {stuck[0].pid}, "dead, and not waited for"
+        wait(stuck[0])
+
+    scenario()
+
+
+def test_who_gives_up_while_a_process_is_spawned_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    spawned: list[int] = []
+    spawn = gateway.read._spawn
+
+    def slowly(stdin: socket.socket) -> "subprocess.Popen[bytes]":
+        go_on.wait(60.0)
+        assert stdin.fileno() >= 0, "still open"
+        process = spawn(stdin)
+        spawned.append(process.pid)
+        return process
+
+    @on_loop
+    async def scenario() -> None:
+        before = children()
+        async with reader(timeout_s=0.01) as reads:
+            with pytest.raises(ReaderDied):
+                await reads.read(Endpoint.COMPLETIONS, long_body("a"), MODEL)
+            go_on.set()
+            await until(lambda: spawned)
+            await until(lambda: children() == before)
+
+    monkeypatch.setattr(gateway.read, "_spawn", slowly)
+    scenario()
 
 
 @on_loop
