@@ -15,7 +15,7 @@ from gateway.accounts import Accounts
 from gateway.admit import Admission
 from gateway.clusters import Clusters, ServedModel
 from gateway.config import GatewayConfig
-from gateway.connections import Connection, error_response, http_error_response
+from gateway.connections import CONTINUE, Connection, error_response, http_error_response
 from gateway.dispatch import Dispatcher
 from gateway.errors import ApiError, InternalError, Unavailable
 from gateway.metrics import Metrics
@@ -245,7 +245,7 @@ def _continue_or_refuse(door: FrontDoor, http: web.Request) -> web.StreamRespons
         door.metrics.rejected(error.code or "invalid", error.status)
         return error_response(error)
     assert http.transport is not None
-    http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    http.transport.write(CONTINUE)
     return None
 
 
