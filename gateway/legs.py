@@ -31,6 +31,9 @@ NOT_FOR_PREFILL: Final = frozenset(
 # The engine's own trouble, not the request's: another node may do better.
 RETRYABLE: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 MAX_LABEL_CHARS: Final = 40
+# vLLM (uvicorn) closes connections after 5 s without a request. A POST that meets such a close looks like an engine that died
+# of it, and cannot be sent again unasked: so we are first, with time for a packet on its way and a busy loop.
+KEEP_ALIVE_S: Final = 3.0
 
 
 class _EngineError(msgspec.Struct):
@@ -83,7 +86,7 @@ class Legs:
     def __init__(self, timeouts: Timeouts, max_connections: int) -> None:
         self.timeouts = timeouts
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=max_connections, keepalive_timeout=30),
+            connector=aiohttp.TCPConnector(limit=max_connections, keepalive_timeout=KEEP_ALIVE_S),
             # A stream may last for hours; what is bounded is every wait inside it.
             timeout=aiohttp.ClientTimeout(total=None, connect=timeouts.connect_s, sock_connect=timeouts.connect_s),
             auto_decompress=False,

@@ -198,8 +198,12 @@ async def _cancel(task: "asyncio.Task[PrefillOutcome | None]") -> None:
 
 
 async def _hang_up(asking: "asyncio.Task[DecodeAnswer]") -> None:
-    """Ends the decode leg, whether it is still being asked or has answered."""
+    """Ends the decode leg, whether it is still being asked or has answered; also for who does not wait until it has."""
+    asking.add_done_callback(_let_go)
     asking.cancel()
     await asyncio.wait([asking])
+
+
+def _let_go(asking: "asyncio.Task[DecodeAnswer]") -> None:
     if not asking.cancelled() and asking.exception() is None:
         asking.result().close()

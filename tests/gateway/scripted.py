@@ -96,6 +96,7 @@ class ScriptedNode(NodeAgentServicer):
         self.probes: list[str] = []  # whom this node was to reach
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[Mapping[str, str]] = []
+        self.connections: list[int] = []  # of each leg, by the port that it came from
         self.running = 0
         self._made = 0
         self._listeners: set[asyncio.Queue[pb.NodeEvent]] = set()
@@ -188,7 +189,8 @@ class ScriptedNode(NodeAgentServicer):
 
     async def _next_event(self, queue: asyncio.Queue[pb.NodeEvent], load_interval_s: float) -> pb.NodeEvent:
         try:
-            return await asyncio.wait_for(queue.get(), load_interval_s)
+            async with asyncio.timeout(load_interval_s):
+                return await queue.get()
         except TimeoutError:
             return pb.NodeEvent(load=self.load)
 
@@ -244,6 +246,8 @@ class ScriptedNode(NodeAgentServicer):
         body = await http.json()
         self.bodies.append(body)
         self.headers.append(http.headers)
+        assert http.transport is not None
+        self.connections.append(http.transport.get_extra_info("peername")[1])
         self.running += 1
         try:
             if body["kv_transfer_params"].get("do_remote_decode"):
