@@ -309,7 +309,7 @@ class Service:
 
     def _keep_answer(self, request: Request, sequence: Any) -> None:
         if self.link is None or self.draining:
-            self.metrics.on_answer("draining")
+            self.metrics.on_answer("no_agent" if self.link is None else "draining")
             return
         tokens = [*request.prompt, *request.answer]
         self._keeper.keep(self.link, request.id, tokens, request.transfer.salt, sequence)

@@ -194,6 +194,23 @@ def test_an_engine_that_ends_gives_up_what_it_was_keeping(tmp_path):
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(("outcome", "change"), [("draining", {"draining": True}), ("no_agent", {"link": None})])
+def test_what_is_not_kept_says_why(outcome, change, tmp_path):
+    async def scenario():
+        engine = emulated(decode_step_s=0.01)
+        async with agent_for(engine, tmp_path / "n") as agent, running(engine, agent) as node:
+            asking = asyncio.create_task(ask(node, random_tokens(70), 100))
+            await until(lambda: node.service.active)
+            await until(lambda: node.service.model.load.running)
+            for name, value in change.items():
+                setattr(node.service, name, value)
+            await asking
+            await until_kept(node, 1, outcome)
+            assert not node.service.link or not node.service.link.num_jobs
+
+    asyncio.run(scenario())
+
+
 def test_a_crowd_of_finished_answers_does_not_pile_up(tmp_path):
     """What ends in the model without being kept is let go at once."""
 
