@@ -149,7 +149,8 @@ class Service:
         """Refuses new requests and waits for those that run. False if some still run after `timeout_s`."""
         self.draining = True
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
         except TimeoutError:
             return False
         return True

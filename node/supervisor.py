@@ -141,7 +141,8 @@ class EngineSupervisor:
             return
         process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await process.wait()
         except TimeoutError:
             log.error("engine killed node=%s: it did not end within %.1fs", self._config.node_id, timeout_s)
             self.kill()

@@ -80,7 +80,8 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         try:
-            await asyncio.wait_for(_drained(process), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await _drained(process)
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()

@@ -53,7 +53,8 @@ class RankServer:
         """Returns when no rank touches the job's pages any more. A rank that is stuck keeps them from everybody else."""
         if not self._all_there.is_set():  # a step that grants the pages may be on its way to ranks that are yet to come
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._all_there.wait(), ALL_THERE_TIMEOUT_S)
+                async with asyncio.timeout(ALL_THERE_TIMEOUT_S):
+                    await self._all_there.wait()
         if job not in self._letting_go:  # else somebody has asked already: all may go on only when it is over
             waiting = {rank for rank, writer in self._writers.items() if not writer.is_closing()}
             if not waiting:

@@ -86,7 +86,8 @@ async def test_sigterm_lets_streams_finish_refuses_new_ones_and_ends_the_process
                 async with http.post("/v1/completions", json=body) as refused:
                     assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
                 assert (await stream.read()).endswith(b"data: [DONE]\n\n")
-        assert await asyncio.wait_for(running.wait(), PATIENCE_S) == 0  # draining may last ten times as long
+        async with asyncio.timeout(PATIENCE_S):
+            assert await running.wait() == 0  # draining may last ten times as long
         assert not nodes.leftovers()
 
 
@@ -105,7 +106,8 @@ async def test_a_second_signal_ends_streams_too(tmp_path: Path) -> None:
             running.send_signal(signal.SIGTERM)
             await until_draining(http)
             running.send_signal(signal.SIGINT)
-            assert await asyncio.wait_for(running.wait(), PATIENCE_S) == 0
+            async with asyncio.timeout(PATIENCE_S):
+                assert await running.wait() == 0
 
 
 def test_sighup_does_not_end_a_gateway_that_is_starting(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,16 @@ LAYOUT = ModelLayout(
         KVCacheGroup(LinearState(bytes_per_snapshot=300), (0, 3)),
     ),
 )
+
+
+def run(scenario: Coroutine[None, None, None]) -> None:
+    """Runs a scenario, and not for ever."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(120.0):
+            await scenario
+
+    asyncio.run(bounded())
 
 
 class HandNode:
@@ -73,7 +83,10 @@ class HandNode:
 
     async def heard(self) -> m.AgentMessage:
         """The next message to the engine."""
-        return await asyncio.wait_for(self.inbox.get(), 30.0)
+        async with asyncio.timeout(30.0):
+            message = await self.inbox.get()
+        await turns_of_the_loop(2)  # the task that has answered ends
+        return message
 
     async def close(self) -> None:
         await asyncio.to_thread(self.links.close)

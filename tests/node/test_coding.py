@@ -1,6 +1,5 @@
 """What a node's configuration may do to KVCache, and what becomes of KVCache that was quantised on its way."""
 
-import asyncio
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from node.coding import Coding, coding_of, formats_of, runs_of
 from node.config import node_config
 from node.errors import ConfigError
 from tests.node import handover
-from tests.node.handover import BLOCK, HandNode, until
+from tests.node.handover import BLOCK, HandNode, run, until
 from transport.coding.choice import CodingPolicy, Compression, Quantisation
 from transport.coding.codec import Codec, zstd_module
 from transport.coding.elements import Run, from_floats
@@ -49,10 +48,6 @@ def floats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def node(name: str, path: Path, **coding: Any) -> HandNode:
     return HandNode(name, path, coding=coding)
-
-
-def run(scenario: Coroutine[None, None, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 90.0))
 
 
 async def hand_over(prefill: HandNode, decode: HandNode, tokens: list[int]) -> tuple[m.Delivered, bool]:

@@ -1,22 +1,17 @@
 """Reservations in unlucky moments: pages go back once, and never while an engine reads them."""
 
 import asyncio
-from collections.abc import Coroutine
 from pathlib import Path
 
 import pytest
 
 from node.errors import NodeRefusal
-from tests.node.handover import HandNode, two_nodes
+from tests.node.handover import HandNode, run, two_nodes
 from tests.node.test_producer import lent
 from transport.control import messages as m
 from transport.control.proto import node_pb2 as pb
 
 TOKENS = list(range(100, 161))
-
-
-def run(scenario: Coroutine[None, None, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 90.0))
 
 
 async def landed(prefill: HandNode, decode: HandNode) -> m.TicketInfo:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import pytest
 
 from node import engine_socket
 from node.engine_socket import EngineConnection, EngineSocket
+from tests.node.handover import run
 from transport.control import messages as m
 
 HELLO = m.Hello(engine_pid=1, model_id="m", layout_json="{}", max_model_len=1, http_url="")
@@ -60,10 +61,6 @@ async def engine(socket: EngineSocket, said: bytes) -> AsyncIterator[tuple[async
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
-
-
-def run(scenario: Coroutine[None, None, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60.0))
 
 
 @pytest.mark.parametrize(

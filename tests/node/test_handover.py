@@ -1,21 +1,15 @@
 """KVCache from one node to another, through real links, with the engines played by hand."""
 
-import asyncio
-from collections.abc import Coroutine
 from pathlib import Path
 
 import pytest
 
 from hybrid_cache.hashing import block_hashes
 from node.errors import NodeRefusal
-from tests.node.handover import BLOCK, HandNode, turns_of_the_loop, two_nodes, until
+from tests.node.handover import BLOCK, HandNode, run, turns_of_the_loop, two_nodes, until
 from transport.control import messages as m
 
 TOKENS = list(range(100, 161))
-
-
-def run(scenario: Coroutine[None, None, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 90.0))
 
 
 async def hand_over(prefill: HandNode, decode: HandNode, tokens: list[int]) -> tuple[m.JobPages, m.Delivered]:

@@ -52,7 +52,8 @@ async def send(sender: Links, receiver: Links, cluster: str, name: str, size: in
     ticket = ticket_of(name, cluster, [(each.kind, each.address, each.host_id) for each in receiver.endpoints()])
     done: asyncio.Future[PushResult] = asyncio.get_running_loop().create_future()
     sender.push(ticket, [size], Source(size), done.set_result).ready([0])  # type: ignore[arg-type]
-    return await asyncio.wait_for(done, 60.0)
+    async with asyncio.timeout(60.0):
+        return await done
 
 
 def told(of: Links) -> dict[str, float]:

@@ -1,7 +1,6 @@
 """Prefill jobs that go wrong: whatever happens, the engine gets an answer and no page stays behind."""
 
 import asyncio
-from collections.abc import Coroutine
 from pathlib import Path
 
 import msgspec
@@ -9,15 +8,11 @@ import pytest
 
 from hybrid_cache.hashing import block_hashes
 from node.errors import NodeRefusal
-from tests.node.handover import BLOCK, HandNode, turns_of_the_loop, two_nodes, until
+from tests.node.handover import BLOCK, HandNode, run, turns_of_the_loop, two_nodes, until
 from transport.control import messages as m
 
 TOKENS = list(range(100, 161))
 LAST = len(TOKENS) - 1
-
-
-def run(scenario: Coroutine[None, None, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 90.0))
 
 
 async def refusal(node: HandNode) -> str:

@@ -4,7 +4,7 @@ import asyncio
 import errno
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,17 +12,13 @@ import pytest
 
 from hybrid_cache.disk import HEADER_BYTES, Buffer, DiskTier, FileDisk
 from hybrid_cache.hashing import block_hashes
-from tests.node.handover import BLOCK, LAYOUT, HandNode, until
+from tests.node.handover import BLOCK, LAYOUT, HandNode, run, until
 from transport.control import messages as m
 from transport.control.proto import node_pb2 as pb
 
 PROMPT = list(range(100, 100 + 6 * BLOCK + 1))
 LAST = len(PROMPT) - 1
 SLOT_BYTES = HEADER_BYTES + LAYOUT.block_bytes(0)
-
-
-def run(scenario: Coroutine[None, None, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 120.0))
 
 
 class SlowDisk(FileDisk):

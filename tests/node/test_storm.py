@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from node.errors import NodeRefusal
-from tests.node.handover import HandNode, two_nodes
+from tests.node.handover import HandNode, run, two_nodes
 from transport.control import messages as m
 
 REQUESTS = 60
@@ -83,4 +83,4 @@ def test_nothing_is_left_behind(tmp_path: Path, use_shm: bool, seed: int) -> Non
             prefill.pages.cache.check_integrity()
             decode.pages.cache.check_integrity()
 
-    asyncio.run(asyncio.wait_for(scenario(), 100.0))
+    run(scenario())

@@ -1,20 +1,15 @@
 """Landed KVCache and the engines that claim it: whatever they do, nothing stays held."""
 
 import asyncio
-from collections.abc import Coroutine
 from pathlib import Path
 
 import pytest
 
-from tests.node.handover import HandNode, two_nodes, until
+from tests.node.handover import HandNode, run, two_nodes, until
 from tests.node.test_producer import lent
 from transport.control import messages as m
 
 TOKENS = list(range(100, 161))
-
-
-def run(scenario: Coroutine[None, None, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 90.0))
 
 
 async def landed(prefill: HandNode, decode: HandNode) -> m.TicketInfo:

@@ -202,7 +202,8 @@ class StormSystem:
         if self._up.returncode is None:
             self._up.send_signal(signal.SIGTERM)
             try:
-                await asyncio.wait_for(self._up.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await self._up.wait()
             except TimeoutError:
                 self._up.kill()
                 await self._up.wait()
