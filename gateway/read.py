@@ -101,7 +101,7 @@ class ReadingProcess:
     async def start(cls, tokenizer: TextTokenizer, threads: Executor) -> "ReadingProcess":
         """A process that has been told its tokenizer. Should nobody wait for it any more, its thread ends it."""
         ours, theirs = socket.socketpair()
-        spawning = threads.submit(_spawn, theirs)
+        spawning = threads.submit(spawn, theirs)
         try:
             reader, writer = await asyncio.open_connection(sock=ours, limit=4 * PIECE_BYTES)
             try:
@@ -147,7 +147,7 @@ class ReadingProcess:
         await asyncio.to_thread(_reap, self._process)
 
 
-def _spawn(stdin: socket.socket) -> "subprocess.Popen[bytes]":
+def spawn(stdin: socket.socket) -> "subprocess.Popen[bytes]":
     """A process with `stdin`, which this thread alone may close: a number that is free again is somebody else's next."""
     with stdin:
         return subprocess.Popen([sys.executable, "-m", "gateway.reading_process"], stdin=stdin.fileno())

@@ -74,7 +74,7 @@ class Runner:
                 own.push_async_callback(_cancel, delivery)
             transfer_id = hold.ticket.transfer_id if hold else None
             asking = self._tasks.start(self._ask(decode, request, transfer_id), "ask", expected=(DecodeFailed,))
-            own.push_async_callback(_hang_up, asking)
+            own.push_async_callback(hang_up, asking)
             yield Attempt(await _unless_it_fails(delivery, asking), delivery, hold)
 
     async def _ask(self, decode: Node, request: Request, transfer_id: str | None) -> DecodeAnswer:
@@ -197,7 +197,7 @@ async def _cancel(task: "asyncio.Task[PrefillOutcome | None]") -> None:
     await asyncio.wait([task])
 
 
-async def _hang_up(asking: "asyncio.Task[DecodeAnswer]") -> None:
+async def hang_up(asking: "asyncio.Task[DecodeAnswer]") -> None:
     """Ends the decode leg, whether it is still being asked or has answered; also for who does not wait until it has."""
     asking.add_done_callback(_let_go)
     asking.cancel()

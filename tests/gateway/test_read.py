@@ -201,12 +201,12 @@ def test_a_process_that_does_not_end_keeps_no_other_one(monkeypatch: pytest.Monk
 def test_who_gives_up_while_a_process_is_spawned_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     spawned: list[int] = []
-    spawn = gateway.read._spawn
+    really_spawn = gateway.read.spawn
 
     def slowly(stdin: socket.socket) -> "subprocess.Popen[bytes]":
         go_on.wait(60.0)
         assert stdin.fileno() >= 0, "still open"
-        process = spawn(stdin)
+        process = really_spawn(stdin)
         spawned.append(process.pid)
         return process
 
@@ -220,7 +220,7 @@ def test_who_gives_up_while_a_process_is_spawned_leaves_nothing(monkeypatch: pyt
             await until(lambda: spawned)
             await until(lambda: children() == before)
 
-    monkeypatch.setattr(gateway.read, "_spawn", slowly)
+    monkeypatch.setattr(gateway.read, "spawn", slowly)
     scenario()
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from gateway.run import _hang_up
+from gateway.run import hang_up
 from tests.gateway.worlds import on_loop, until
 
 
@@ -28,7 +28,7 @@ async def test_an_answer_that_comes_with_the_cancellation_is_closed() -> None:
 
     asking = asyncio.create_task(asked())
     await asyncio.sleep(0)
-    await _hang_up(asking)  # type: ignore[arg-type]
+    await hang_up(asking)  # type: ignore[arg-type]
     await until(lambda: answer.closed)
 
 
@@ -46,7 +46,7 @@ async def test_an_answer_that_comes_late_is_closed_though_nobody_waits_any_more(
 
     asking = asyncio.create_task(asked())
     await asyncio.sleep(0)
-    hanging_up = asyncio.create_task(_hang_up(asking))  # type: ignore[arg-type]
+    hanging_up = asyncio.create_task(hang_up(asking))  # type: ignore[arg-type]
     await asyncio.sleep(0)
     hanging_up.cancel()
     await asyncio.wait([hanging_up])
