@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 DEFAULT_LOAD_INTERVAL_S = 0.25
 MIN_LOAD_INTERVAL_S = 0.02
 COMMIT_TIMEOUT_S = 120.0
+HANDSHAKE_S = 20.0  # gRPC's own limit is two minutes, in which a stranger holds a descriptor and 17 KiB
 STATUS_OF_REFUSAL = {
     "draining": grpc.StatusCode.UNAVAILABLE,
     "engine_down": grpc.StatusCode.UNAVAILABLE,
@@ -150,16 +151,18 @@ async def _refuse(context: grpc.aio.ServicerContext, refusal: NodeRefusal) -> No
 
 
 async def serve(
-    service: NodeService, host: str, port: int, identity: Identity | None = None
+    service: NodeService, host: str, port: int, identity: Identity | None = None, *, handshake_s: float = HANDSHAKE_S
 ) -> tuple[grpc.aio.Server, int]:
     """Starts a gRPC server; returns it and its port. With an identity, callers must have a certificate, too.
 
+    Whoever has connected and has not said that he speaks HTTP/2 within `handshake_s` is turned away.
     Raises OSError if the port is taken or a certificate cannot be read.
     """
     options = [
         ("grpc.max_receive_message_length", MAX_CONTROL_BYTES),
         ("grpc.max_send_message_length", MAX_CONTROL_BYTES),
         ("grpc.so_reuseport", 0),
+        ("grpc.server_handshake_timeout_ms", int(handshake_s * 1000)),
     ]
     server = grpc.aio.server(options=options)
     rpc.add_NodeAgentServicer_to_server(service, server)  # type: ignore[no-untyped-call]
