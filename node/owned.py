@@ -3,26 +3,45 @@
 A name is locked (flock) before it can be seen, and the lock goes with its process, however that ended. So whose lock can be had
 is dead; a process id says less: it may mean another process in another container. Where a name ends with the id of a process
 that lives, it is left alone all the same: nothing is lost but a little memory, and until that process ends.
+
+Until it is locked a name is hidden (it begins with a dot). Whoever sweeps may take such a name from somebody who is about to
+lock it; he makes another one.
 """
 
 import contextlib
 import fcntl
 import logging
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 log = logging.getLogger(__name__)
 
 PREFIX: Final = "prfaas-"
 OWNER: Final = "owner"  # the file of a directory that is locked
+HIDDEN_DIRECTORY: Final = re.compile(rf"\.{PREFIX}[a-z0-9_]{{8}}")  # as tempfile names them
+TRIES: Final = 10  # each of which somebody who sweeps would have to meet within microseconds
+
+T = TypeVar("T")
 
 
 def create_file(path: Path) -> int:
     """Creates and locks a file for reading and writing; returns its descriptor, to be kept. Raises OSError."""
+    return _though_others_sweep(lambda: _create_file(path))
+
+
+def _though_others_sweep(create: Callable[[], T]) -> T:
+    for _ in range(TRIES - 1):
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):
+            return create()
+    return create()
+
+
+def _create_file(path: Path) -> int:
     hidden = path.with_name(f".{path.name}")
     hidden.unlink(missing_ok=True)
     fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -41,14 +60,7 @@ class OwnedDirectory:
 
     def __init__(self, parent: Path) -> None:
         """Creates and locks it. Raises OSError."""
-        hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
-        self.path = hidden.with_name(hidden.name.removeprefix("."))
-        try:
-            self._lock = create_file(hidden / OWNER)
-            hidden.rename(self.path)
-        except BaseException:
-            shutil.rmtree(hidden, ignore_errors=True)
-            raise
+        self.path, self._lock = _though_others_sweep(lambda: _create_directory(parent))
 
     def close(self) -> None:
         """Removes it, with all that is in it."""
@@ -56,14 +68,33 @@ class OwnedDirectory:
         os.close(self._lock)
 
 
+def _create_directory(parent: Path) -> tuple[Path, int]:
+    hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
+    path = hidden.with_name(hidden.name.removeprefix("."))
+    try:
+        lock = _create_file(hidden / OWNER)
+        try:
+            hidden.rename(path)
+        except BaseException:
+            os.close(lock)
+            raise
+    except BaseException:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
+    return path, lock
+
+
 def sweep_directories(parent: Path) -> list[Path]:
     """Removes directories that dead nodes left in `parent`; returns which. What lives, or is somebody else's, stays."""
-    return _sweep(entry for entry in parent.glob(f"{PREFIX}*") if entry.is_dir() and not entry.is_symlink())
+    hidden = (entry for entry in parent.glob(f".{PREFIX}*") if HIDDEN_DIRECTORY.fullmatch(entry.name))
+    entries = (*parent.glob(f"{PREFIX}*"), *hidden)
+    return _sweep(entry for entry in entries if entry.is_dir() and not entry.is_symlink())
 
 
 def sweep_files(parent: Path) -> list[Path]:
     """The same for files, whose names end with the id of their process: nobody else's may, nor may an operator's log."""
-    return _sweep(entry for entry in parent.glob(f"{PREFIX}*-*") if _pid_of(entry) is not None and entry.is_file())
+    entries = (*parent.glob(f"{PREFIX}*-*"), *parent.glob(f".{PREFIX}*-*"))
+    return _sweep(entry for entry in entries if _pid_of(entry) is not None and entry.is_file())
 
 
 def _sweep(entries: Iterable[Path]) -> list[Path]:
@@ -74,11 +105,12 @@ def _sweep(entries: Iterable[Path]) -> list[Path]:
 
 
 def _remove_if_dead(entry: Path) -> bool:
-    locked = entry / OWNER if entry.is_dir() else entry
     if _names_a_living_process(entry):
         return False
+    if entry.is_dir() and HIDDEN_DIRECTORY.fullmatch(entry.name) and _remove_empty(entry):
+        return True
     try:
-        fd = os.open(locked, os.O_RDWR | os.O_NOFOLLOW)
+        fd = os.open(_locked_of(entry), os.O_RDWR | os.O_NOFOLLOW)
     except OSError:  # not ours, or gone
         return False
     try:
@@ -89,6 +121,20 @@ def _remove_if_dead(entry: Path) -> bool:
         return False
     finally:
         os.close(fd)
+
+
+def _locked_of(entry: Path) -> Path:
+    if not entry.is_dir():
+        return entry
+    return next((each for each in (entry / OWNER, entry / f".{OWNER}") if each.exists()), entry / OWNER)
+
+
+def _remove_empty(entry: Path) -> bool:
+    try:
+        entry.rmdir()
+    except OSError:
+        return False
+    return True
 
 
 def _pid_of(entry: Path) -> int | None:

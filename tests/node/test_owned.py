@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,3 +78,45 @@ def test_what_an_operator_calls_after_the_project_stays(tmp_path: Path) -> None:
     assert sweep_directories(tmp_path) == []  # no file of any name, where there are no arenas
     assert [path.name for path in sweep_files(tmp_path)] == ["prfaas-n0-4194999"]
     assert names(tmp_path) == {*files, "prfaas-7"}
+
+
+def half_made(parent: Path) -> list[Path]:
+    """What is left of processes that were killed while they made a directory, in this order, and a file."""
+    made = [parent / f".prfaas-{name}" for name in ("empty_00", "unlocked", "locked_0", "n0-4194999")]
+    for directory in made[:3]:
+        directory.mkdir()
+    (made[1] / ".owner").touch()
+    (made[2] / "owner").touch()
+    made[3].touch()
+    return made
+
+
+def test_what_was_never_finished_goes_too(tmp_path: Path) -> None:
+    kept = {".prfaas-of-somebody-else", ".prfaas.toml", f".prfaas-n0-{os.getppid()}"}
+    for name in kept:
+        (tmp_path / name).mkdir()
+    made = half_made(tmp_path)
+    assert sorted(sweep(tmp_path)) == sorted(made)
+    assert names(tmp_path) == kept
+
+
+def test_what_is_being_made_stays_or_is_made_again(tmp_path: Path) -> None:
+    stop = threading.Event()
+
+    def sweep_on() -> None:
+        while not stop.is_set():
+            sweep(tmp_path)
+
+    sweeping = threading.Thread(target=sweep_on)
+    sweeping.start()
+    try:
+        for number in range(200):
+            directory, path = OwnedDirectory(tmp_path), tmp_path / f"prfaas-n{number}-{os.getpid()}"
+            fd = create_file(path)
+            assert (directory.path / "owner").exists()
+            assert path.exists()
+            os.close(fd)
+            directory.close()
+    finally:
+        stop.set()
+        sweeping.join()
