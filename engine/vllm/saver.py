@@ -7,6 +7,7 @@ the pages stay with the job until the copy has let go of them. Nothing here rais
 
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final
@@ -18,6 +19,7 @@ from transport.control.messages import Message
 log = logging.getLogger(__name__)
 
 SAVE_TIMEOUT_S: Final = 30.0  # copies of one step are a few hundred MB at most
+MAX_GIVEN_UP: Final = 4096  # remembered; a job whose save has failed asks for a few more steps at most
 
 
 class Saver:
@@ -29,9 +31,14 @@ class Saver:
         self._timeout_s = timeout_s
         self._pool = ThreadPoolExecutor(1, "prfaas-save")
         self._lock = threading.Lock()  # _given_up, and what is said of a job before it is
-        self._given_up: set[str] = set()
+        self._given_up: OrderedDict[str, None] = OrderedDict()
         self._pending: dict[Future[None], str] = {}
-        self._late: set[Future[None]] = set()
+        self._late: dict[Future[None], str] = {}  # replaced, never changed: the copying thread looks at it, too
+
+    @property
+    def num_given_up(self) -> int:
+        """Jobs that are remembered as such."""
+        return len(self._given_up)
 
     def submit(self, job: str, copy: Callable[[], None]) -> None:
         """Runs a copy on the thread, unless its job has been given up. One that raises gives its job up."""
@@ -44,7 +51,7 @@ class Saver:
         """Ends with the last copy of this step, or gives up what is not there in time; returns how many jobs."""
         late = wait(self._pending, self._timeout_s).not_done
         jobs = sorted({self._pending[future] for future in late})
-        self._late |= {future for future in late if not future.cancel()}
+        self._late = self._late | {future: self._pending[future] for future in late if not future.cancel()}
         self._pending.clear()
         for job in jobs:
             self.give_up(job, f"not copied within {self._timeout_s} s")
@@ -62,14 +69,15 @@ class Saver:
         with self._lock:
             if job in self._given_up:
                 return
-            self._given_up.add(job)
+            self._given_up[job] = None
+            self._forget_the_oldest()
             self._say(SaveFailed(job=job, reason=reason))
         log.error("job=%s cannot be saved: %s", job, reason)
 
     def forget(self, job: str) -> None:
         """The job is over and no copy of it runs."""
         with self._lock:
-            self._given_up.discard(job)
+            self._given_up.pop(job, None)
 
     def close(self) -> None:
         self._pool.shutdown(wait=not self._is_late(), cancel_futures=True)
@@ -83,10 +91,16 @@ class Saver:
             log.exception("job=%s", job)
             self.give_up(job, f"{type(exc).__name__}: {exc}")
 
+    def _forget_the_oldest(self) -> None:
+        """Jobs whose end nobody tells us; but not one whose copy may still announce what it has written."""
+        if len(self._given_up) > MAX_GIVEN_UP:
+            late = set(self._late.values())
+            del self._given_up[next(job for job in self._given_up if job not in late)]
+
     def _has_given_up(self, job: str) -> bool:
         with self._lock:
             return job in self._given_up
 
     def _is_late(self) -> bool:
-        self._late = {future for future in self._late if not future.done()}
+        self._late = {future: job for future, job in self._late.items() if not future.done()}
         return bool(self._late)

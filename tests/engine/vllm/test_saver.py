@@ -92,6 +92,29 @@ def test_steps_do_not_wait_while_an_older_copy_is_stuck(saver: Saver, said: list
     assert not ran.is_set()
 
 
+def test_jobs_whose_end_is_never_told_are_not_remembered_for_ever(
+    saver: Saver, said: list[Message], stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.vllm.saver.MAX_GIVEN_UP", 8)
+    refused = threading.Event()
+
+    def late() -> None:
+        stuck()
+        with pytest.raises(PagesInvalid):
+            saver.announce("stuck", written("stuck"))
+        refused.set()
+
+    saver.submit("stuck", late)
+    stuck.began.wait(60.0)
+    assert saver.wait() == 1
+    for number in range(100):
+        saver.submit(f"j{number}", lambda: None)
+    assert saver.num_given_up == 8
+    stuck.may_end.set()
+    assert refused.wait(60.0), "the copy under way is remembered for as long as it runs"
+    assert len(failed_jobs(said)) == 101
+
+
 def test_a_job_that_was_given_up_stays_so_until_it_is_over(said: list[Message], stuck: Stuck) -> None:
     saver = Saver(said.append, timeout_s=60.0)
     saver.give_up("j", "why")
