@@ -15,12 +15,12 @@ when its own link goes down.
 Everything here is pure: the time comes in, decisions go out.
 """
 
+from array import array
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from itertools import accumulate
 from typing import Final, Generic, TypeVar
 
 from transport.errors import LocalProtocolError
@@ -225,12 +225,29 @@ def plan_writes(sources: Iterable[tuple[int, int]], targets: Iterable[tuple[int,
 
 
 class Placement:
-    """Where the line of a transfer's bytes lies in somebody's memory: (address, length) pairs, in order."""
+    """Where the line of a transfer's bytes lies in somebody's memory: (address, length) pairs, in order, 16 bytes each."""
 
-    def __init__(self, extents: Iterable[tuple[int, int]]) -> None:
-        self._extents = [pair for pair in extents if pair[1]]
-        self._ends = list(accumulate(length for _, length in self._extents))
-        self.num_bytes = self._ends[-1] if self._ends else 0
+    def __init__(self, extents: Iterable[tuple[int, int]] = ()) -> None:
+        self._addresses = array("Q")
+        self._ends = array("Q")
+        self.add(extents)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @property
+    def num_extents(self) -> int:
+        return len(self._ends)
+
+    def add(self, extents: Iterable[tuple[int, int]]) -> None:
+        """What follows. Raises OverflowError for what lies in no memory."""
+        end = self.num_bytes
+        for address, length in extents:
+            if length:
+                end += length
+                self._addresses.append(address)
+                self._ends.append(end)
 
     def slice(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Where `[start, stop)` of the line lies."""
@@ -239,10 +256,9 @@ class Placement:
         found: list[tuple[int, int]] = []
         index = bisect_right(self._ends, start)
         while start < stop:
-            address, length = self._extents[index]
-            skip = start - (self._ends[index] - length)
-            take = min(length - skip, stop - start)
-            found.append((address + skip, take))
+            skip = start - (self._ends[index - 1] if index else 0)
+            take = min(self._ends[index], stop) - start
+            found.append((self._addresses[index] + skip, take))
             start, index = start + take, index + 1
         return found
 

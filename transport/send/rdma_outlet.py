@@ -18,7 +18,7 @@ from typing import Final
 from transport.errors import RemoteProtocolError
 from transport.rdma.device import RdmaDevices
 from transport.rdma.inlet import MAX_EXTENTS
-from transport.rdma.rails import Placement, RailReport
+from transport.rdma.rails import RailReport
 from transport.rdma.topology import parse_nics
 from transport.send.lanes import Batch, Transfer
 from transport.send.outlet import Home, Outlet, Shared
@@ -160,20 +160,26 @@ class RdmaOutlet(Outlet):
         slot = self._rails.slots.get(frame.slot)
         if slot is None:
             return
-        if len(slot.extents) + len(frame.extents) > MAX_EXTENTS:
+        granted = slot.granted
+        if granted.num_bytes + sum(length for _, length in frame.extents) > slot.transfer.manifest.total_bytes:
+            raise RemoteProtocolError("a grant of more bytes than there are to write")
+        if granted.num_extents + len(frame.extents) > MAX_EXTENTS:
             raise RemoteProtocolError("a grant in too many pieces")
         slot.address, slot.keys = frame.address, dict(frame.keys)
-        slot.extents += [(frame.address + offset, length) for offset, length in frame.extents]
+        try:
+            granted.add((frame.address + offset, length) for offset, length in frame.extents)
+        except OverflowError as exc:
+            raise RemoteProtocolError("a grant beyond all memory") from exc
 
     def _accepted(self, frame: Accept) -> None:
         slot = self._rails.slots.get(frame.slot)
         if slot is None:
             return
         slot.accepted = True
-        if not slot.extents:
+        if not slot.granted.num_bytes:
             slot.fallback = self._rails.none_because or "not_granted"
             return
-        slot.placement, slot.extents = Placement(slot.extents), []
+        slot.placement = slot.granted
         if slot.placement.num_bytes != slot.transfer.manifest.total_bytes or len(slot.keys) < len(
             self._rails.remote or ()
         ):

@@ -63,8 +63,8 @@ class Slot:
     transfer: Transfer
     address: int = 0
     keys: dict[int, int] = field(default_factory=dict)  # by place of the receiver's NIC
-    extents: list[tuple[int, int]] = field(default_factory=list)
-    placement: Placement | None = None
+    granted: Placement = field(default_factory=Placement)
+    placement: Placement | None = None  # what was granted, once it is accepted
     memory: Region | None = None  # ours
     accepted: bool = False
     fallback: str = ""  # why its chunks go over TCP

@@ -16,7 +16,7 @@ from transport.send.client import ClientOptions, TransferClient
 from transport.send.spec import TransferSpec, Via
 from transport.wire.checksum import Integrity
 from transport.wire.connection import Connection, Role
-from transport.wire.frames import AskRails, Nics, RailOffer
+from transport.wire.frames import AskRails, Grant, Nics, Open, RailOffer
 
 SIZES = [300_000, 0, 20_480, 1, 3_000_000] * 3
 MIB = 1 << 20
@@ -264,7 +264,16 @@ def test_closing_either_end_in_mid_transfer_leaves_nothing() -> None:
             assert not delivery.wait().ok or delivery.equal
 
 
-def test_a_receiver_that_tells_its_nics_twice_is_left_and_so_are_its_rails() -> None:
+FEW_BYTES = tuple((4096 * n, 1024) for n in range(700))
+WRONG = {
+    "NICs twice": lambda slot, nics: [Nics(nics=nics[:1])],
+    "more bytes than it gets": lambda slot, nics: [Grant(slot=slot, address=0, keys=(), extents=FEW_BYTES)] * 2,
+    "memory beyond all": lambda slot, nics: [Grant(slot=slot, address=(1 << 64) - 1, keys=(), extents=((1, 1),))],
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_receiver_that_tells_nonsense_is_left_and_so_are_its_rails(what: str) -> None:
     with rdma_world() as world, socket.create_server(("127.0.0.1", 0)) as listener:
         source = PinnedMemory([MIB], fill=True)
         address = "{}:{}".format(*listener.getsockname())
@@ -276,16 +285,20 @@ def test_a_receiver_that_tells_its_nics_twice_is_left_and_so_are_its_rails() -> 
                 Role.RECEIVER, integrity=Integrity.CHECKSUM, nonce=b"n" * 16, now=0.0, max_chunk_bytes=MIB
             )
             offers: list[RailOffer] = []
-            while len(offers) < 2:
+            slots: list[int] = []
+            while len(offers) < 2 or not slots:
                 receiver.receive_data(sock.recv(1 << 16), 0.0)
                 while (frame := receiver.next_event()) is not None:
                     if isinstance(frame, AskRails):
                         sock.sendall(receiver.send(Nics(nics=format_nics(world.far.nics))))
                     elif isinstance(frame, RailOffer):
                         offers.append(frame)
+                    elif isinstance(frame, Open):
+                        slots.append(frame.slot)
                 if said := receiver.data_to_send():
                     sock.sendall(said)
-            sock.sendall(receiver.send(Nics(nics=format_nics(world.far.nics[:1]))))
+            for frame in WRONG[what](slots[0], format_nics(world.far.nics)):
+                sock.sendall(receiver.send(frame))
             with suppress(ConnectionResetError):
                 while sock.recv(1 << 16):
                     pass
