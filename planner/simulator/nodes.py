@@ -72,7 +72,9 @@ class PrefillNode:
         self._running = False
         self._view = NodeView(node_id=node_id, cluster=pool.name, kind=pool.kind, role=Role.PREFILL)
 
-    def __len__(self) -> int:
+    @property
+    def num_jobs(self) -> int:
+        """Jobs that wait or run. Not its length: an idle node is no less of one."""
         return len(self._queue) + self._running
 
     def view(self, cached_tokens: int) -> NodeView:

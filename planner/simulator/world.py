@@ -332,7 +332,7 @@ class World:
             num_prefill=len(prefills),
             num_decode=len(decodes),
             threshold_tokens=self.policy.threshold_tokens,
-            prefill_loads=[float(len(node)) for node in prefills],
+            prefill_loads=[float(node.num_jobs) for node in prefills],
             decode_loads=[node.assigned / node.profile.max_running for node in decodes],
             converting=self._converting,
         )
@@ -358,7 +358,7 @@ class World:
         if effects.threshold_tokens is not None:
             self.policy = _with_threshold(self.policy, effects.threshold_tokens)
         if effects.convert is Move.TO_DECODE:
-            leaving = min(prefills, key=len)
+            leaving = min(prefills, key=lambda node: node.num_jobs)
             leaving.ready = False
             self._sort_nodes()
             self._converting += 1
@@ -371,7 +371,7 @@ class World:
             self._drain_decode(now, quiet)
 
     def _drain_prefill(self, now: float, node: PrefillNode) -> None:
-        if len(node):
+        if node.num_jobs:
             self.loop.at(now + 1.0, self._drain_prefill, node)
             return
         del self._prefills[node.node_id]

@@ -5,7 +5,7 @@ import tracemalloc
 from planner.decisions.views import ClusterKind
 from planner.model.profile import DecodeProfile, PrefillCurve
 from planner.simulator.loop import Loop
-from planner.simulator.nodes import DecodeNode, Job
+from planner.simulator.nodes import DecodeNode, Job, PrefillNode
 from planner.simulator.scenario import Pool
 
 POOL = Pool(
@@ -16,6 +16,12 @@ POOL = Pool(
     prefill=PrefillCurve(coefficients=(0.0, 1e-3, 0.0), valid_tokens=(0, 1e9)),
     decode=DecodeProfile(max_running=4, step_s=0.01, step_s_per_request=0.01),
 )
+
+
+def test_an_idle_node_is_no_less_of_one():
+    node = PrefillNode("p0", POOL, Loop(), None, lambda now, job: None, lambda now, job: None)
+    assert not node.num_jobs
+    assert node
 
 
 def test_a_batch_that_never_empties_remembers_no_more():
