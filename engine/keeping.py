@@ -15,8 +15,8 @@ from typing import Any, Final
 from engine.agent_link import AgentJob, AgentLink
 from engine.errors import EngineError, TransferError
 from engine.metrics import EngineMetrics
+from engine.model.runner import Runner
 from engine.model.scheduler import Event, Failed, Keep
-from engine.model.thread import ModelThread
 from hybrid_cache.hashing import block_hashes
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ MAX_KEEPING: Final = 8  # sequences that have ended and still hold memory in the
 class AnswerKeeper:
     """Puts finished answers into the agent's pages. Its methods belong to the event loop's thread."""
 
-    def __init__(self, model: ModelThread, block_size: int, metrics: EngineMetrics) -> None:
+    def __init__(self, model: Runner, block_size: int, metrics: EngineMetrics) -> None:
         self._model = model
         self._block_size = block_size
         self._metrics = metrics

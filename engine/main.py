@@ -23,7 +23,10 @@ from engine.errors import EngineError, ModelError
 from engine.identity import default_memory, model_type
 from engine.metrics import EngineMetrics
 from engine.model.emulated import GROUPS, EmulatedEngine, EmulatedTimes, emulated_layout
+from engine.model.paced import PacedModel, PacedScheduler
+from engine.model.runner import Runner
 from engine.model.scheduler import MAX_RUNNING, Scheduler
+from engine.model.standin import StandIn, read_stand_in
 from engine.model.thread import ModelThread
 from engine.model.tiny import RECIPES
 from engine.openai.server import MAX_BODY_BYTES, OpenAIServer
@@ -50,6 +53,7 @@ class LoadedModel:
     engine: Engine
     tokenizer: TextTokenizer
     name: str
+    stand_in: StandIn | None = None  # whose times are kept, where nothing is computed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,18 +87,16 @@ async def _serve(model: LoadedModel, args: argparse.Namespace) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told_to_stop)
-    scheduler = Scheduler(
-        model.engine, model.tokenizer, time.monotonic, chunk_tokens=args.chunk_tokens, max_running=args.max_running
-    )
-    thread = ModelThread(
-        scheduler,
+    model_runner = _runner(
+        model,
+        args,
         on_load=lambda: _on_loop(loop, service.report_load),
         on_death=lambda: _on_loop(loop, stop.set),
     )
-    service = Service(model.engine, thread, EngineMetrics(), time.monotonic, max_requests=args.max_requests)
+    service = Service(model.engine, model_runner, EngineMetrics(), time.monotonic, max_requests=args.max_requests)
     server = OpenAIServer(service, model.tokenizer, model.name, max_body_bytes=args.max_body_bytes)
     runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-    thread.start()
+    model_runner.start()
     try:
         url = await _listen(runner, args.host, args.port)
         async with _agent_link(service, model, args, url, stop) as connected:
@@ -108,9 +110,24 @@ async def _serve(model: LoadedModel, args: argparse.Namespace) -> int:
     finally:
         await service.close()
         await runner.cleanup()
-        died = not thread.alive
-        thread.stop(timeout_s=5.0)
+        died = not model_runner.alive
+        model_runner.stop(timeout_s=5.0)
     return EXIT_MODEL_DIED if died else 0
+
+
+def _runner(
+    model: LoadedModel, args: argparse.Namespace, on_load: Callable[[], None], on_death: Callable[[], None]
+) -> Runner:
+    if model.stand_in is not None:
+        assert isinstance(model.engine, EmulatedEngine)
+        paced = PacedScheduler(
+            model.engine, model.tokenizer, time.monotonic, model.stand_in, chunk_tokens=args.chunk_tokens
+        )
+        return PacedModel(paced, time.monotonic, on_load, on_death)
+    scheduler = Scheduler(
+        model.engine, model.tokenizer, time.monotonic, chunk_tokens=args.chunk_tokens, max_running=args.max_running
+    )
+    return ModelThread(scheduler, on_load, on_death)
 
 
 async def _drain(service: Service, timeout_s: float, orphaned: asyncio.Event) -> None:
@@ -206,6 +223,8 @@ def _load(args: argparse.Namespace) -> LoadedModel:
 
 
 def _load_emulated(args: argparse.Namespace) -> LoadedModel:
+    if args.emulate.endswith(".json"):
+        return _load_stand_in(read_stand_in(Path(args.emulate)), args)
     arch, directory = _emulated_model(args.emulate)
     directory = args.model or directory
     times = EmulatedTimes(args.prefill_base_s, args.prefill_per_token_s, args.decode_step_s)
@@ -218,6 +237,17 @@ def _load_emulated(args: argparse.Namespace) -> LoadedModel:
         vocab_size=tokenizer.vocab_size,
     )
     return LoadedModel(engine, tokenizer, args.model_name or f"emulated-{arch}")
+
+
+def _load_stand_in(stand_in: StandIn, args: argparse.Namespace) -> LoadedModel:
+    tokenizer = byte_text()
+    engine = EmulatedEngine(
+        stand_in.layout(args.block_size),
+        time.sleep,
+        max_model_len=args.max_model_len or 32768,
+        vocab_size=tokenizer.vocab_size,
+    )
+    return LoadedModel(engine, tokenizer, args.model_name or stand_in.model, stand_in)
 
 
 def _emulated_model(model: str) -> tuple[str, Path | None]:
@@ -273,7 +303,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     emulation = parser.add_argument_group("emulation: no model, invented tokens (see engine.model.emulated)")
     emulation.add_argument(
-        "--emulate", metavar="ARCH", help=f"one of {', '.join(GROUPS)}, or the directory of a model of one of them"
+        "--emulate",
+        metavar="ARCH",
+        help=f"one of {', '.join(GROUPS)}, the directory of a model of one of them, or a .json file (engine.model.standin)",
     )
     emulation.add_argument("--prefill-base-s", type=float, default=0.0, metavar="S", help="per chunk")
     emulation.add_argument("--prefill-per-token-s", type=float, default=0.0, metavar="S")

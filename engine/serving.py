@@ -20,9 +20,9 @@ from engine.base import Engine
 from engine.errors import RequestError, TransferError
 from engine.keeping import AnswerKeeper
 from engine.metrics import EngineMetrics
+from engine.model.runner import Runner
 from engine.model.sampling import SamplingParams
 from engine.model.scheduler import Event, Failed, Finished, NewToken, Prefilled, Work
-from engine.model.thread import ModelThread
 from engine.openai.api import Transfer
 from engine.pages import JobKV
 from hybrid_cache.hashing import block_hashes, tokens_digest
@@ -89,7 +89,7 @@ class Service:
     def __init__(
         self,
         engine: Engine,
-        model: ModelThread,
+        model: Runner,
         metrics: EngineMetrics,
         clock: Callable[[], float],
         *,

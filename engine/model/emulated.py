@@ -119,11 +119,18 @@ class EmulatedEngine:
         sequence.digests[:] = max(rows, key=len).tobytes()  # of full attention, which every emulated model has
 
     def prefill(self, sequence: EmulatedSequence, tokens: Sequence[int], kv: JobKV | None) -> None:
+        chunk_s = self._times.prefill_base_s + self._times.prefill_per_token_s * len(tokens)
+        for share in self.prefill_layers(sequence, tokens, kv):
+            self._wait(sequence, chunk_s * share)
+
+    def prefill_layers(self, sequence: EmulatedSequence, tokens: Sequence[int], kv: JobKV | None) -> Iterator[float]:
+        """`prefill` for somebody who keeps the time: yields the share of it that a layer takes, before it is written."""
         start = sequence.num_tokens
         digests = np.frombuffer(b"".join(sequence.append(tokens)), np.uint8).reshape(-1, DIGEST_BYTES)
-        chunk_s = self._times.prefill_base_s + self._times.prefill_per_token_s * len(tokens)
         for layer in self._layers:
-            self._wait(sequence, chunk_s / len(self._layers))
+            yield 1 / len(self._layers)
+            if sequence.cancelled:
+                raise PrefillAborted
             if kv is not None:
                 self._store(kv, layer, start, digests)
 

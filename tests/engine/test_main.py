@@ -13,10 +13,12 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine.main import main
 from engine.model.emulated import emulated_tokens
+from tests.engine.model.standins import stand_in
 from tests.engine.running import PATIENCE_S
 
 COMMAND = [sys.executable, "-m", "engine", "--port", "0"]
@@ -137,6 +139,17 @@ def is_free(port):
         except OSError:
             return False
         return True
+
+
+def test_a_stand_in_from_a_file(tmp_path):
+    path = tmp_path / "m.json"
+    path.write_bytes(msgspec.json.encode(stand_in(prefill_points=((0, 0.0), (1000, 0.1)), step_s=0.001)))
+    process, url = start("--emulate", str(path), "--model-name", "m")
+    try:
+        answer = json.loads(post(url, model="m", prompt=[5, 6, 7], max_tokens=9))
+        assert answer["choices"][0]["token_ids"] == emulated_tokens([5, 6, 7], 9)
+    finally:
+        assert finish(process)[0] == 0
 
 
 def test_an_emulation_of_a_model_directory(model_dir):
