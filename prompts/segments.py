@@ -1,9 +1,10 @@
 """Text cut where its tokens may be: what was tokenised before is not tokenised again.
 
-A conversation grows turn by turn, so most of its text has been seen. Text is cut after every special token of the
-vocabulary: the tokenizer itself splits there before anything else, so the segments' tokens put together are the tokens of
-the whole, and each segment is looked up by its text. Whether a tokenizer keeps that promise is read from its own file and
-tried once on a probe; one that does not is always asked for the whole text.
+A conversation grows turn by turn, so most of its text has been seen. Text is cut after every added token that the tokenizer
+itself looks for first, before it normalises anything (all special ones, and others such as <tool_call>): it splits there,
+too, so the segments' tokens put together are the tokens of the whole, and each segment is looked up by its text. Whether a
+tokenizer keeps that promise is read from its own file and tried once on a probe; one that does not is always asked for the
+whole text.
 
     <|im_start|> | system\\nYou are …<|im_end|> | \\n<|im_start|> | user\\n…<|im_end|> | …        cut at each |
 """
@@ -13,6 +14,7 @@ import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from os.path import commonprefix
 from threading import Lock
 from typing import Any, Final
 
@@ -75,27 +77,42 @@ class SegmentCache:
 
 
 def cut_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Matches the special tokens after which a text may be cut, or None when no cut is known to be safe.
+    """Matches the added tokens after which a text may be cut, or None when no cut is known to be safe.
 
-    Not safe: a step that treats the start of a text differently, or an added token that takes in what stands around it.
+    Not safe: a step that treats the start of a text differently, an added token that takes in what stands around it, or
+    special tokens that are looked for at two stages.
     """
     added = tokenizer.get_added_tokens_decoder().values()
-    special = [token for token in added if token.special]
-    if not special or any(token.rstrip or token.lstrip or token.single_word for token in added):
+    cuts = [token for token in added if token.special or not token.normalized]
+    if not any(token.special for token in added) or len({token.normalized for token in cuts}) > 1:
         return None
-    if any(not token.special and not token.normalized for token in added):
+    if any(token.rstrip or token.lstrip or token.single_word for token in added):
         return None
     description = json.loads(tokenizer.to_str())
     if not all(_position_free(description.get(step)) for step in ("normalizer", "pre_tokenizer")):
         return None
-    # Longest first: the tokenizer, too, takes the longest token that starts at the leftmost place.
-    contents = sorted((token.content for token in special), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, contents)))
+    return re.compile(_longest_of([token.content for token in cuts]))
+
+
+def _longest_of(contents: Sequence[str]) -> str:
+    """Matches the longest of `contents` at a place, as the tokenizer does. A tree: a thousand tokens are told apart at once."""
+    tree: dict[str, list[str]] = {}
+    for content in contents:
+        tree.setdefault(content[:1], []).append(content[1:])
+    ends_here = tree.pop("", None) is not None
+    branches = []
+    for first, rest in tree.items():
+        shared = commonprefix(rest)  # noqa: RUF071 of characters, indeed
+        branches.append(re.escape(first + shared) + _longest_of([each[len(shared) :] for each in rest]))
+    if not branches:
+        return ""
+    return f"(?:{'|'.join(branches)}){'?' if ends_here else ''}"
 
 
 def cuts_are_exact(tokenizer: Tokenizer, pattern: re.Pattern[str]) -> bool:
     """Whether a probe that is cut by `pattern` has the tokens of the whole."""
-    special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
+    added = tokenizer.get_added_tokens_decoder().values()
+    special = [token.content for token in added if pattern.fullmatch(token.content)]
     texts = (" lead", "Trail ", "\n\n x", "don't 123", "é漢字", "", "  ")
     probe = "".join(f"{text}{token}" for token in special[:32] for text in texts)
     segments = cut_after(pattern, probe)

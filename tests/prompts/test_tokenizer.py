@@ -24,6 +24,19 @@ def whole(text: str) -> list[int]:
     return ids
 
 
+TOOLS = ("<tool", "<tool_call>", "<|im_start|>x", "_start|>")
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.one_of(PIECES, st.sampled_from(TOOLS)), max_size=25).map("".join))
+def test_tokens_that_are_added_without_being_special_are_cut_after_too(text: str) -> None:
+    tokenizer = bpe()
+    tokenizer.add_tokens([AddedToken(content, normalized=False) for content in TOOLS])
+    cut, expected = TextTokenizer(tokenizer), tokenizer.encode(text, add_special_tokens=False).ids
+    assert cut.is_incremental
+    assert cut.encode_rendered(text).tolist() == expected
+
+
 @settings(deadline=None, max_examples=200)
 @given(st.lists(PIECES, max_size=25).map("".join))
 def test_segments_put_together_are_the_whole_text(text: str) -> None:
@@ -53,7 +66,9 @@ def test_the_cache_keeps_to_its_bound_and_forgets_the_least_used() -> None:
     assert cache.held_tokens > 0
 
 
-@pytest.mark.parametrize("spoil", ["metaspace", "prefix_space", "prepend", "lstrip", "single_word", "no_special"])
+@pytest.mark.parametrize(
+    "spoil", ["metaspace", "prefix_space", "prepend", "lstrip", "single_word", "two_stages", "no_special"]
+)
 def test_a_tokenizer_that_cannot_be_cut_is_asked_for_the_whole_text(spoil: str) -> None:
     tokenizer = bpe()
     match spoil:
@@ -67,6 +82,8 @@ def test_a_tokenizer_that_cannot_be_cut_is_asked_for_the_whole_text(spoil: str) 
             tokenizer.add_special_tokens([AddedToken("<mask>", lstrip=True)])
         case "single_word":
             tokenizer.add_special_tokens([AddedToken("mask", single_word=True)])
+        case "two_stages":
+            tokenizer.add_special_tokens([AddedToken("start|><", normalized=True)])
         case "no_special":
             description = json.loads(tokenizer.to_str()) | {"added_tokens": []}
             tokenizer = type(tokenizer).from_str(json.dumps(description))
