@@ -22,7 +22,7 @@ STORM_FAULTS ?= 500
 STORM_S      ?= 600
 CROWD        ?= 10000
 
-.PHONY: setup demo up test test-all test-e2e test-storm test-crowd fuzz soak test-rdma test-equality test-vllm lint format proto wheel clean help
+.PHONY: setup demo up test test-all test-e2e test-storm test-crowd fuzz soak soak-cache test-rdma test-equality test-vllm lint format proto wheel clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -47,7 +47,7 @@ test: $(STAMP)   ## The tests, about six minutes; those that take long have targ
 	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm" -n auto --maxprocesses 4 --dist loadfile
 
 # CI runs samples of the long ones, others for every commit; this is all of them, for releases: two hours.
-test-all: lint test test-e2e fuzz soak test-storm test-crowd test-rdma test-vllm test-equality wheel demo  ## Everything, whole
+test-all: lint test test-e2e fuzz soak soak-cache test-storm test-crowd test-rdma test-vllm test-equality wheel demo  ## Everything, whole
 
 test-e2e: $(STAMP)  ## Whole systems: nodes killed, connections cut, certificates replaced, disks that lie, prefixes on the move
 	$(BIN)/python -m pytest -m e2e tests/e2e $(sampled)
@@ -63,6 +63,9 @@ fuzz: $(STAMP)   ## A million inputs of strangers to the frame parser, the hands
 
 soak: $(STAMP)   ## A thousand transfers while connections die at random: every byte right, no thread or file left
 	TRANSPORT_TRANSFERS=1000 $(BIN)/python -m pytest tests/transport/test_processes.py -k dying_at_random
+
+soak-cache: $(STAMP)  ## A million requests over 500 blocks for every eviction policy: memory stays flat
+	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=900 -o timeout=900 tests/hybrid_cache
 
 # Status 77: no such machine can run here, and the reason has been printed.
 test-rdma: $(STAMP)  ## RDMA over soft-RoCE in a small virtual machine (Debian bookworm, root; else skipped with the reason)
