@@ -17,6 +17,9 @@ SEED   ?= $(shell git rev-parse --short=12 HEAD 2>/dev/null || echo 0)
 LIMITS ?=
 sampled = $(if $(SAMPLE),--sample $(SAMPLE) --sample-seed $(SEED) $(LIMITS))
 
+# Files of tests are spread over the cores.
+SPREAD := -n auto --maxprocesses 4 --dist loadfile
+
 INPUTS       ?= 1000000
 STORM_FAULTS ?= 500
 STORM_S      ?= 600
@@ -44,7 +47,7 @@ up: $(STAMP)     ## The demo's topology, left running until Ctrl-C
 	@$(BIN)/prfaas up
 
 test: $(STAMP)   ## The tests, about six minutes; those that take long have targets of their own
-	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm" -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm" $(SPREAD)
 
 # CI runs samples of the long ones, others for every commit; this is all of them, for releases: two hours.
 test-all: lint test test-e2e fuzz soak soak-cache test-storm test-crowd test-rdma test-vllm test-equality wheel demo  ## Everything, whole
@@ -72,8 +75,9 @@ test-rdma: $(STAMP)  ## RDMA over soft-RoCE in a small virtual machine (Debian b
 	@tests/rdma_vm/run $(BIN)/python -m pytest -p no:cacheprovider -o faulthandler_timeout=0 -m rdma tests/rdma_vm $(sampled) || test $$? -eq 77
 
 test-equality: export PRFAAS_SAMPLE_SEED = $(SEED)
+test-equality: export OMP_NUM_THREADS = 1
 test-equality: $(STAMP)  ## Token equality with transformers.generate: every architecture, route, prefix and border, all lengths (slow)
-	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=1800 tests/equality tests/engine $(sampled)
+	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=1800 tests/equality tests/engine $(SPREAD) $(sampled)
 
 test-vllm: $(VLLM_STAMP)  ## vLLM with our connector: the matrix of models, and real API servers behind our gateway
 	$(VLLM_BIN)/python -m pytest -m vllm -o faulthandler_timeout=600 tests/vllm $(sampled)

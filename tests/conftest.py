@@ -12,7 +12,9 @@ from tests.sampling import (  # noqa: F401 hooks of --sample
     pytest_collection_modifyitems,
     pytest_configure,
     pytest_report_collectionfinish,
+    pytest_sessionfinish,
     pytest_terminal_summary,
+    pytest_testnodedown,
 )
 
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

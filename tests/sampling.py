@@ -15,7 +15,7 @@ import os
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any, Final
 
@@ -150,6 +150,20 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     for line in (*_summary(config), *_left_out(config)):
         terminalreporter.write_line(line)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist, which collects, tells what it drew; all of them draw the same."""
+    if _SAMPLE in session.config.stash and hasattr(session.config, "workeroutput"):
+        seed, sample = session.config.stash[_SAMPLE]
+        session.config.workeroutput["sample"] = {"seed": seed, **asdict(sample)}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """The process that prints has collected nothing; it hears from its workers."""
+    if told := dict(getattr(node, "workeroutput", {})).pop("sample", None):
+        node.config.stash[_SAMPLE] = (told.pop("seed"), Sample(**told))
 
 
 def dimensions(item: pytest.Item) -> dict[str, str]:

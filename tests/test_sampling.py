@@ -120,6 +120,15 @@ def test_pytest_runs_the_sample_and_prints_the_rest(tmp_path: Path) -> None:
     assert "test_not_meant" not in output
 
 
+def test_workers_tell_what_they_drew(tmp_path: Path) -> None:
+    alone = run(tmp_path, "--sample", "0", "--sample-seed", "abc").splitlines()
+    spread = run(tmp_path, "--sample", "0", "--sample-seed", "abc", "-n", "2").splitlines()
+    said = [line for line in alone if "left out:" in line or line.startswith("sample:")]
+    assert said
+    assert set(said) <= set(spread)
+    assert any("9 passed" in line for line in spread)
+
+
 def test_the_seed_may_come_from_the_environment_and_must_come(tmp_path: Path) -> None:
     assert "seed of-env," in run(tmp_path, "--sample", "20", **{SEED_VARIABLE: "of-env"})
     assert "passed" not in run(tmp_path, "--sample", "20")
