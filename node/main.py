@@ -62,10 +62,10 @@ async def _run(config: NodeConfig, role: Role, read_again: Callable[[], NodeConf
             return EXIT_ENGINE_FAILED
         if not stop.is_set():
             print(f"node ready id={config.node_id} role={config.role} engine={agent.describe().engine_url}", flush=True)
-        await stop.wait()
+        status = await _serve_until_told(agent, stop)
         if not await agent.drain(config.drain_timeout_s):
             log.error("drain timed out node=%s", config.node_id)
-    return 0
+    return status
 
 
 async def _start(
@@ -123,14 +123,23 @@ async def _engine_came(agent: NodeAgent, stop: asyncio.Event) -> bool:
     try:
         await _or_stopped(agent.wait_ready(agent.config.start_timeout_s), stop)
     except (TimeoutError, EngineError) as failure:
-        tail = agent.engine_log.read_text(errors="replace")[-2000:] if agent.engine_log.exists() else ""
-        print(
-            f"node {agent.config.node_id}: its engine did not come up: {str(failure) or 'it said nothing'}; "
-            f"end of {agent.engine_log}:\n{tail}",
-            file=sys.stderr,
-        )
+        _say_why(agent, f"its engine did not come up: {str(failure) or 'it said nothing'}")
         return False
     return True
+
+
+async def _serve_until_told(agent: NodeAgent, stop: asyncio.Event) -> int:
+    """The exit status, once the node is told to end or has lost its engine for good: whoever starts it again may do better."""
+    await _or_stopped(agent.supervisor.given_up(), stop)
+    if stop.is_set():
+        return 0
+    _say_why(agent, "its engine died too often: the node drains, and ends")
+    return EXIT_ENGINE_FAILED
+
+
+def _say_why(agent: NodeAgent, what: str) -> None:
+    tail = agent.engine_log.read_text(errors="replace")[-2000:] if agent.engine_log.exists() else ""
+    print(f"node {agent.config.node_id}: {what}; end of {agent.engine_log}:\n{tail}", file=sys.stderr)
 
 
 def check_model(config: NodeConfig) -> None:

@@ -70,12 +70,21 @@ class EngineSupervisor:
         self._process: Child | None = None
         self.started_at = now()
         self.restarts = 0
-        self.gave_up = False
+        self._given_up = asyncio.Event()
 
     @property
     def pid(self) -> int | None:
         """The running engine's process id."""
         return self._process.pid if self._process and self._process.returncode is None else None
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether no engine will be started any more."""
+        return self._given_up.is_set()
+
+    async def given_up(self) -> None:
+        """Returns once no engine will be started any more."""
+        await self._given_up.wait()
 
     def engine_serves(self) -> None:
         """The engine takes requests."""
@@ -86,11 +95,12 @@ class EngineSupervisor:
         while True:
             await self._live_and_die()
             pause_s = self._deaths.on_death(self._now())
-            self.gave_up = pause_s is None
-            self._on_state()
             if pause_s is None:
                 log.error("engine given up node=%s after %d deaths", self._config.node_id, self._deaths.deaths)
+                self._given_up.set()
+                self._on_state()
                 return
+            self._on_state()
             await asyncio.sleep(pause_s)
             self.restarts += 1
 

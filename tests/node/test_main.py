@@ -108,6 +108,22 @@ def test_a_node_that_was_killed_comes_back_on_its_ports(tmp_path: Path) -> None:
             assert process.wait(60.0) == (-signal.SIGKILL if end is signal.SIGKILL else 0)
 
 
+def test_a_node_whose_engine_is_given_up_ends_so_that_it_is_started_again(tmp_path: Path) -> None:
+    name = f"main{time.monotonic_ns()}"
+    command = [sys.executable, "-m", "pd_cluster", "-c", config_file(tmp_path, name, "engine_max_restarts = 0")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            said(process, "node ready")
+            (engine,) = _children(process.pid)
+            os.kill(engine, signal.SIGKILL)
+            _, errors = process.communicate(timeout=60.0)
+        finally:
+            process.kill()
+    assert process.returncode == 3
+    assert f"node {name}: its engine died too often: the node drains, and ends; end of " in errors
+    assert not list(Path("/dev/shm").glob(f"prfaas-{name}-*"))
+
+
 def test_every_port_has_an_address_of_its_own(tmp_path: Path) -> None:
     hosts = {listener: f"127.0.0.{number}" for number, listener in enumerate(LISTENERS, 2)}
     (number,) = free_ports(1)  # one for all: they do not meet
