@@ -1,6 +1,11 @@
 """`python -m gateway`."""
 
+import signal
 import sys
+
+if __name__ == "__main__":
+    # Before anything else is imported, which takes a second: until the gateway can read its file again, there is nothing to do.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 from gateway.cli import main
 

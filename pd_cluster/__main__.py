@@ -1,11 +1,15 @@
 """`python -m pd_cluster -c FILE.toml`: one node, agent and engine."""
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
 # Before gRPC is imported: its fork handlers crash children that other libraries of this process may start.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+if __name__ == "__main__":
+    # As early: until the node can read its file again, SIGHUP has nothing to say, and must not end it.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 from node.main import node_main
 from pd_cluster.role import PD

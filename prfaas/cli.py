@@ -220,12 +220,14 @@ def _welcome(system: "System") -> list[str]:
 
 
 def _gateway(arguments: argparse.Namespace) -> int:
+    _hear_no_hang_up()
     from gateway.cli import main as gateway_main
 
     return gateway_main(["-c", arguments.config])
 
 
 def _node(arguments: argparse.Namespace) -> int:
+    _hear_no_hang_up()
     from node.errors import ConfigError
     from node.main import check_model, run
 
@@ -240,6 +242,11 @@ def _node(arguments: argparse.Namespace) -> int:
     else:
         from pd_cluster.role import PD as role
     return run(config, role, lambda: config_from(arguments, arguments.engine_args))
+
+
+def _hear_no_hang_up() -> None:
+    """What runs for long reads its file again on SIGHUP; until it is there to do so, which takes a second, nothing ends it."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def _holder(text: str) -> "Holder":

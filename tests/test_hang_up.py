@@ -1,0 +1,35 @@
+"""SIGHUP has a file read again; it never just ends a process, not even one whose modules are still being imported."""
+
+import subprocess
+import sys
+
+import pytest
+
+HANG_UP = """
+import importlib.abc, os, runpy, signal, sys
+
+class HangUp(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == {imported!r}:
+            os.kill(os.getpid(), signal.SIGHUP)
+
+sys.meta_path.insert(0, HangUp())
+sys.argv = {argv!r}
+runpy.run_module(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "imported"),
+    [
+        (["gateway", "--help"], "gateway.cli"),
+        (["pd_cluster", "--help"], "node.main"),
+        (["prfaas_cluster", "--help"], "node.main"),
+        (["prfaas", "gateway", "-c", "no such file"], "gateway.cli"),
+        (["prfaas", "node", "-c", "no such file"], "node.main"),
+    ],
+)
+def test_a_hang_up_while_modules_are_imported_ends_nothing(argv: list[str], imported: str) -> None:
+    command = [sys.executable, "-c", HANG_UP.format(argv=argv, imported=imported)]
+    status = subprocess.run(command, capture_output=True, timeout=120.0, check=False).returncode
+    assert status == (0 if "--help" in argv else 2)
