@@ -43,10 +43,10 @@ class Accounts:
         request.prefill_node = node.id
         request.is_remote = node.info is not None and node.info.cluster_kind == ClusterKind.PRFAAS
 
-    def delivered(self, request: Request, outcome: PrefillOutcome) -> None:
+    def delivered(self, request: Request, outcome: PrefillOutcome, decode: Node) -> None:
         """The KVCache is with the decode node."""
         now, timeline = self._clock(), request.timeline
-        request.outcome = outcome
+        request.outcome, request.destination = outcome, decode.cluster
         # The node tells durations, not times: they are counted back from its answer, never to before the routing.
         earliest = timeline.routed or timeline.arrived
         timeline.kv_ready = now

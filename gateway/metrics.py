@@ -40,7 +40,10 @@ class Metrics:
             "prfaas_e2e_request_latency_seconds", "E2E", ["route"], registry=registry, buckets=E2E_BUCKETS_S
         )
         self._kv_bytes = Counter(
-            "prfaas_kv_transfer_bytes", "KVCache sent for requests", ["route", "link"], registry=registry
+            "prfaas_kv_transfer_bytes",
+            "KVCache sent for requests, by destination cluster and by what carried it",
+            ["route", "link", "transport"],
+            registry=registry,
         )
         self._prompt_tokens = Counter(
             "prfaas_prompt_tokens", "Prompt tokens by where they came from", ["source"], registry=registry
@@ -127,7 +130,7 @@ class Metrics:
         route = request.route_label
         self._requests.labels(route, request.reason_label if request.route else code, str(status)).inc()
         if outcome := request.outcome:  # it has travelled, whatever came of the answer
-            self._kv_bytes.labels(route, outcome.link or "unknown").inc(outcome.bytes_total)
+            self._kv_bytes.labels(route, request.destination, outcome.link or "unknown").inc(outcome.bytes_total)
         if status != 200:
             return
         timeline = request.timeline

@@ -73,6 +73,7 @@ class Request:
     trace_headers: dict[str, str] = field(default_factory=dict)
     route: Route | None = None
     prefill_node: str = ""
+    destination: str = ""  # the cluster that its KVCache was sent to
     is_remote: bool = False  # whether that node, which may not be the one first chosen, is in a PrfaaS cluster
     outcome: PrefillOutcome | None = None
     fallbacks: list[str] = field(default_factory=list)

@@ -110,7 +110,7 @@ class Runner:
                 way = self._next_way(request, chosen, error, failed)
             else:
                 booking.prefilled()
-                self._accounts.delivered(request, outcome)
+                self._accounts.delivered(request, outcome, hold.nodes[0])
                 return outcome
         await self._stop_waiting(request, chosen, hold, booking)
         return None

@@ -156,7 +156,11 @@ def _load(load: pb.Load) -> Iterator[Metric]:
     queued = GaugeMetricFamily("prfaas_node_queued_tokens", "Uncached prompt tokens not computed yet")
     queued.add_metric([], load.queued_tokens)
     yield queued
-    moved = CounterMetricFamily("prfaas_kv_bytes", "KVCache bytes, by direction", labels=["direction"])
+    moved = CounterMetricFamily(
+        "prfaas_kv_bytes",
+        "KVCache bytes: egress is what left over TCP, ingress what came over TCP, RDMA and shared memory",
+        labels=["direction"],
+    )
     moved.add_metric(["egress"], load.egress_bytes_total)
     moved.add_metric(["ingress"], load.ingress_bytes_total)
     yield moved

@@ -85,7 +85,7 @@ async def test_bytes_count_whatever_the_status() -> None:
         await until(lambda: w.nodes.remote[0].bodies and not w.nodes.remote[0].running)
         gate.set()
         assert (await asking).status == 400
-        assert 'prfaas_kv_transfer_bytes_total{link="tcp",route="remote"} 1000.0' in await w.metrics()
+        assert 'prfaas_kv_transfer_bytes_total{link="west",route="remote",transport="tcp"} 1000.0' in await w.metrics()
 
 
 @on_loop
