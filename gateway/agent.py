@@ -71,6 +71,7 @@ class LinkLoad:
     queued_bytes: int
     estimate_error: float
     budget_bytes_per_s: float = 0.0  # 0: none
+    inflated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +279,7 @@ def load_from(load: pb.Load) -> NodeLoad:
                 rtt_s=link.rtt_s,
                 min_rtt_s=link.min_rtt_s,
                 congested=link.congested,
+                inflated=link.inflated,
                 queued_bytes=link.queued_bytes,
                 estimate_error=link.estimate_error,
                 budget_bytes_per_s=link.budget_bytes_per_s,

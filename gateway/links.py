@@ -191,7 +191,8 @@ def _seen_by_sender(source: str, load: LinkLoad, promised_bytes: int) -> LinkVie
         # What is queued already was promised before.
         promised_bytes=max(0, promised_bytes - load.queued_bytes),
         congested=load.congested,
-        rtt_s=load.rtt_s,
+        # Longer round trips are a queue only where the sender says so; else they say nothing.
+        rtt_s=load.rtt_s if load.inflated or not load.min_rtt_s else min(load.rtt_s, load.min_rtt_s),
         min_rtt_s=load.min_rtt_s,
         estimate_error=load.estimate_error,
     )

@@ -360,6 +360,7 @@ def _message(link: LinkState) -> pb.Link:
         retransmitted_bytes_total=link.retransmitted_bytes_total,
         budget_bytes_per_s=link.budget_bytes_per_s,
         congested=link.congested,
+        inflated=link.inflated,
         estimate_error=link.estimate_error,
     )
 

@@ -253,7 +253,7 @@ async def test_a_queue_that_one_sender_sees_keeps_requests_local() -> None:
         for node, rtt_s in zip(w.nodes.remote, (0.04, 0.2), strict=True):
             link = pb.Link(
                 peer="west", available_bytes_per_s=1e9, rtt_s=rtt_s, min_rtt_s=0.04, congested=rtt_s > 0.08,
-                estimate_error=rtt_s,
+                inflated=rtt_s > 0.08, estimate_error=rtt_s,
             )  # fmt: skip
             node.load = pb.Load(links=[link])
             node.tell(pb.NodeEvent(load=node.load))

@@ -41,6 +41,12 @@ def test_a_sender_that_has_sent_nothing_yet_says_nothing_of_the_line():
     assert (line.available_bytes_per_s, line.budget_bytes_per_s) == (GB, GB / 10)
 
 
+@pytest.mark.parametrize(("inflated", "seen"), [(True, 5.0), (False, 1.0)])
+def test_longer_round_trips_are_a_queue_only_where_their_sender_says_so(inflated: bool, seen: float) -> None:
+    load = replace(WEST, congested=True, inflated=inflated, rtt_s=0.2, min_rtt_s=0.04)
+    assert line_of(sender("r0", load)).rtt_inflation == seen
+
+
 @pytest.mark.parametrize(("configured", "seen"), [(0.0, None), (5.0, 5.0)])
 def test_a_line_nobody_has_measured_is_as_wide_as_the_configuration_says(configured: float, seen: float | None) -> None:
     (line,) = Links([sender("r0"), node_of("d0", role="decode")], lambda: 0.0, configured).views()

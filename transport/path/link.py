@@ -31,6 +31,7 @@ LAN_RTT_S: Final = 1e-3  # below it, round trips measure the scheduler and not t
 TRICKLE_BYTES_PER_S: Final = 128e3
 RTT_INFLATION_LIMIT: Final = 2.0  # times min RTT: the queue before the bottleneck holds a round trip
 RETRANSMIT_LIMIT: Final = 0.02
+DRAIN_LIMIT_S: Final = 1.0  # from here on routing, too, sees pressure, unless it is told otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +114,17 @@ class LinkState:
         return max(0.0, self.rtt_s - self.min_rtt_s)
 
     @property
-    def congested(self) -> bool:
-        """The early signal: the link loses or queues more than it should."""
+    def inflated(self) -> bool:
+        """Whether round trips have grown by a queue, and not by noise."""
         # Within a host or a LAN, and by a few ms anywhere, what grows is the scheduler's delay: no queue is before a link.
         inflated = self.rtt_inflation > RTT_INFLATION_LIMIT and self.queueing_delay_s > 0.01
-        queues = inflated and self.min_rtt_s >= LAN_RTT_S
-        return queues or self.retransmit_ratio > RETRANSMIT_LIMIT
+        return inflated and self.min_rtt_s >= LAN_RTT_S
+
+    @property
+    def congested(self) -> bool:
+        """The early signal: the link loses or queues more than it should, in the network or, for its budget, before it."""
+        waits = 0.0 < DRAIN_LIMIT_S * self.available_bytes_per_s < self.queued_bytes
+        return waits or self.inflated or self.retransmit_ratio > RETRANSMIT_LIMIT
 
     @property
     def drain_s(self) -> float:
@@ -137,7 +143,7 @@ def together(states: Sequence[LinkState]) -> LinkState:
     # A peer that gets half of the line measures half of it: together they are right. 0 stays 0: not known yet.
     line = max(state.available_bytes_per_s for state in states)
     budget = max(state.budget_bytes_per_s for state in states)
-    worst = max(states, key=lambda state: (state.congested, state.rtt_inflation))
+    worst = max(states, key=lambda state: (state.inflated, state.rtt_inflation))
     total = sum(state.bytes_total for state in states)
     return replace(
         worst,

@@ -220,7 +220,7 @@ def test_a_route_that_becomes_longer_or_shorter_is_used_as_before(before_s: floa
     route.run(MIN_RTT_MEMORY_S + 10.0)
     assert route.run(20.0) > 0.95 * 60e6
     assert route.states[-1].min_rtt_s == pytest.approx(after_s, rel=0.1)
-    assert not any(state.congested for state in route.states)
+    assert not any(state.inflated for state in route.states)
 
 
 def test_connections_that_are_all_new_have_a_route_of_their_own() -> None:
@@ -248,11 +248,11 @@ def test_a_queue_of_others_counts_as_one_until_the_route_was_looked_at() -> None
     route.run(15.0)
     route.standing_s = 0.05
     route.run(0.5 * MIN_RTT_MEMORY_S)
-    assert route.states[-1].congested
+    assert route.states[-1].inflated
     assert route.states[-1].min_rtt_s == pytest.approx(0.04, rel=0.1)
     route.standing_s = 0.0
     route.run(3.0)
-    assert not route.states[-1].congested
+    assert not route.states[-1].inflated
     assert route.run(10.0) > 0.9 * 60e6
 
 

@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transport.path.link import (
+    DRAIN_LIMIT_S,
     MIN_RTT_AGAIN,
     MIN_RTT_MEMORY_S,
+    RETRANSMIT_LIMIT,
     LinkMonitor,
     LinkState,
     MinRtt,
@@ -74,6 +76,14 @@ def test_congestion_shows_in_round_trips_and_in_losses() -> None:
     assert replace(state, rtt_s=0.1).congested
     assert replace(state, retransmit_ratio=0.03).congested
     assert not replace(state, rtt_s=0.003, min_rtt_s=0.0001).congested
+
+
+def test_what_waits_for_its_budget_is_congestion_but_no_queue_of_the_line() -> None:
+    state = LinkState(peer="p", at=0.0, rtt_s=0.05, min_rtt_s=0.04, available_bytes_per_s=1e6, budget_bytes_per_s=1e6)
+    assert not replace(state, queued_bytes=1_000_000).congested
+    waiting = replace(state, queued_bytes=5_000_000)
+    assert (waiting.congested, waiting.inflated) == (True, False)
+    assert not replace(waiting, available_bytes_per_s=0.0).congested, "while nothing is known of the link"
 
 
 def test_estimates_and_their_error() -> None:
@@ -212,4 +222,7 @@ def test_peers_of_one_link_share_its_budget_and_queue(states: list[LinkState], b
     assert bool(link.available_bytes_per_s) == known
     if known:
         assert link.drain_s >= link.queued_bytes / (budget or link.available_bytes_per_s)
-    assert link.congested == any(state.congested for state in states)
+    assert link.inflated == any(state.inflated for state in states)
+    waits = known and link.queued_bytes > DRAIN_LIMIT_S * link.available_bytes_per_s
+    lossy = any(state.retransmit_ratio > RETRANSMIT_LIMIT for state in states)
+    assert link.congested == (waits or lossy or link.inflated)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"transport/control/proto/node.proto\x12\x0eprfaas.node.v1\"*\n\x0f\x44\x65scribeRequest\x12\x17\n\x0f\x63heck_integrity\x18\x01 \x01(\x08\"\xe2\x03\n\x0fNodeDescription\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12\x14\n\x0c\x63luster_kind\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12(\n\x05state\x18\x05 \x01(\x0e\x32\x19.prfaas.node.v1.NodeState\x12\x12\n\nengine_url\x18\x06 \x01(\t\x12\x10\n\x08model_id\x18\x07 \x01(\t\x12\x13\n\x0blayout_json\x18\x08 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\t \x01(\t\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x15\n\rmax_model_len\x18\x0b \x01(\x04\x12\"\n\x04load\x18\x0c \x01(\x0b\x32\x14.prfaas.node.v1.Load\x12(\n\x04pool\x18\r \x01(\x0b\x32\x1a.prfaas.node.v1.PoolReport\x12\x17\n\x0fintegrity_error\x18\x0e \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x0f \x01(\t\x12\x12\n\nengine_pid\x18\x10 \x01(\r\x12&\n\x03ssd\x18\x11 \x01(\x0b\x32\x19.prfaas.node.v1.SsdReport\x12)\n\x08\x63ontexts\x18\x12 \x03(\x0b\x32\x17.prfaas.node.v1.Context\"\xbe\x02\n\tSsdReport\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x14\n\x0cqueued_bytes\x18\x04 \x01(\x04\x12\x35\n\x06\x65vents\x18\x05 \x03(\x0b\x32%.prfaas.node.v1.SsdReport.EventsEntry\x12=\n\npromotions\x18\x06 \x03(\x0b\x32).prfaas.node.v1.SsdReport.PromotionsEntry\x12\x0c\n\x04open\x18\x07 \x01(\x08\x1a-\n\x0b\x45ventsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x31\n\x0fPromotionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xbf\x01\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\x04\x12\x0f\n\x07sending\x18\x04 \x01(\r\x12\x0f\n\x07landing\x18\x05 \x01(\r\x12\x1a\n\x12\x65gress_bytes_total\x18\x06 \x01(\x04\x12\x1b\n\x13ingress_bytes_total\x18\x07 \x01(\x04\x12#\n\x05links\x18\x08 \x03(\x0b\x32\x14.prfaas.node.v1.Link\"\xcb\x02\n\x04Link\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x1d\n\x15\x61vailable_bytes_per_s\x18\x02 \x01(\x01\x12\x1b\n\x13goodput_bytes_per_s\x18\x03 \x01(\x01\x12\x13\n\x0butilisation\x18\x04 \x01(\x01\x12\x18\n\x10retransmit_ratio\x18\x05 \x01(\x01\x12\r\n\x05rtt_s\x18\x06 \x01(\x01\x12\x11\n\tmin_rtt_s\x18\x07 \x01(\x01\x12\x14\n\x0cqueued_bytes\x18\x08 \x01(\x04\x12\x13\n\x0b\x63onnections\x18\t \x01(\r\x12\x13\n\x0b\x62ytes_total\x18\n \x01(\x04\x12!\n\x19retransmitted_bytes_total\x18\x0b \x01(\x04\x12\x1a\n\x12\x62udget_bytes_per_s\x18\x0c \x01(\x01\x12\x11\n\tcongested\x18\r \x01(\x08\x12\x16\n\x0e\x65stimate_error\x18\x0e \x01(\x01\"\xa3\x01\n\nPoolReport\x12\x13\n\x0bpages_total\x18\x01 \x01(\x04\x12\x12\n\npages_free\x18\x02 \x01(\x04\x12\x14\n\x0cpages_prefix\x18\x03 \x01(\x04\x12\x16\n\x0epages_transfer\x18\x04 \x01(\x04\x12\x14\n\x0cpages_locked\x18\x05 \x01(\x04\x12\x14\n\x0creservations\x18\x06 \x01(\r\x12\x12\n\npage_bytes\x18\x07 \x01(\x04\"\x89\x01\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x01(\x0c\x12\x15\n\rtokens_digest\x18\x04 \x01(\x0c\x12\r\n\x05ttl_s\x18\x05 \x01(\x01\x12\x13\n\x0bprefix_only\x18\x06 \x01(\x08\"\xe7\x01\n\x06Ticket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bhave_tokens\x18\x04 \x01(\x04\x12\x15\n\rtokens_digest\x18\x05 \x01(\x0c\x12+\n\tendpoints\x18\x06 \x03(\x0b\x32\x18.prfaas.node.v1.Endpoint\x12\r\n\x05ttl_s\x18\x07 \x01(\x01\x12\x1a\n\x12layout_fingerprint\x18\x08 \x01(\t\x12\x0f\n\x07node_id\x18\t \x01(\t\x12\x0f\n\x07\x63luster\x18\n \x01(\t\":\n\x08\x45ndpoint\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\"\"\n\x0bTransferRef\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\"3\n\x0c\x41\x62ortRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\"\n\x04\x44one\x12\n\n\x02ok\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"_\n\x0bLoadRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\x12&\n\x06ticket\x18\x03 \x01(\x0b\x32\x16.prfaas.node.v1.Ticket\"4\n\nLoadResult\x12\x12\n\nnum_tokens\x18\x01 \x01(\x04\x12\x12\n\nbytes_sent\x18\x02 \x01(\x04\"]\n\x0e\x43ontextRequest\x12\x12\n\ncontext_id\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\x12\r\n\x05ttl_s\x18\x04 \x01(\x01\"@\n\x07\x43ontext\x12\x12\n\ncontext_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\"\'\n\x0cWatchRequest\x12\x17\n\x0fload_interval_s\x18\x01 \x01(\x01\"\xc5\x02\n\tNodeEvent\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x31\n\x08snapshot\x18\x02 \x01(\x0b\x32\x1d.prfaas.node.v1.CacheSnapshotH\x00\x12.\n\x06stored\x18\x03 \x01(\x0b\x32\x1c.prfaas.node.v1.BlocksStoredH\x00\x12\x30\n\x07removed\x18\x04 \x01(\x0b\x32\x1d.prfaas.node.v1.BlocksRemovedH\x00\x12\x36\n\x0b\x64\x65scription\x18\x05 \x01(\x0b\x32\x1f.prfaas.node.v1.NodeDescriptionH\x00\x12$\n\x04load\x18\x06 \x01(\x0b\x32\x14.prfaas.node.v1.LoadH\x00\x12/\n\x07\x63leared\x18\x07 \x01(\x0b\x32\x1c.prfaas.node.v1.CacheClearedH\x00\x42\x07\n\x05\x65vent\"U\n\x0c\x42locksStored\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12&\n\x06medium\x18\x03 \x01(\x0e\x32\x16.prfaas.node.v1.Medium\"V\n\rBlocksRemoved\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12&\n\x06medium\x18\x03 \x01(\x0e\x32\x16.prfaas.node.v1.Medium\"=\n\rCacheSnapshot\x12,\n\x06groups\x18\x01 \x03(\x0b\x32\x1c.prfaas.node.v1.BlocksStored\"6\n\x0c\x43\x61\x63heCleared\x12&\n\x06medium\x18\x01 \x01(\x0e\x32\x16.prfaas.node.v1.Medium\"!\n\x0c\x44rainRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01*\x8b\x01\n\tNodeState\x12\x1a\n\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13NODE_STATE_STARTING\x10\x01\x12\x14\n\x10NODE_STATE_READY\x10\x02\x12\x17\n\x13NODE_STATE_DRAINING\x10\x03\x12\x1a\n\x16NODE_STATE_ENGINE_DOWN\x10\x04*V\n\x06Medium\x12\x16\n\x12MEDIUM_UNSPECIFIED\x10\x00\x12\x11\n\rMEDIUM_MEMORY\x10\x01\x12\x0e\n\nMEDIUM_SSD\x10\x02\x12\x11\n\rMEDIUM_ENGINE\x10\x03\x32\xea\x05\n\tNodeAgent\x12L\n\x08\x44\x65scribe\x12\x1f.prfaas.node.v1.DescribeRequest\x1a\x1f.prfaas.node.v1.NodeDescription\x12\x41\n\x07Reserve\x12\x1e.prfaas.node.v1.ReserveRequest\x1a\x16.prfaas.node.v1.Ticket\x12;\n\x06\x43ommit\x12\x1b.prfaas.node.v1.TransferRef\x1a\x14.prfaas.node.v1.Done\x12;\n\x05\x41\x62ort\x12\x1c.prfaas.node.v1.AbortRequest\x1a\x14.prfaas.node.v1.Done\x12?\n\x04Load\x12\x1b.prfaas.node.v1.LoadRequest\x1a\x1a.prfaas.node.v1.LoadResult\x12\x35\n\x05Probe\x12\x16.prfaas.node.v1.Ticket\x1a\x14.prfaas.node.v1.Done\x12\x42\n\x05Watch\x12\x1c.prfaas.node.v1.WatchRequest\x1a\x19.prfaas.node.v1.NodeEvent0\x01\x12H\n\rCreateContext\x12\x1e.prfaas.node.v1.ContextRequest\x1a\x17.prfaas.node.v1.Context\x12H\n\rExtendContext\x12\x1e.prfaas.node.v1.ContextRequest\x1a\x17.prfaas.node.v1.Context\x12\x45\n\rDeleteContext\x12\x1e.prfaas.node.v1.ContextRequest\x1a\x14.prfaas.node.v1.Done\x12;\n\x05\x44rain\x12\x1c.prfaas.node.v1.DrainRequest\x1a\x14.prfaas.node.v1.Doneb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"transport/control/proto/node.proto\x12\x0eprfaas.node.v1\"*\n\x0f\x44\x65scribeRequest\x12\x17\n\x0f\x63heck_integrity\x18\x01 \x01(\x08\"\xe2\x03\n\x0fNodeDescription\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12\x14\n\x0c\x63luster_kind\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12(\n\x05state\x18\x05 \x01(\x0e\x32\x19.prfaas.node.v1.NodeState\x12\x12\n\nengine_url\x18\x06 \x01(\t\x12\x10\n\x08model_id\x18\x07 \x01(\t\x12\x13\n\x0blayout_json\x18\x08 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\t \x01(\t\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x15\n\rmax_model_len\x18\x0b \x01(\x04\x12\"\n\x04load\x18\x0c \x01(\x0b\x32\x14.prfaas.node.v1.Load\x12(\n\x04pool\x18\r \x01(\x0b\x32\x1a.prfaas.node.v1.PoolReport\x12\x17\n\x0fintegrity_error\x18\x0e \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x0f \x01(\t\x12\x12\n\nengine_pid\x18\x10 \x01(\r\x12&\n\x03ssd\x18\x11 \x01(\x0b\x32\x19.prfaas.node.v1.SsdReport\x12)\n\x08\x63ontexts\x18\x12 \x03(\x0b\x32\x17.prfaas.node.v1.Context\"\xbe\x02\n\tSsdReport\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x14\n\x0cqueued_bytes\x18\x04 \x01(\x04\x12\x35\n\x06\x65vents\x18\x05 \x03(\x0b\x32%.prfaas.node.v1.SsdReport.EventsEntry\x12=\n\npromotions\x18\x06 \x03(\x0b\x32).prfaas.node.v1.SsdReport.PromotionsEntry\x12\x0c\n\x04open\x18\x07 \x01(\x08\x1a-\n\x0b\x45ventsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x31\n\x0fPromotionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xbf\x01\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\x04\x12\x0f\n\x07sending\x18\x04 \x01(\r\x12\x0f\n\x07landing\x18\x05 \x01(\r\x12\x1a\n\x12\x65gress_bytes_total\x18\x06 \x01(\x04\x12\x1b\n\x13ingress_bytes_total\x18\x07 \x01(\x04\x12#\n\x05links\x18\x08 \x03(\x0b\x32\x14.prfaas.node.v1.Link\"\xdd\x02\n\x04Link\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x1d\n\x15\x61vailable_bytes_per_s\x18\x02 \x01(\x01\x12\x1b\n\x13goodput_bytes_per_s\x18\x03 \x01(\x01\x12\x13\n\x0butilisation\x18\x04 \x01(\x01\x12\x18\n\x10retransmit_ratio\x18\x05 \x01(\x01\x12\r\n\x05rtt_s\x18\x06 \x01(\x01\x12\x11\n\tmin_rtt_s\x18\x07 \x01(\x01\x12\x14\n\x0cqueued_bytes\x18\x08 \x01(\x04\x12\x13\n\x0b\x63onnections\x18\t \x01(\r\x12\x13\n\x0b\x62ytes_total\x18\n \x01(\x04\x12!\n\x19retransmitted_bytes_total\x18\x0b \x01(\x04\x12\x1a\n\x12\x62udget_bytes_per_s\x18\x0c \x01(\x01\x12\x11\n\tcongested\x18\r \x01(\x08\x12\x16\n\x0e\x65stimate_error\x18\x0e \x01(\x01\x12\x10\n\x08inflated\x18\x0f \x01(\x08\"\xa3\x01\n\nPoolReport\x12\x13\n\x0bpages_total\x18\x01 \x01(\x04\x12\x12\n\npages_free\x18\x02 \x01(\x04\x12\x14\n\x0cpages_prefix\x18\x03 \x01(\x04\x12\x16\n\x0epages_transfer\x18\x04 \x01(\x04\x12\x14\n\x0cpages_locked\x18\x05 \x01(\x04\x12\x14\n\x0creservations\x18\x06 \x01(\r\x12\x12\n\npage_bytes\x18\x07 \x01(\x04\"\x89\x01\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x01(\x0c\x12\x15\n\rtokens_digest\x18\x04 \x01(\x0c\x12\r\n\x05ttl_s\x18\x05 \x01(\x01\x12\x13\n\x0bprefix_only\x18\x06 \x01(\x08\"\xe7\x01\n\x06Ticket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bhave_tokens\x18\x04 \x01(\x04\x12\x15\n\rtokens_digest\x18\x05 \x01(\x0c\x12+\n\tendpoints\x18\x06 \x03(\x0b\x32\x18.prfaas.node.v1.Endpoint\x12\r\n\x05ttl_s\x18\x07 \x01(\x01\x12\x1a\n\x12layout_fingerprint\x18\x08 \x01(\t\x12\x0f\n\x07node_id\x18\t \x01(\t\x12\x0f\n\x07\x63luster\x18\n \x01(\t\":\n\x08\x45ndpoint\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\"\"\n\x0bTransferRef\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\"3\n\x0c\x41\x62ortRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\"\n\x04\x44one\x12\n\n\x02ok\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"_\n\x0bLoadRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\x12&\n\x06ticket\x18\x03 \x01(\x0b\x32\x16.prfaas.node.v1.Ticket\"4\n\nLoadResult\x12\x12\n\nnum_tokens\x18\x01 \x01(\x04\x12\x12\n\nbytes_sent\x18\x02 \x01(\x04\"]\n\x0e\x43ontextRequest\x12\x12\n\ncontext_id\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\x12\r\n\x05ttl_s\x18\x04 \x01(\x01\"@\n\x07\x43ontext\x12\x12\n\ncontext_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\"\'\n\x0cWatchRequest\x12\x17\n\x0fload_interval_s\x18\x01 \x01(\x01\"\xc5\x02\n\tNodeEvent\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x31\n\x08snapshot\x18\x02 \x01(\x0b\x32\x1d.prfaas.node.v1.CacheSnapshotH\x00\x12.\n\x06stored\x18\x03 \x01(\x0b\x32\x1c.prfaas.node.v1.BlocksStoredH\x00\x12\x30\n\x07removed\x18\x04 \x01(\x0b\x32\x1d.prfaas.node.v1.BlocksRemovedH\x00\x12\x36\n\x0b\x64\x65scription\x18\x05 \x01(\x0b\x32\x1f.prfaas.node.v1.NodeDescriptionH\x00\x12$\n\x04load\x18\x06 \x01(\x0b\x32\x14.prfaas.node.v1.LoadH\x00\x12/\n\x07\x63leared\x18\x07 \x01(\x0b\x32\x1c.prfaas.node.v1.CacheClearedH\x00\x42\x07\n\x05\x65vent\"U\n\x0c\x42locksStored\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12&\n\x06medium\x18\x03 \x01(\x0e\x32\x16.prfaas.node.v1.Medium\"V\n\rBlocksRemoved\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12&\n\x06medium\x18\x03 \x01(\x0e\x32\x16.prfaas.node.v1.Medium\"=\n\rCacheSnapshot\x12,\n\x06groups\x18\x01 \x03(\x0b\x32\x1c.prfaas.node.v1.BlocksStored\"6\n\x0c\x43\x61\x63heCleared\x12&\n\x06medium\x18\x01 \x01(\x0e\x32\x16.prfaas.node.v1.Medium\"!\n\x0c\x44rainRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01*\x8b\x01\n\tNodeState\x12\x1a\n\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13NODE_STATE_STARTING\x10\x01\x12\x14\n\x10NODE_STATE_READY\x10\x02\x12\x17\n\x13NODE_STATE_DRAINING\x10\x03\x12\x1a\n\x16NODE_STATE_ENGINE_DOWN\x10\x04*V\n\x06Medium\x12\x16\n\x12MEDIUM_UNSPECIFIED\x10\x00\x12\x11\n\rMEDIUM_MEMORY\x10\x01\x12\x0e\n\nMEDIUM_SSD\x10\x02\x12\x11\n\rMEDIUM_ENGINE\x10\x03\x32\xea\x05\n\tNodeAgent\x12L\n\x08\x44\x65scribe\x12\x1f.prfaas.node.v1.DescribeRequest\x1a\x1f.prfaas.node.v1.NodeDescription\x12\x41\n\x07Reserve\x12\x1e.prfaas.node.v1.ReserveRequest\x1a\x16.prfaas.node.v1.Ticket\x12;\n\x06\x43ommit\x12\x1b.prfaas.node.v1.TransferRef\x1a\x14.prfaas.node.v1.Done\x12;\n\x05\x41\x62ort\x12\x1c.prfaas.node.v1.AbortRequest\x1a\x14.prfaas.node.v1.Done\x12?\n\x04Load\x12\x1b.prfaas.node.v1.LoadRequest\x1a\x1a.prfaas.node.v1.LoadResult\x12\x35\n\x05Probe\x12\x16.prfaas.node.v1.Ticket\x1a\x14.prfaas.node.v1.Done\x12\x42\n\x05Watch\x12\x1c.prfaas.node.v1.WatchRequest\x1a\x19.prfaas.node.v1.NodeEvent0\x01\x12H\n\rCreateContext\x12\x1e.prfaas.node.v1.ContextRequest\x1a\x17.prfaas.node.v1.Context\x12H\n\rExtendContext\x12\x1e.prfaas.node.v1.ContextRequest\x1a\x17.prfaas.node.v1.Context\x12\x45\n\rDeleteContext\x12\x1e.prfaas.node.v1.ContextRequest\x1a\x14.prfaas.node.v1.Done\x12;\n\x05\x44rain\x12\x1c.prfaas.node.v1.DrainRequest\x1a\x14.prfaas.node.v1.Doneb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,10 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SSDREPORT_EVENTSENTRY']._serialized_options = b'8\001'
   _globals['_SSDREPORT_PROMOTIONSENTRY']._loaded_options = None
   _globals['_SSDREPORT_PROMOTIONSENTRY']._serialized_options = b'8\001'
-  _globals['_NODESTATE']._serialized_start=3168
-  _globals['_NODESTATE']._serialized_end=3307
-  _globals['_MEDIUM']._serialized_start=3309
-  _globals['_MEDIUM']._serialized_end=3395
+  _globals['_NODESTATE']._serialized_start=3186
+  _globals['_NODESTATE']._serialized_end=3325
+  _globals['_MEDIUM']._serialized_start=3327
+  _globals['_MEDIUM']._serialized_end=3413
   _globals['_DESCRIBEREQUEST']._serialized_start=54
   _globals['_DESCRIBEREQUEST']._serialized_end=96
   _globals['_NODEDESCRIPTION']._serialized_start=99
@@ -52,43 +52,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOAD']._serialized_start=905
   _globals['_LOAD']._serialized_end=1096
   _globals['_LINK']._serialized_start=1099
-  _globals['_LINK']._serialized_end=1430
-  _globals['_POOLREPORT']._serialized_start=1433
-  _globals['_POOLREPORT']._serialized_end=1596
-  _globals['_RESERVEREQUEST']._serialized_start=1599
-  _globals['_RESERVEREQUEST']._serialized_end=1736
-  _globals['_TICKET']._serialized_start=1739
-  _globals['_TICKET']._serialized_end=1970
-  _globals['_ENDPOINT']._serialized_start=1972
-  _globals['_ENDPOINT']._serialized_end=2030
-  _globals['_TRANSFERREF']._serialized_start=2032
-  _globals['_TRANSFERREF']._serialized_end=2066
-  _globals['_ABORTREQUEST']._serialized_start=2068
-  _globals['_ABORTREQUEST']._serialized_end=2119
-  _globals['_DONE']._serialized_start=2121
-  _globals['_DONE']._serialized_end=2155
-  _globals['_LOADREQUEST']._serialized_start=2157
-  _globals['_LOADREQUEST']._serialized_end=2252
-  _globals['_LOADRESULT']._serialized_start=2254
-  _globals['_LOADRESULT']._serialized_end=2306
-  _globals['_CONTEXTREQUEST']._serialized_start=2308
-  _globals['_CONTEXTREQUEST']._serialized_end=2401
-  _globals['_CONTEXT']._serialized_start=2403
-  _globals['_CONTEXT']._serialized_end=2467
-  _globals['_WATCHREQUEST']._serialized_start=2469
-  _globals['_WATCHREQUEST']._serialized_end=2508
-  _globals['_NODEEVENT']._serialized_start=2511
-  _globals['_NODEEVENT']._serialized_end=2836
-  _globals['_BLOCKSSTORED']._serialized_start=2838
-  _globals['_BLOCKSSTORED']._serialized_end=2923
-  _globals['_BLOCKSREMOVED']._serialized_start=2925
-  _globals['_BLOCKSREMOVED']._serialized_end=3011
-  _globals['_CACHESNAPSHOT']._serialized_start=3013
-  _globals['_CACHESNAPSHOT']._serialized_end=3074
-  _globals['_CACHECLEARED']._serialized_start=3076
-  _globals['_CACHECLEARED']._serialized_end=3130
-  _globals['_DRAINREQUEST']._serialized_start=3132
-  _globals['_DRAINREQUEST']._serialized_end=3165
-  _globals['_NODEAGENT']._serialized_start=3398
-  _globals['_NODEAGENT']._serialized_end=4144
+  _globals['_LINK']._serialized_end=1448
+  _globals['_POOLREPORT']._serialized_start=1451
+  _globals['_POOLREPORT']._serialized_end=1614
+  _globals['_RESERVEREQUEST']._serialized_start=1617
+  _globals['_RESERVEREQUEST']._serialized_end=1754
+  _globals['_TICKET']._serialized_start=1757
+  _globals['_TICKET']._serialized_end=1988
+  _globals['_ENDPOINT']._serialized_start=1990
+  _globals['_ENDPOINT']._serialized_end=2048
+  _globals['_TRANSFERREF']._serialized_start=2050
+  _globals['_TRANSFERREF']._serialized_end=2084
+  _globals['_ABORTREQUEST']._serialized_start=2086
+  _globals['_ABORTREQUEST']._serialized_end=2137
+  _globals['_DONE']._serialized_start=2139
+  _globals['_DONE']._serialized_end=2173
+  _globals['_LOADREQUEST']._serialized_start=2175
+  _globals['_LOADREQUEST']._serialized_end=2270
+  _globals['_LOADRESULT']._serialized_start=2272
+  _globals['_LOADRESULT']._serialized_end=2324
+  _globals['_CONTEXTREQUEST']._serialized_start=2326
+  _globals['_CONTEXTREQUEST']._serialized_end=2419
+  _globals['_CONTEXT']._serialized_start=2421
+  _globals['_CONTEXT']._serialized_end=2485
+  _globals['_WATCHREQUEST']._serialized_start=2487
+  _globals['_WATCHREQUEST']._serialized_end=2526
+  _globals['_NODEEVENT']._serialized_start=2529
+  _globals['_NODEEVENT']._serialized_end=2854
+  _globals['_BLOCKSSTORED']._serialized_start=2856
+  _globals['_BLOCKSSTORED']._serialized_end=2941
+  _globals['_BLOCKSREMOVED']._serialized_start=2943
+  _globals['_BLOCKSREMOVED']._serialized_end=3029
+  _globals['_CACHESNAPSHOT']._serialized_start=3031
+  _globals['_CACHESNAPSHOT']._serialized_end=3092
+  _globals['_CACHECLEARED']._serialized_start=3094
+  _globals['_CACHECLEARED']._serialized_end=3148
+  _globals['_DRAINREQUEST']._serialized_start=3150
+  _globals['_DRAINREQUEST']._serialized_end=3183
+  _globals['_NODEAGENT']._serialized_start=3416
+  _globals['_NODEAGENT']._serialized_end=4162
 # @@protoc_insertion_point(module_scope)

@@ -130,7 +130,7 @@ class Load(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., sending: _Optional[int] = ..., landing: _Optional[int] = ..., egress_bytes_total: _Optional[int] = ..., ingress_bytes_total: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ...) -> None: ...
 
 class Link(_message.Message):
-    __slots__ = ("peer", "available_bytes_per_s", "goodput_bytes_per_s", "utilisation", "retransmit_ratio", "rtt_s", "min_rtt_s", "queued_bytes", "connections", "bytes_total", "retransmitted_bytes_total", "budget_bytes_per_s", "congested", "estimate_error")
+    __slots__ = ("peer", "available_bytes_per_s", "goodput_bytes_per_s", "utilisation", "retransmit_ratio", "rtt_s", "min_rtt_s", "queued_bytes", "connections", "bytes_total", "retransmitted_bytes_total", "budget_bytes_per_s", "congested", "estimate_error", "inflated")
     PEER_FIELD_NUMBER: _ClassVar[int]
     AVAILABLE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     GOODPUT_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +145,7 @@ class Link(_message.Message):
     BUDGET_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     CONGESTED_FIELD_NUMBER: _ClassVar[int]
     ESTIMATE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    INFLATED_FIELD_NUMBER: _ClassVar[int]
     peer: str
     available_bytes_per_s: float
     goodput_bytes_per_s: float
@@ -159,7 +160,8 @@ class Link(_message.Message):
     budget_bytes_per_s: float
     congested: bool
     estimate_error: float
-    def __init__(self, peer: _Optional[str] = ..., available_bytes_per_s: _Optional[float] = ..., goodput_bytes_per_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., retransmit_ratio: _Optional[float] = ..., rtt_s: _Optional[float] = ..., min_rtt_s: _Optional[float] = ..., queued_bytes: _Optional[int] = ..., connections: _Optional[int] = ..., bytes_total: _Optional[int] = ..., retransmitted_bytes_total: _Optional[int] = ..., budget_bytes_per_s: _Optional[float] = ..., congested: _Optional[bool] = ..., estimate_error: _Optional[float] = ...) -> None: ...
+    inflated: bool
+    def __init__(self, peer: _Optional[str] = ..., available_bytes_per_s: _Optional[float] = ..., goodput_bytes_per_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., retransmit_ratio: _Optional[float] = ..., rtt_s: _Optional[float] = ..., min_rtt_s: _Optional[float] = ..., queued_bytes: _Optional[int] = ..., connections: _Optional[int] = ..., bytes_total: _Optional[int] = ..., retransmitted_bytes_total: _Optional[int] = ..., budget_bytes_per_s: _Optional[float] = ..., congested: _Optional[bool] = ..., estimate_error: _Optional[float] = ..., inflated: _Optional[bool] = ...) -> None: ...
 
 class PoolReport(_message.Message):
     __slots__ = ("pages_total", "pages_free", "pages_prefix", "pages_transfer", "pages_locked", "reservations", "page_bytes")
