@@ -96,6 +96,9 @@ class Metrics:
             "prfaas_prefill_estimate_error_ratio", "|predicted / seen - 1| of the latest prefill times",
             ["cluster", "stat"], registry=registry,
         )  # fmt: skip
+        self.known_blocks = Gauge(
+            "prfaas_known_blocks", "Blocks that nodes have cached, as far as this gateway has heard", registry=registry
+        )
         self.in_flight = Gauge("prfaas_requests_in_flight", "Requests being served", registry=registry)
         self._nodes = Gauge("prfaas_nodes", "Nodes by role and state", ["cluster", "role", "state"], registry=registry)
         self._egress = Gauge(

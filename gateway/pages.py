@@ -86,6 +86,8 @@ class Pages:
         self._metrics.observe_nodes(self._clusters.nodes)
         self._metrics.observe_links(self._links.status())
         self._metrics.observe_estimates(self._cost.errors())
+        index = self._clusters.index
+        self._metrics.known_blocks.set(len(index) if index is not None else 0)
         return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _all_links(self, http: web.Request) -> web.Response:

@@ -18,6 +18,7 @@ from transport.control.proto import node_pb2_grpc as rpc
 pytestmark = pytest.mark.e2e
 
 FILES = ("{name}.pem", "{name}.key")
+PRIMED, BLOCK = 256, 64
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +60,16 @@ async def told(bench: Bench, name: str, reason: str) -> float:
 async def prefer(bench: Bench, name: str, length: int, seed: int) -> list[int]:
     """A prompt whose beginning is cached on `name`, so that its prefill goes there."""
     prompt = bench.prompt(length, seed)
-    await bench.prime(name, prompt[:257])
-    await asyncio.sleep(0.5)  # the gateway hears of the blocks
+    gateway = bench.system.api_url
+    known = await bench.metric(gateway, "prfaas_known_blocks")
+    await bench.prime(name, prompt[: PRIMED + 1])
+
+    async def is_heard_of() -> bool:
+        return (
+            await bench.metric(gateway, "prfaas_known_blocks") > known + PRIMED // BLOCK
+        )  # those of attention, and a state
+
+    await bench.wait_until(is_heard_of)
     return prompt
 
 

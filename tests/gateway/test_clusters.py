@@ -72,6 +72,7 @@ async def test_a_lost_event_starts_the_view_of_a_node_anew() -> None:
         await until(lambda: states(clusters)["r0"] == "down")
         await until(lambda: states(clusters)["r0"] == "ready")
         await until(lambda: has_prefix(clusters, "r0", b"a" * 32))
+        assert "prfaas_known_blocks 2.0" in await w.metrics()
 
 
 @on_loop

@@ -8,6 +8,7 @@ import pytest
 
 from hybrid_cache.hashing import block_hashes
 from node.errors import NodeRefusal
+from node.pages import Pages
 from tests.node.handover import BLOCK, HandNode, run, turns_of_the_loop, two_nodes, until
 from transport.control import messages as m
 
@@ -210,11 +211,12 @@ def test_a_prefix_push_that_is_given_up_frees_its_pages_when_the_lanes_let_go(tm
     run(scenario())
 
 
-def test_what_the_engine_says_it_computed_is_what_counts(tmp_path: Path) -> None:
+def test_what_the_engine_says_it_computed_is_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, float]] = []
+    monkeypatch.setattr(Pages, "computed", lambda _, *cost: told.append(cost))
+
     async def scenario() -> None:
         async with two_nodes(tmp_path) as (prefill, _):
-            told: list[tuple[int, float]] = []
-            prefill.pages.computed = lambda *cost: told.append(cost)  # type: ignore[method-assign]
             counts = prefill.producer.counts
             for said in ({}, {"computed_tokens": 20, "compute_s": 2.0}, {"computed_tokens": 0, "compute_s": 0.5}):
                 pages = await lent(prefill, "job", [*TOKENS, len(told)])
