@@ -154,6 +154,10 @@ def check_model(config: NodeConfig) -> None:
             config.identity.check()
     except OSError as exc:
         raise ConfigError(str(exc)) from exc
+    if config.engine == "emulated" and config.model.endswith(".json") and not Path(config.model).is_file():
+        raise ConfigError(
+            f"model = {config.model!r}: there is no such file; a profile stands in for hardware that it knows"
+        )
     if config.engine == "embedded" and not (Path(config.model) / "config.json").is_file():
         raise ConfigError(
             f"model = {config.model!r}: it must be a model directory, with a config.json; `prfaas model build` makes one"

@@ -208,7 +208,7 @@ def _welcome(system: "System") -> list[str]:
     lines = ["", f"API      {url}/v1   (model {model!r})", f"metrics  {url}/metrics"]
     lines += [f"         {node.metrics_url}/metrics   ({name})" for name, node in system.nodes.items()]
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 16}}'
-    noise = [] if system.topology.model.path else ["The tiny model has random weights: expect noise, not language."]
+    noise = [] if system.topology.model.path else ["No trained model answers: expect noise, not language."]
     return [
         *lines,
         "",

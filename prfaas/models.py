@@ -1,4 +1,4 @@
-"""The model that a topology names: found, or built when it is one of the tiny ones."""
+"""The model that a topology names: found, built when it is one of the tiny ones, or what stands in for it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,12 +6,16 @@ from pathlib import Path
 from engine.errors import EngineError
 from engine.model.tiny import build_model
 from prfaas.errors import StartError, TopologyError
+from prfaas.standin import write_stand_ins
 from prfaas.topology import ModelChoice
 
 
 def ensure_model(choice: ModelChoice, state_dir: Path, report: Callable[[str], None]) -> Path:
     """The model's directory. Builds a tiny one that is not there yet. Raises TopologyError, StartError."""
     directory = choice.directory(state_dir)
+    if choice.profile:
+        write_stand_ins(Path(choice.profile), choice.scale, directory)
+        return directory
     if (directory / "config.json").is_file():
         return directory
     if choice.path:

@@ -1,6 +1,7 @@
 """A whole system in one TOML file: the model, the gateway, and the clusters with their nodes.
 
-[model]                       # arch = built on demand, tiny and seeded; or path = a local model directory
+[model]                       # arch = built on demand, tiny and seeded; or path = a local model directory;
+                              # or profile = a planner's profile, whose times and KVCache emulated engines have
 arch = "kimi_linear"
 name = "prfaas-tiny"
 
@@ -26,12 +27,14 @@ from gateway.config import GatewayConfig
 from node.config import IDENTITY_KEYS, NodeConfig
 from prfaas.certificates import GATEWAY_NAME, paths
 from prfaas.errors import TopologyError
+from prfaas.standin import Scale, stand_in_file
 from transport.control.settings import (
     SettingsError,
     build,
     in_file,
     mapped,
     read_toml,
+    require,
     require_one_of,
 )
 
@@ -40,36 +43,65 @@ DEFAULT_FILE = Path(__file__).parent / "data" / "local.toml"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChoice:
-    """Which model all nodes run: exactly one of `arch` (built when missing) and `path`."""
+    """Which model all nodes run: exactly one of `arch` (built when missing), `path`, and `profile`.
+
+    A profile (a planner's file) is emulated, on the hardware that each cluster names, at the scales of `prfaas.standin`.
+    """
 
     arch: str = ""
     path: str = ""
+    profile: str = ""
     name: str = ""
     seed: int = 0
+    time_scale: float = 1.0
+    token_scale: float = 1.0
+    byte_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if bool(self.arch) == bool(self.path):
-            raise SettingsError(f"arch = {self.arch!r}, path = {self.path!r}: give exactly one of them")
+        if sum(map(bool, (self.arch, self.path, self.profile))) != 1:
+            raise SettingsError(
+                f"arch = {self.arch!r}, path = {self.path!r}, profile = {self.profile!r}: give exactly one of them"
+            )
         if self.arch:
             require_one_of("arch", self.arch, tuple(ARCHITECTURES))
+        if not self.profile and self.scale != Scale():
+            raise SettingsError("time_scale, token_scale and byte_scale: only with a profile; a model is as it is")
+
+    @property
+    def scale(self) -> Scale:
+        return Scale(time=self.time_scale, tokens=self.token_scale, bytes=self.byte_scale)
 
     @property
     def served_name(self) -> str:
         """The name that API users ask for."""
-        return self.name or self.arch or Path(self.path).name
+        return self.name or self.arch or Path(self.path).name or Path(self.profile).stem
 
     def directory(self, state_dir: Path) -> Path:
-        """Where the model lies or will be built."""
-        return (Path(self.path) if self.path else state_dir / "models" / f"{self.arch}-{self.seed}").absolute()
+        """Where the model lies or will be built, or what stands in for it."""
+        built = f"{self.arch}-{self.seed}" if self.arch else f"profile-{Path(self.profile).stem}"
+        return (Path(self.path) if self.path else state_dir / "models" / built).absolute()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterTable:
-    """One of [[clusters]]; its nodes' tables say what is theirs beyond [node]."""
+    """One of [[clusters]]; its nodes' tables say what is theirs beyond [node]. `hardware` is a name in the model's profile."""
 
     name: str
     kind: str
+    hardware: str = ""
     nodes: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTable:
+    """One of [[links]]: what may leave `source` for `destination`, a part of it for each node of `source`."""
+
+    source: str
+    destination: str
+    capacity_gbps: float
+
+    def __post_init__(self) -> None:
+        require(self.capacity_gbps > 0, "capacity_gbps", self.capacity_gbps, "a number above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +110,7 @@ class _Document:
 
     clusters: tuple[ClusterTable, ...]
     model: ModelChoice
+    links: tuple[LinkTable, ...] = ()
     gateway: Mapping[str, Any] = field(default_factory=dict)
     node: Mapping[str, Any] = field(default_factory=dict)
 
@@ -111,7 +144,11 @@ def _relative_to(directory: Path, document: dict[str, Any]) -> dict[str, Any]:
 def _with_paths(table: Any, directory: Path) -> Any:
     if not isinstance(table, dict):
         return table
-    paths = {key: str(directory / table[key]) for key in ("path", *IDENTITY_KEYS) if isinstance(table.get(key), str)}
+    paths = {
+        key: str(directory / table[key])
+        for key in ("path", "profile", *IDENTITY_KEYS)
+        if isinstance(table.get(key), str)
+    }
     return {**table, **paths}
 
 
@@ -128,9 +165,11 @@ def _parse(table: Mapping[str, Any], state_dir: Path) -> Topology:
     document = build(_Document, dict(table), "")
     model, gateway = document.model, document.gateway
     common = {**document.node, "served_model": model.served_name}
+    _check_links(document)
     tables = [
-        (where, {**table, "model": _model_of(table, model, state_dir)})
+        (where, {**egress, **table, **_model_of(table, cluster, model, state_dir)})
         for index, cluster in enumerate(document.clusters)
+        for egress in [_egress(document, cluster)]
         for where, table in _nodes(cluster, index, common)
     ]
     certificates = _certificates(state_dir, [table for _, table in tables])
@@ -152,9 +191,35 @@ def _parse(table: Mapping[str, Any], state_dir: Path) -> Topology:
     )
 
 
-def _model_of(table: Mapping[str, Any], model: ModelChoice, state_dir: Path) -> str:
-    """What a node's engine is started with: the model's directory, but for one that only emulates an architecture."""
-    return model.arch if table.get("engine") == "emulated" and model.arch else str(model.directory(state_dir))
+def _model_of(
+    table: Mapping[str, Any], cluster: ClusterTable, model: ModelChoice, state_dir: Path
+) -> Mapping[str, str]:
+    """What a node's engine is started with: the model's directory, but for one that only emulates it."""
+    directory = model.directory(state_dir)
+    if model.profile:
+        if not cluster.hardware:
+            raise SettingsError(f"clusters: {cluster.name!r} names no hardware; a profile has times by hardware")
+        if table.get("engine", "emulated") != "emulated":
+            raise SettingsError(f"engine = {table['engine']!r}: a profile can only be emulated")
+        return {"engine": "emulated", "model": str(stand_in_file(directory, cluster.hardware))}
+    return {"model": model.arch if table.get("engine") == "emulated" and model.arch else str(directory)}
+
+
+def _check_links(document: _Document) -> None:
+    known = [cluster.name for cluster in document.clusters]
+    for link in document.links:
+        for end in (link.source, link.destination):
+            require_one_of("links", end, tuple(known))
+
+
+def _egress(document: _Document, cluster: ClusterTable) -> Mapping[str, Any]:
+    """A link's capacity, in equal parts: nodes know nothing of each other's egress."""
+    rates = {
+        link.destination: document.model.scale.bytes_per_s(link.capacity_gbps) / len(cluster.nodes)
+        for link in document.links
+        if link.source == cluster.name and cluster.nodes
+    }
+    return {"egress_bytes_per_s": rates} if rates else {}
 
 
 def _what_it_is(document: Mapping[str, Any]) -> str:

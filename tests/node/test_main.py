@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from node.config import LISTENERS
+from node.config import LISTENERS, NodeConfig
+from node.errors import ConfigError
+from node.main import check_model
 from pd_cluster.__main__ import main
 
 TABLE = """[node]
@@ -171,6 +173,13 @@ def test_a_hang_up_signal_changes_budgets_and_says_so(tmp_path: Path) -> None:
                 time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60.0) == 0
+
+
+def test_hardware_that_no_profile_knows_is_said_at_once(tmp_path: Path) -> None:
+    values = {"node_id": "n", "cluster": "west", "cluster_kind": "pd", "role": "decode", "engine": "emulated"}
+    missing = NodeConfig(**values, model=str(tmp_path / "h300x8.json"))
+    with pytest.raises(ConfigError, match="h300x8"):
+        check_model(missing)
 
 
 def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

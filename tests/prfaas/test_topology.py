@@ -39,7 +39,10 @@ def test_common_settings_reach_every_node_and_its_own_win() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"modell": {}}, r"unknown key 'modell' .did you mean 'model'\?\); known are clusters, gateway, model, node"),
+        (
+            {"modell": {}},
+            r"unknown key 'modell' .did you mean 'model'\?\); known are clusters, gateway, links, model, node",
+        ),
         ({"model": {}}, "give exactly one"),
         ({"model": {"arch": "gpt5"}}, r"\[model\]: arch = 'gpt5': must be 'kimi_linear', "),
         ({"model": {"arch": "llama", "seed": "x"}}, r"\[model\]: seed = 'x': must be an integer"),
@@ -105,3 +108,56 @@ def test_a_prfaas_cluster_does_not_decode() -> None:
     clusters[0]["nodes"][0]["role"] = "decode"
     with pytest.raises(TopologyError, match="nodes of a PrfaaS cluster only prefill"):
         parse_topology(document(clusters=clusters), Path("state"))
+
+
+def emulated(**changes: Any) -> dict[str, Any]:
+    """A profile instead of a model, and a link between its clusters."""
+    base = document(
+        model={"profile": "m.json", "time_scale": 0.25, "byte_scale": 0.001},
+        links=[{"source": "far", "destination": "near", "capacity_gbps": 100}],
+    )
+    far, near = base["clusters"]
+    far |= {"hardware": "fast", "nodes": [{"node_id": f"p{number}", "role": "prefill"} for number in range(4)]}
+    near |= {"hardware": "cheap"}
+    return base | changes
+
+
+def test_a_profile_is_emulated_by_every_node_on_its_clusters_hardware() -> None:
+    nodes = parse_topology(emulated(), Path("state")).nodes
+    assert {node.engine for node in nodes} == {"emulated"}
+    assert nodes[0].model.endswith("/state/models/profile-m/fast.json")
+    assert nodes[-1].model.endswith("/state/models/profile-m/cheap.json")
+
+
+def test_the_senders_of_a_link_share_it() -> None:
+    nodes = parse_topology(emulated(), Path("state")).nodes
+    assert [node.budgets()["near"] for node in nodes[:4]] == [pytest.approx(100e9 / 8 * 0.001 / 0.25 / 4)] * 4
+    assert "near" not in nodes[-1].budgets()
+
+
+def test_what_a_node_says_of_its_egress_counts_more() -> None:
+    table = emulated()
+    table["clusters"][0]["nodes"][0]["egress_bytes_per_s"] = 7.0
+    assert parse_topology(table, Path("state")).nodes[0].egress_bytes_per_s == 7.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"profile": "m.json", "arch": "llama"}}, "exactly one"),
+        ({"model": {"arch": "llama", "time_scale": 0.5}}, "only with a profile"),
+        ({"model": {"profile": "m.json", "byte_scale": 0}}, "byte_scale = 0"),
+        ({"node": {"engine": "vllm"}}, "can only be emulated"),
+        ({"links": [{"source": "afar", "destination": "near", "capacity_gbps": 1}]}, "links = 'afar'"),
+        ({"links": [{"source": "far", "destination": "near", "capacity_gbps": 0}]}, "capacity_gbps = 0"),
+        ({"clusters": document()["clusters"]}, "'far' names no hardware"),
+    ],
+)
+def test_what_is_wrong_with_an_emulation_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
+        parse_topology(emulated(**changes), Path("state"))
+
+
+def test_a_profile_is_relative_to_the_file_that_names_it(tmp_path: Path) -> None:
+    live = Path(__file__).parents[2] / "configs" / "case_study_live.toml"
+    assert Path(load_topology(live, tmp_path).model.profile).is_file()
