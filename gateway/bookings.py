@@ -4,7 +4,7 @@ Of prompts that come together, the second one's decision must see the first one'
 by then or not. What was counted is given back when it is done, and all of it at the latest when the try is over.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from gateway.node import Node, Work
@@ -14,8 +14,9 @@ from planner.decisions.routing import Route
 class Booking:
     """The work of one try at a request."""
 
-    def __init__(self, decode: Node) -> None:
+    def __init__(self, decode: Node, clock: Callable[[], float]) -> None:
         self._decode = decode
+        self._clock = clock
         self._answer = Work()
         self._prefill: tuple[Node, Work] | None = None
         decode.take(self._answer)
@@ -30,6 +31,7 @@ class Booking:
                 tokens=route.uncached_tokens, destination=self._decode.cluster, promised_bytes=int(route.link_bytes)
             )
         if node is self._decode:  # it is counted there once already
+            node.prefill_share.add(route.compute_s, self._clock())
             node.give_back(self._answer)
             self._answer = work
             node.take(self._answer)
@@ -51,9 +53,9 @@ class Booking:
 
 
 @contextmanager
-def booked(decode: Node) -> Iterator[Booking]:
+def booked(decode: Node, clock: Callable[[], float]) -> Iterator[Booking]:
     """A place on a decode node, and whatever else is booked inside the block."""
-    booking = Booking(decode)
+    booking = Booking(decode, clock)
     try:
         yield booking
     finally:

@@ -20,12 +20,16 @@ from gateway.tasks import BACKOFF_S, TaskSet
 from hybrid_cache.errors import CacheError
 from hybrid_cache.events import CacheEvent
 from hybrid_cache.hashing import model_salt
-from hybrid_cache.index import PrefixIndex
+from hybrid_cache.index import NOTHING, Holding, PrefixIndex
 from hybrid_cache.layout import ModelLayout
 from planner.decisions.views import ClusterKind, NodeView, Role
 
 log = logging.getLogger("prfaas.gateway.clusters")
 
+KINDS: Final = {
+    kind.value: kind for kind in ClusterKind
+}  # an enum's own look-up is slow, and every node is viewed per prompt
+ROLES: Final = {role.value: role for role in Role}
 LOAD_INTERVAL_S: Final = 0.25
 SILENCE_S: Final = 10.0  # a node that reports its load every quarter of a second has been dead for long
 DEATH_NEWS_S: Final = 1.0  # an agent sees its engine end within milliseconds, unless it went with it
@@ -114,8 +118,9 @@ class Clusters:
         now, index = self._clock(), self.index
         if index is None:
             return []
+        holdings = index.match_all(prompt.hashes, prompt.transfer_tokens)
         return [
-            self._view(node, prompt, index)
+            self._view(node, holdings.get(node.id, NOTHING), now)
             for node in self.nodes
             if node.is_ready(now) and self._serves(node) and node.id not in exclude
         ]
@@ -148,22 +153,22 @@ class Clusters:
         served, info = self.served, node.info
         return bool(served and info and info.layout_fingerprint == served.layout.fingerprint)
 
-    def _view(self, node: Node, prompt: Prompt, index: PrefixIndex) -> NodeView:
+    def _view(self, node: Node, holding: Holding, now: float) -> NodeView:
         assert node.info is not None
-        hit = index.match(node.id, prompt.hashes, prompt.transfer_tokens)
-        movable = index.movable_tokens(node.id, prompt.hashes, hit)
+        hit = holding.hit
         return NodeView(
             node_id=node.id,
             cluster=node.info.cluster,
-            kind=ClusterKind(node.info.cluster_kind),
-            role=Role(node.info.role),
+            kind=KINDS[node.info.cluster_kind],
+            role=ROLES[node.info.role],
             queued_tokens=max(node.load.queued_tokens, node.pending_tokens),
             running=max(node.load.running, node.pending_requests - node.load.waiting),
             waiting=node.load.waiting,
             max_running=self._decode_slots,
             cached_tokens=hit.num_tokens,
             attention_tokens=hit.attention_tokens,
-            immovable_tokens=hit.num_tokens - movable,
+            immovable_tokens=hit.num_tokens - holding.movable_tokens,
+            prefill_share=node.prefill_share.at(now),
         )
 
     # What events change

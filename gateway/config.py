@@ -56,7 +56,10 @@ class RoutingConfig:
     An empty `home_cluster` lets load choose the decode cluster.
     With `cross_cluster_cache` a prefix that only the other cluster has is sent where the prefill runs, while the link between
     them has room to spare; `link_bytes_per_s` is the bandwidth of a link that nobody has measured yet, 0 is unknown and counts
-    as none to spare. `fetch_bytes_per_s` is how fast prefixes move inside a cluster; 0 keeps them where they are.
+    as none to spare. `fetch_bytes_per_s` is how fast prefixes move inside a cluster, until some have shown it; 0 keeps them
+    where they are.
+    A decode node computes up to `increment_tokens` of a prompt whose beginning it holds itself, while that is soon done and it
+    has time for it; 0 leaves every prompt to prefill nodes.
     With `replicate` prefixes that many requests want at once are copied to further prefill nodes of their cluster.
     At most `max_moves` prefixes are on their way at once, and none for longer than `move_timeout_s`.
     """
@@ -67,7 +70,8 @@ class RoutingConfig:
     home_cluster: str = ""
     cross_cluster_cache: bool = False
     link_bytes_per_s: float = 0.0
-    fetch_bytes_per_s: float = 0.0
+    fetch_bytes_per_s: float = 1e9  # a NIC of 10 Gbit/s
+    increment_tokens: int = 1024
     replicate: bool = False
     max_moves: int = 4
     move_timeout_s: float = 5.0
@@ -78,6 +82,7 @@ class RoutingConfig:
         require(self.decode_slots > 0, "decode_slots", self.decode_slots, "an integer above 0")
         for name in ("link_bytes_per_s", "fetch_bytes_per_s"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "a number of at least 0")
+        require(self.increment_tokens >= 0, "increment_tokens", self.increment_tokens, "an integer of at least 0")
         require(self.max_moves > 0, "max_moves", self.max_moves, "an integer above 0")
         require(self.move_timeout_s > 0, "move_timeout_s", self.move_timeout_s, "a number of seconds above 0")
 
@@ -209,7 +214,8 @@ class GatewayConfig:
 
 CHANGEABLE: Final = ("threshold_tokens", "max_in_flight", "log_level")
 CHANGEABLE_ROUTING: Final = (
-    "prefill_tokens_per_s", "placement", "home_cluster", "cross_cluster_cache", "fetch_bytes_per_s"
+    "prefill_tokens_per_s", "placement", "home_cluster", "cross_cluster_cache", "fetch_bytes_per_s",
+    "increment_tokens",
 )  # fmt: skip
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 IDENTITY_KEYS: Final = ("certificate", "key", "authority")

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Collection
+from dataclasses import replace
 
 from gateway.clusters import Clusters
 from gateway.config import GatewayConfig
@@ -9,7 +10,7 @@ from gateway.errors import NodeError, Unavailable
 from gateway.links import Links
 from gateway.node import Node
 from gateway.request import PrefillOutcome, Request
-from planner.decisions.estimates import LearnedCost
+from planner.decisions.estimates import LearnedCost, MoveEstimate
 from planner.decisions.placement import PLACERS, PlacementPolicy
 from planner.decisions.routing import Route, RoutingPolicy, route
 from planner.decisions.views import RouteRequest
@@ -23,18 +24,30 @@ class Decider:
         self._clusters = clusters
         self._links = links
         self._cost = cost
+        self._fetch_bytes_per_s = 0.0
+        self._moves: MoveEstimate | None = None
         self.configure(config)
 
     def configure(self, config: GatewayConfig) -> None:
-        """Decides as `config` says from now on."""
-        self._home = config.routing.home_cluster or None
+        """Decides as `config` says from now on. What was learned of moves begins anew with another rate for them."""
+        routing = config.routing
+        self._home = routing.home_cluster or None
+        if routing.fetch_bytes_per_s != self._fetch_bytes_per_s:
+            self._fetch_bytes_per_s = routing.fetch_bytes_per_s
+            self._moves = MoveEstimate(routing.fetch_bytes_per_s) if routing.fetch_bytes_per_s else None
         self._policy = RoutingPolicy(
             threshold_tokens=config.threshold_tokens,
-            cross_cluster_cache=config.routing.cross_cluster_cache,
-            placement=PlacementPolicy(fetch_bytes_per_s=config.routing.fetch_bytes_per_s),
+            cross_cluster_cache=routing.cross_cluster_cache,
+            increment_tokens=routing.increment_tokens,
+            placement=self._placement(),
         )
-        self._place = PLACERS[config.routing.placement]
-        self._cost.assume(config.routing.prefill_tokens_per_s)
+        self._place = PLACERS[routing.placement]
+        self._cost.assume(routing.prefill_tokens_per_s)
+
+    def _placement(self) -> PlacementPolicy:
+        if self._moves is None:
+            return PlacementPolicy()
+        return PlacementPolicy(fetch_bytes_per_s=self._moves.bytes_per_s, fetch_calls_s=self._moves.calls_s)
 
     def route(self, request: Request, exclude: Collection[str] = (), home: str | None = None) -> Route:
         """Where `request` goes now, leaving the nodes of `exclude` out. Raises Unavailable."""
@@ -55,6 +68,12 @@ class Decider:
         """`node` has computed a prompt."""
         computed, seconds = outcome.num_tokens - outcome.cached_tokens, outcome.prefill_end_s - outcome.prefill_start_s
         self._cost.observe(node.id, node.cluster, computed, outcome.cached_tokens, seconds)
+
+    def learn_move(self, source: Node, target: Node, num_bytes: int, seconds: float) -> None:
+        """A prefix has moved; what it took says what the next one takes, inside a cluster."""
+        if self._moves is not None and source.cluster == target.cluster:
+            self._moves.observe(num_bytes, seconds)
+            self._policy = replace(self._policy, placement=self._placement())
 
     def other_prefill(self, request: Request, chosen: Route, failed: Collection[str]) -> Route | None:
         """A route by another prefill node to the decode cluster of `chosen`, None if there is none."""

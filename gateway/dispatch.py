@@ -13,7 +13,7 @@ Everything held on a node is held by a `with` block: the client going away, a no
 by the same door. What fails before the client has seen a byte goes back to `decide` as often as `gateway.retries` allows.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -51,6 +51,7 @@ class Dispatcher:
         runner: Runner,
         accounts: Accounts,
         replicas: Replicas | None,
+        clock: Callable[[], float],
         max_tries: int,
     ) -> None:
         self._clusters = clusters
@@ -59,6 +60,7 @@ class Dispatcher:
         self._runner = runner
         self._accounts = accounts
         self.replicas = replicas
+        self._clock = clock
         self._max_tries = max_tries
 
     @asynccontextmanager
@@ -88,7 +90,7 @@ class Dispatcher:
     @asynccontextmanager
     async def _attempt(self, request: Request, chosen: Route) -> AsyncIterator[Attempt]:
         # Nothing is awaited between the decision and its booking: the next decision sees this one.
-        with booked(self._clusters.by_id(chosen.decode_node)) as booking:
+        with booked(self._clusters.by_id(chosen.decode_node), self._clock) as booking:
             booking.prefill(self._clusters.by_id(chosen.prefill_node or chosen.decode_node), chosen)
             async with (
                 self._reservations.held(request, chosen) as hold,

@@ -42,12 +42,20 @@ class Moves:
     """Carries moves out, `limit` at a time; the rest is refused."""
 
     def __init__(
-        self, metrics: Metrics, tasks: TaskSet, clock: Callable[[], float], *, limit: int, timeout_s: float
+        self,
+        metrics: Metrics,
+        tasks: TaskSet,
+        clock: Callable[[], float],
+        *,
+        limit: int,
+        timeout_s: float,
+        on_moved: Callable[[Node, Node, int, float], None] = lambda source, target, num_bytes, seconds: None,
     ) -> None:
         self._metrics = metrics
         self._clock = clock
         self._limit = limit
         self._timeout_s = timeout_s
+        self._on_moved = on_moved
         self._running: dict[tuple[str, bytes], asyncio.Task[str]] = {}
         self._tasks = tasks
 
@@ -81,6 +89,7 @@ class Moves:
             async with asyncio.timeout(self._timeout_s):
                 sent = await self._carry_out(move)
             outcome = OK
+            self._on_moved(move.source, move.target, sent, self._clock() - began)
         except TimeoutError:
             outcome = "timeout"
         except NodeError as error:

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from gateway.agent import AgentClient, LinkLoad, NodeInfo, NodeLoad
+from planner.decisions.estimates import PrefillShare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,7 @@ class Node:
         self.suspect_until = float("-inf")
         self.pending_tokens = 0
         self.pending_requests = 0
+        self.prefill_share = PrefillShare()
         self.promised_bytes: Counter[str] = Counter()  # by destination cluster, of requests that were sent here
 
     def __repr__(self) -> str:

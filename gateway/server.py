@@ -96,7 +96,14 @@ async def running(
     accounts = Accounts(metrics, records, clock)
     decider = Decider(config, clusters, links, cost)
     legs = Legs(config.timeouts, max_connections=2 * config.max_in_flight)
-    moves = Moves(metrics, afterwards, clock, limit=config.routing.max_moves, timeout_s=config.routing.move_timeout_s)
+    moves = Moves(
+        metrics,
+        afterwards,
+        clock,
+        limit=config.routing.max_moves,
+        timeout_s=config.routing.move_timeout_s,
+        on_moved=decider.learn_move,
+    )
     replicas = Replicas(clusters, moves, clock) if config.routing.replicate else None
     admission = Admission(config.max_in_flight, metrics.in_flight.set)
     rooms = Rooms(
@@ -110,6 +117,7 @@ async def running(
             Runner(clusters, links, legs, moves, decider, accounts, requests, config.max_attempts),
             accounts,
             replicas,
+            clock,
             config.max_attempts,
         ),
         relay=Relay(accounts, requests, clock),

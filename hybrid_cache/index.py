@@ -7,17 +7,28 @@ nobody can send it to another node.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
 from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Medium
+from hybrid_cache.everyone import Snapshots, leading_blocks, unbroken_blocks
 from hybrid_cache.layout import ModelLayout
 from hybrid_cache.lookup import MISS, PrefixHit, longest_common_hit
 
 DEFAULT_MAX_BLOCKS = 4_000_000
 ANYWHERE: Final = tuple(Medium)
 MOVABLE: Final = (Medium.MEMORY, Medium.SSD)
+
+
+class Holding(NamedTuple):
+    """What a node probably has of a prompt; the last tokens of `hit` may be beyond `movable_tokens`, that others can be sent."""
+
+    hit: PrefixHit
+    movable_tokens: int
+
+
+NOTHING: Final = Holding(MISS, 0)
 
 
 class PrefixIndex:
@@ -77,6 +88,48 @@ class PrefixIndex:
         if bits != self._bits.get((node_id, Medium.MEMORY)):  # in the others, blocks may be missing anywhere
             hashes = hashes[: self._leading(held, hashes[: num_tokens // self.layout.block_size])]
         return longest_common_hit(self.layout, held, hashes, num_tokens)
+
+    def match_all(self, hashes: Sequence[bytes], num_tokens: int) -> dict[str, "Holding"]:
+        """`match` and `movable_tokens` of every node that is known, in one look at the prompt."""
+        found: dict[str, Holding] = {}
+        if self.layout.window_groups or not self.layout.full_groups:
+            for node_id in self.nodes():
+                hit = self.match(node_id, hashes, num_tokens)
+                found[node_id] = Holding(hit, self.movable_tokens(node_id, hashes, hit))
+            return found
+        names: dict[str, dict[Medium, int]] = {}
+        for (node_id, medium), bit in self._bits.items():
+            names.setdefault(node_id, {})[medium] = bit
+        limit = min(num_tokens // self.layout.block_size, len(hashes))
+        lengths = self._lengths(names, hashes, limit)
+        states = [self._holders[group] for group in self.layout.state_groups]
+        longest = max(lengths.values(), default=0)
+        snapshots = Snapshots(states, hashes, longest) if states else None
+        size = self.layout.block_size
+        for node_id, media in names.items():
+            attention = lengths[node_id]
+            agreed = snapshots.longest(sum(media.values()), attention) if snapshots and attention else attention
+            hit = PrefixHit(agreed * size, attention * size)
+            movable = agreed * size
+            if agreed and Medium.ENGINE in media:
+                movable = self.match(node_id, hashes, hit.num_tokens, MOVABLE).num_tokens
+            found[node_id] = Holding(hit, movable)
+        return found
+
+    def _lengths(
+        self, names: Mapping[str, Mapping[Medium, int]], hashes: Sequence[bytes], limit: int
+    ) -> dict[str, int]:
+        """Leading blocks of which each node holds the attention."""
+        full = [self._holders[group] for group in self.layout.full_groups]
+        closed = {media[Medium.MEMORY]: name for name, media in names.items() if list(media) == [Medium.MEMORY]}
+        open_ = {sum(media.values()): name for name, media in names.items() if list(media) != [Medium.MEMORY]}
+        lengths = {open_[bits]: length for bits, length in unbroken_blocks(full, list(open_), hashes, limit).items()}
+        for length, nodes in leading_blocks(full, sum(closed), hashes, limit) if closed else ():
+            while nodes:
+                bit = nodes & -nodes
+                lengths[closed[bit]] = length
+                nodes ^= bit
+        return lengths
 
     def movable_tokens(self, node_id: str, hashes: Sequence[bytes], hit: PrefixHit) -> int:
         """How much of `hit` the node can send to another one."""

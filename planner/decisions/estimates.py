@@ -9,10 +9,15 @@ before it. Old samples fade, so that a node which has become slower is believed 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import exp
 from typing import Final
 
 from planner.decisions.views import NodeView, PrefillCost
 
+MOVES_REMEMBERED: Final = 16.0
+CALLS_S: Final = 0.01  # of a move: Reserve, Load and Commit
+LEAST_SLOPE: Final = 1e-13  # s per byte: no memory is copied faster than 10 TB/s
+PREFILL_SHARE_S: Final = 10.0  # how long ago "lately" is: some tens of prompts
 MEMORY: Final = 64.0  # prompts after which a sample's weight has fallen to 1/e
 PRIOR_WEIGHT: Final = 0.005  # of a sample: enough to say what no sample has, not enough to argue with one
 PROBES: Final = (
@@ -149,6 +154,57 @@ def _solve(products: Sequence[Sequence[float]], sums: Sequence[float], free: Seq
         known = sum(rows[at][j] * found[free[j]] for j in range(at + 1, size))
         found[free[at]] = (rows[at][size] - known) / rows[at][at]
     return [each * scale.get(i, 0.0) for i, each in enumerate(found)]
+
+
+class MoveEstimate:
+    """What moving a prefix inside a cluster takes: some calls, and its bytes at some rate. Least squares that forget."""
+
+    def __init__(self, bytes_per_s: float, calls_s: float = CALLS_S) -> None:
+        """The prior, until moves have shown what they take."""
+        self.calls_s = calls_s
+        self.bytes_per_s = bytes_per_s
+        self._prior = calls_s, bytes_per_s
+        # Sums over the moves seen: w, w·x, w·x², w·y, w·x·y of x bytes in y seconds.
+        self._sums = [0.0] * 5
+        for num_bytes in (0.0, bytes_per_s):
+            self._add(num_bytes, calls_s + num_bytes / bytes_per_s)
+
+    def observe(self, num_bytes: float, seconds: float) -> None:
+        """`num_bytes` have moved within `seconds`, calls and all."""
+        if num_bytes <= 0 or seconds < LEAST_S:
+            return
+        self._sums = [each * (1.0 - 1.0 / MOVES_REMEMBERED) for each in self._sums]
+        self._add(num_bytes, seconds)
+        w, wx, wxx, wy, wxy = self._sums
+        slope = (w * wxy - wx * wy) / max(w * wxx - wx * wx, LEAST_S)
+        slope = min(max(slope, 0.0), wy / wx)  # neither calls nor bytes take less than no time
+        self.calls_s = (wy - slope * wx) / w
+        self.bytes_per_s = 1.0 / max(slope, LEAST_SLOPE)
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.calls_s + num_bytes / self.bytes_per_s
+
+    def _add(self, num_bytes: float, seconds: float) -> None:
+        # Errors count relatively to what was expected, not to what was seen: else slow moves would hardly count.
+        calls_s, bytes_per_s = self._prior
+        w, x = (calls_s + num_bytes / bytes_per_s) ** -2, num_bytes
+        for i, each in enumerate((w, w * x, w * x * x, w * seconds, w * x * seconds)):
+            self._sums[i] += each
+
+
+class PrefillShare:
+    """The part of its time that a decode node has lately spent on prompts: what its streams had to wait for."""
+
+    def __init__(self) -> None:
+        self._share = 0.0
+        self._at = 0.0
+
+    def add(self, seconds: float, now: float) -> None:
+        """A prompt of so much computing was given to it."""
+        self._share, self._at = self.at(now) + seconds / PREFILL_SHARE_S, now
+
+    def at(self, now: float) -> float:
+        return self._share * exp((self._at - now) / PREFILL_SHARE_S)
 
 
 class LearnedCost(PrefillCost):

@@ -25,12 +25,14 @@ class PlacementPolicy:
 
     `balancing_ratio`: a prefix elsewhere is fetched only when it is longer than the node's own by this factor
     (Algorithm 1's `kvcache_balancing_threshold`; near 1 copies hot prefixes eagerly, large values compute instead).
-    `fetch_bytes_per_s`: rate of a prefix transfer inside a cluster; 0 says that there is none.
+    `fetch_bytes_per_s`: rate of a prefix transfer inside a cluster; 0 says that there is none. `fetch_calls_s` is what every
+    one takes beside its bytes.
     `decode_load_slack`: how much busier a decode node may be for the sake of a prefix it already holds.
     """
 
     balancing_ratio: float = 1.5
     fetch_bytes_per_s: float = 0.0
+    fetch_calls_s: float = 0.0
     decode_load_slack: float = 0.1
 
     def __post_init__(self) -> None:
@@ -133,7 +135,7 @@ def place_kvcache_centric(
         # A linear state is fetched whole, so an own prefix saves only what grows with length. The fetch runs while the
         # request waits, so only what outlasts the queue is seen.
         fetch_bytes = request.kv_bytes(longest) - request.kv_bytes(node.cached_tokens)
-        ttft_s = max(queue_s, fetch_bytes / policy.fetch_bytes_per_s) + compute_s
+        ttft_s = max(queue_s, policy.fetch_calls_s + fetch_bytes / policy.fetch_bytes_per_s) + compute_s
         if ttft_s < choice.ttft_s:
             choice = PrefillChoice(node, longest, ttft_s, holder.node_id)
     return choice

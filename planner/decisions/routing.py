@@ -132,7 +132,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The decision. `[0, cached_tokens)` need not be computed; `fetch_from` names the node that hands it over first.
 
     `prefill_node` is None when the decode node does everything. `threshold_tokens` is the one that applied, pressure
-    included; `ttft_s` is the placement's prediction without the link, `link_bytes` what will cross one.
+    included; `ttft_s` is the placement's prediction without the link, `compute_s` the part of it that is computing,
+    `link_bytes` what will cross a link.
     """
 
     target: Target
@@ -143,6 +144,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     cached_tokens: int
     threshold_tokens: float
     ttft_s: float = 0.0
+    compute_s: float = 0.0
     link_bytes: float = 0.0
     fetch_from: str | None = None
 
@@ -224,14 +226,14 @@ def route_among(
     at_home = [node for node in decodes if node.cluster == request.home] if request.home else []
     decode = choose_decode(at_home or decodes, policy.placement)
     if request.unshared:
-        return _on_decode_node(request, decode, Reason.UNSHARED, policy)
+        return _on_decode_node(request, decode, Reason.UNSHARED, policy, cost)
     if request.num_tokens <= 1:
-        return _on_decode_node(request, decode, Reason.SINGLE_TOKEN, policy)
+        return _on_decode_node(request, decode, Reason.SINGLE_TOKEN, policy, cost)
     local = _Side(prefills.get(decode.cluster, []), decodes, decode.cluster)
     remote = _best_remote(request, prefills, decodes, links, decode, cost)
     if not local.prefill and not (remote.prefill and remote.link):
         reason = Reason.LINK_DOWN if remote.prefill else Reason.NO_PREFILL
-        return _on_decode_node(request, decode, reason, policy)
+        return _on_decode_node(request, decode, reason, policy, cost)
 
     verdict = _decide(request, local, remote, decode, policy, cost)
     side, other = (local, remote) if verdict.target is Target.LOCAL else (remote, local)
@@ -239,9 +241,11 @@ def route_among(
     if verdict.shares_cache:
         choice = _with_other_cluster(request, choice, other, cost)
     if _is_short_increment(request, decode, policy):
-        held_s = cost.queue_s(decode) + cost.prefill_s(decode, request.num_tokens, decode.cached_tokens)
-        if held_s <= policy.increment_patience * _seen_s(request, choice, decode, remote if side is remote else None):
-            return _on_decode_node(request, decode, Reason.HELD, policy, held_s)
+        held = _on_decode_node(request, decode, Reason.HELD, policy, cost)
+        if held.ttft_s <= policy.increment_patience * _seen_s(
+            request, choice, decode, remote if side is remote else None
+        ):
+            return held
     reason = verdict.reason
     if reason is Reason.LONG and request.num_tokens - choice.cached_tokens <= policy.threshold_tokens:
         reason = Reason.REMOTE_PREFIX
@@ -254,6 +258,7 @@ def route_among(
         cached_tokens=choice.cached_tokens,
         threshold_tokens=verdict.threshold_tokens,
         ttft_s=choice.ttft_s,
+        compute_s=cost.prefill_s(choice.node, request.num_tokens, choice.cached_tokens),
         link_bytes=_bytes_to_send(request, decode) if verdict.target is Target.REMOTE else 0.0,
         fetch_from=choice.fetch_from,
     )
@@ -415,9 +420,10 @@ def _with_other_cluster(request: RouteRequest, choice: PrefillChoice, other: _Si
 
 
 def _on_decode_node(
-    request: RouteRequest, decode: NodeView, reason: Reason, policy: RoutingPolicy, ttft_s: float = 0.0
+    request: RouteRequest, decode: NodeView, reason: Reason, policy: RoutingPolicy, cost: PrefillCost
 ) -> Route:
     cached = 0 if request.unshared else decode.cached_tokens
+    compute_s = cost.prefill_s(decode, request.num_tokens, cached)
     return Route(
         target=Target.DECODE,
         reason=reason,
@@ -426,5 +432,6 @@ def _on_decode_node(
         uncached_tokens=request.num_tokens - cached,
         cached_tokens=cached,
         threshold_tokens=policy.threshold_tokens,
-        ttft_s=ttft_s,
+        ttft_s=cost.queue_s(decode) + compute_s,
+        compute_s=compute_s,
     )

@@ -3,10 +3,11 @@
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from math import exp, inf
-from typing import Any, Final
+from math import inf
+from typing import Any
 
 from hybrid_cache.lookup import MISS, PrefixHit
+from planner.decisions.estimates import PrefillShare
 from planner.decisions.routing import Route
 from planner.decisions.views import NodeView, Role
 from planner.model.profile import DecodeProfile
@@ -16,7 +17,6 @@ from planner.simulator.scenario import Pool
 from planner.simulator.sharing import FairShare
 
 NO_HASHES: tuple[bytes, ...] = ()
-PREFILL_SHARE_S: Final = 10.0  # how long ago "lately" is: some tens of prompts
 
 
 class Job:
@@ -171,8 +171,7 @@ class DecodeNode:
         self._queue: deque[Job] = deque()
         self._free_at = 0.0  # from prompts
         self._stalls = 0  # prompts under way or waiting
-        self._share = 0.0  # of the time lately spent on prompts, as of `_shared_at`
-        self._shared_at = 0.0
+        self._share = PrefillShare()
         # Ends of requests are known when they start, unless the batch's speed changes.
         self._flat = self.profile.step_s_per_request == 0 and not computes
         # By the number of requests in the batch: a step's time, and the tokens per second that each gets.
@@ -191,8 +190,7 @@ class DecodeNode:
         start = max(now, self._free_at)
         self._free_at = start + gpu_s
         self.prefill_s += gpu_s
-        self._share = self.prefill_share(now) + gpu_s / PREFILL_SHARE_S
-        self._shared_at = now
+        self._share.add(gpu_s, now)
         self.seen = None
         if not self._flat:
             self._stalls += 1
@@ -204,10 +202,6 @@ class DecodeNode:
     def queue_s(self, now: float) -> float:
         """Time until a prompt that comes now would be computed here."""
         return max(0.0, self._free_at - now)
-
-    def prefill_share(self, now: float) -> float:
-        """The part of its time that it has spent on prompts lately."""
-        return self._share * exp((self._shared_at - now) / PREFILL_SHARE_S)
 
     def _on_stalled(self, now: float, _: None) -> None:
         self._stalls -= 1
@@ -233,7 +227,7 @@ class DecodeNode:
     def view_for(self, hashes: Sequence[bytes], num_tokens: int, now: float) -> NodeView:
         """As this prompt sees it."""
         hit = self.match(hashes, num_tokens)
-        return self._view(min(hit.num_tokens, num_tokens - 1), hit.attention_tokens, self.prefill_share(now))
+        return self._view(min(hit.num_tokens, num_tokens - 1), hit.attention_tokens, self._share.at(now))
 
     def _view(self, cached_tokens: int, attention_tokens: int, prefill_share: float) -> NodeView:
         return NodeView(

@@ -36,7 +36,12 @@ def topology_document(model: Path, *, threshold: int, decode_nodes: int = 1, **n
     """One PrfaaS node, one PD prefill node, and some decode nodes."""
     return {
         "model": {"path": str(model), "name": "tiny"},
-        "gateway": {"port": 0, "threshold_tokens": threshold, "routing": {"prefill_tokens_per_s": 1000.0}},
+        "gateway": {
+            "port": 0,
+            "threshold_tokens": threshold,
+            # What a node holds stays there: these tests are about what travels for a request (but for test_increments).
+            "routing": {"prefill_tokens_per_s": 1000.0, "increment_tokens": 0, "fetch_bytes_per_s": 0.0},
+        },
         "node": {"lease_s": 30.0, **node},
         "clusters": [
             {"name": "east", "kind": "prfaas", "nodes": [{"node_id": "far", "role": "prefill", "transport": "tcp"}]},

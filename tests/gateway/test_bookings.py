@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from typing import cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,13 +26,13 @@ def node_of(node_id: str, cluster: str = "west", kind: str = "pd", role: str = "
 def route_of(uncached_tokens: int = 100, link_bytes: float = 0.0) -> Route:
     return Route(
         target=Target.REMOTE, reason=Reason.LONG, decode_node="d0", prefill_node="r0", uncached_tokens=uncached_tokens,
-        cached_tokens=0, threshold_tokens=10.0, link_bytes=link_bytes,
+        cached_tokens=0, threshold_tokens=10.0, compute_s=0.5, link_bytes=link_bytes,
     )  # fmt: skip
 
 
 def test_what_is_booked_is_seen_at_once_and_moves_with_the_prefill():
     decode, first, second = node_of("d0"), node_of("r0", "east", "prfaas"), node_of("p0")
-    with booked(decode) as booking:
+    with booked(decode, lambda: 0.0) as booking:
         booking.prefill(first, route_of(100, 5_000.0))
         assert (decode.pending_requests, first.pending_tokens, first.promised_bytes) == (1, 100, {"west": 5_000})
         booking.prefill(second, route_of(100, 5_000.0))
@@ -44,9 +45,10 @@ def test_what_is_booked_is_seen_at_once_and_moves_with_the_prefill():
 
 def test_a_prompt_that_the_decode_node_computes_is_one_request_there():
     decode = node_of("d0")
-    with booked(decode) as booking:
+    with booked(decode, lambda: 0.0) as booking:
         booking.prefill(decode, route_of(60))
         assert (decode.pending_requests, decode.pending_tokens) == (1, 60)
+        assert decode.prefill_share.at(0.0) == pytest.approx(0.05)  # half a second of the last ten
     assert (decode.pending_requests, decode.pending_tokens) == (0, 0)
 
 
@@ -66,7 +68,7 @@ def test_nothing_leaks(steps: list[Step]) -> None:
     for request, act, at, amount in steps:
         if request not in open_bookings:
             stack = ExitStack()
-            open_bookings[request] = stack.enter_context(booked(nodes[request % 2])), stack
+            open_bookings[request] = stack.enter_context(booked(nodes[request % 2], lambda: 0.0)), stack
         booking, stack = open_bookings[request]
         if act == 0:
             booking.prefill(nodes[at], route_of(int(amount) % 10_000, amount))

@@ -1,8 +1,12 @@
 """What nodes do is learned and decides where the next prompt goes."""
 
 import asyncio
+import time
 from dataclasses import replace
 
+from gateway.config import RoutingConfig
+from gateway.node import Work
+from tests.gateway.test_moves import OTHER, holds
 from tests.gateway.worlds import on_loop, world
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
@@ -47,3 +51,59 @@ async def test_what_was_learned_outlives_a_reload() -> None:
         for i in range(4):
             await w.complete(f"later {i} {LONG}")
         assert len(slow.bodies) <= 1
+
+
+@on_loop
+async def test_a_conversation_that_began_remote_comes_home() -> None:
+    async with world(decode=1) as w:
+        (remote,), (decode,) = w.nodes.remote, w.nodes.decode
+        first = await w.complete(LONG)
+        assert first.headers["x-prfaas-route"].startswith("remote;")
+        talk = LONG
+        for turn in range(6):  # the decode node holds what landed and what it has answered, and so does the remote one
+            await holds(w, decode, [talk])
+            await holds(w, remote, [talk])
+            talk += f"and {turn} the quick brown fox jumps over "
+            answer = await w.complete(talk)
+            assert answer.headers["x-prfaas-route"].startswith("local; node=d0; uncached=")
+            assert answer.headers["x-prfaas-route"].endswith("reason=held")
+        assert len(remote.bodies) == 1
+        await w.settled()
+
+
+@on_loop
+async def test_a_decode_node_is_spared_prompts_while_it_computes_too_many() -> None:
+    async with world(decode=1) as w:
+        (remote,), (decode,) = w.nodes.remote, w.nodes.decode
+        await holds(w, decode, [LONG])
+        await holds(w, remote, [LONG])
+        w.gateway.clusters.by_id("d0").prefill_share.add(5.0, time.monotonic())
+        answer = await w.complete(f"{LONG} and so on")
+        assert answer.headers["x-prfaas-route"].startswith("local; node=p0; uncached=")
+        assert [to for to, _, _ in decode.loads] == ["p0"]  # what it holds is computed on, elsewhere
+
+
+@on_loop
+async def test_nothing_is_computed_or_fetched_at_home_where_the_configuration_says_so() -> None:
+    async with world(decode=1, routing=RoutingConfig(increment_tokens=0, fetch_bytes_per_s=0.0)) as w:
+        (remote,), (decode,) = w.nodes.remote, w.nodes.decode
+        await holds(w, decode, [LONG])
+        await holds(w, remote, [LONG])
+        answer = await w.complete(f"{LONG} and so on")
+        assert answer.headers["x-prfaas-route"].endswith("reason=remote_prefix")
+
+
+@on_loop
+async def test_a_prefix_is_fetched_inside_the_cluster_only_while_that_pays() -> None:
+    async with world(remote=0, local=2, decode=1) as w:
+        holder, other = w.nodes.local
+        await holds(w, holder, [LONG])
+        w.gateway.clusters.by_id("p0").take(Work(tokens=10_000))  # busy for half a second
+        await w.complete(f"{LONG} and so on")
+        assert [to for to, _, _ in holder.loads] == ["p1"]
+        for _ in range(20):  # moves turn out to take ten seconds each
+            w.gateway.decider.learn_move(*w.gateway.clusters.nodes[:2], 1_000_000, 10.0)
+        await holds(w, holder, [OTHER])
+        await w.complete(f"{OTHER} and so on")
+        assert len(holder.loads) == 1
+        assert len(other.bodies) == 2

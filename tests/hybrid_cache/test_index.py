@@ -107,3 +107,32 @@ def test_what_only_an_engine_has_cannot_be_moved():
     index.apply("a", CacheCleared(Medium.SSD))
     assert index.match("a", CHAIN[2:], 32) == PrefixHit(16, 16)
     assert index.movable_tokens("a", CHAIN[2:], PrefixHit(16, 16)) == 0
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from("abcd"),
+        st.sampled_from([*Medium, Medium.MEMORY]),
+        st.integers(0, 1),
+        st.integers(0, 40),
+        st.lists(st.integers(0, 39), max_size=3),
+    ),
+    max_size=14,
+)
+
+
+@given(EVENTS, st.integers(0, 170), st.booleans())
+def test_all_nodes_at_once_are_told_what_each_is_told(events, num_tokens, has_states):
+    """Memory is prefix-closed, as nodes keep it; what is on an SSD or in an engine may have holes."""
+    index = PrefixIndex(make_layout(FULL, STATE) if has_states else make_layout(FULL))
+    chain = hashes_of(list(range(160)))
+    for node, medium, group, length, holes in events:
+        group = min(group, len(index.layout.groups) - 1)
+        index.apply(node, BlocksStored(group, tuple(chain[:length][:: 1 + 4 * group]), medium))
+        if medium is not Medium.MEMORY:
+            index.apply(node, BlocksRemoved(group, tuple(chain[hole] for hole in holes), medium))
+    everyone = index.match_all(chain, num_tokens)
+    assert set(everyone) == set(index.nodes())
+    for node, holding in everyone.items():
+        hit = index.match(node, chain, num_tokens)
+        assert holding == (hit, index.movable_tokens(node, chain, hit))

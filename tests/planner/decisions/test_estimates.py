@@ -4,8 +4,10 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from planner.decisions.estimates import BELIEVED, LearnedCost, PrefillEstimate
+from planner.decisions.estimates import BELIEVED, LearnedCost, MoveEstimate, PrefillEstimate, PrefillShare
 from planner.decisions.routing import route
 from tests.planner.worlds import link, pd_decode, policy, prfaas, request
 
@@ -125,3 +127,28 @@ def test_long_prompts_go_to_the_cluster_that_has_proved_quick():
         went.append(found.prefill_node)
         queued[found.prefill_node] += 5_000
     assert went == ["r1"] * 12
+
+
+def test_a_move_takes_calls_and_bytes():
+    found = MoveEstimate(1e9, 0.01)
+    assert found.seconds(1e9) == pytest.approx(1.01)
+    for at in range(200):
+        num_bytes = 1e6 * (1 + at % 40)
+        found.observe(num_bytes, 0.03 + num_bytes / 1e8)
+    assert found.seconds(1e6) == pytest.approx(0.04, rel=0.05)
+    assert found.seconds(4e7) == pytest.approx(0.43, rel=0.05)
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**12), st.floats(0, 1e4)), max_size=60))
+def test_whatever_moves_took_more_bytes_never_take_less_and_none_no_time(moves):
+    found = MoveEstimate(1e9)
+    for num_bytes, seconds in moves:
+        found.observe(num_bytes, seconds)
+    assert 0 <= found.seconds(0) <= found.seconds(10**6) <= found.seconds(10**9) < float("inf")
+
+
+def test_a_share_fades():
+    share = PrefillShare()
+    share.add(1.0, 100.0)
+    assert share.at(100.0) == pytest.approx(0.1)
+    assert share.at(110.0) == pytest.approx(0.1 / 2.718, rel=1e-3)

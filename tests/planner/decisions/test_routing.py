@@ -32,6 +32,7 @@ def test_a_route_names_both_nodes_and_both_lengths():
         cached_tokens=512,
         threshold_tokens=20_000,
         ttft_s=2.9488,
+        compute_s=2.9488,
         link_bytes=518_400_000.0,
     )
 
