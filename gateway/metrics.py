@@ -1,9 +1,10 @@
 """What Prometheus is told. Values are handed in; no other module of the gateway knows the library."""
 
 from collections.abc import Collection, Mapping
-from typing import Final
+from typing import Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics import MetricWrapperBase
 
 from gateway.links import LinkStatus
 from gateway.node import Node
@@ -18,35 +19,56 @@ TOKEN_BUCKETS: Final = tuple(float(2**power) for power in range(21))  # to 1M; w
 LAG_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5)
 
 
+M = TypeVar("M", bound=MetricWrapperBase)
+
+
+class Children(dict[tuple[str, ...], M]):
+    """The children of a metric by the values of its labels, each looked up in the library once. For labels of few values."""
+
+    def __init__(self, metric: M) -> None:
+        super().__init__()
+        self._metric = metric
+
+    def __missing__(self, values: tuple[str, ...]) -> M:
+        child = self[values] = self._metric.labels(*values)
+        return child
+
+
 class Metrics:
     """The gateway's instruments, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self._requests = Counter(
-            "prfaas_requests", "Finished requests", ["route", "reason", "status"], registry=registry
+        self._requests = Children(
+            Counter("prfaas_requests", "Finished requests", ["route", "reason", "status"], registry=registry)
         )
-        self._ttft = Histogram(
-            "prfaas_time_to_first_token_seconds", "TTFT", ["route"], registry=registry, buckets=TTFT_BUCKETS_S
+        self._ttft = Children(
+            Histogram(
+                "prfaas_time_to_first_token_seconds", "TTFT", ["route"], registry=registry, buckets=TTFT_BUCKETS_S
+            )
         )
-        self._tbt = Histogram(
-            "prfaas_inter_token_latency_seconds",
-            "Mean time between the events of a stream",
-            ["route"],
-            registry=registry,
-            buckets=TBT_BUCKETS_S,
+        self._tbt = Children(
+            Histogram(
+                "prfaas_inter_token_latency_seconds",
+                "Mean time between the events of a stream",
+                ["route"],
+                registry=registry,
+                buckets=TBT_BUCKETS_S,
+            )
         )
-        self._e2e = Histogram(
-            "prfaas_e2e_request_latency_seconds", "E2E", ["route"], registry=registry, buckets=E2E_BUCKETS_S
+        self._e2e = Children(
+            Histogram("prfaas_e2e_request_latency_seconds", "E2E", ["route"], registry=registry, buckets=E2E_BUCKETS_S)
         )
-        self._kv_bytes = Counter(
-            "prfaas_kv_transfer_bytes",
-            "KVCache sent for requests, by destination cluster and by what carried it",
-            ["route", "link", "transport"],
-            registry=registry,
+        self._kv_bytes = Children(
+            Counter(
+                "prfaas_kv_transfer_bytes",
+                "KVCache sent for requests, by destination cluster and by what carried it",
+                ["route", "link", "transport"],
+                registry=registry,
+            )
         )
-        self._prompt_tokens = Counter(
-            "prfaas_prompt_tokens", "Prompt tokens by where they came from", ["source"], registry=registry
+        self._prompt_tokens = Children(
+            Counter("prfaas_prompt_tokens", "Prompt tokens by where they came from", ["source"], registry=registry)
         )
         self._uncached = Histogram(
             "prfaas_uncached_prompt_tokens",
@@ -131,33 +153,33 @@ class Metrics:
     def finished(self, request: Request, status: int, code: str = "none") -> None:
         """Counts a request that is over, however it ended; `code` is why, if it was not even routed."""
         route = request.route_label
-        self._requests.labels(route, request.reason_label if request.route else code, str(status)).inc()
+        self._requests[route, request.reason_label if request.route else code, str(status)].inc()
         if outcome := request.outcome:  # it has travelled, whatever came of the answer
-            self._kv_bytes.labels(route, request.destination, outcome.link or "unknown").inc(outcome.bytes_total)
+            self._kv_bytes[route, request.destination, outcome.link or "unknown"].inc(outcome.bytes_total)
         if status != 200:
             return
         timeline = request.timeline
         # An answer that is not streamed comes as a whole: its first byte says nothing about its first token.
         if request.call.stream and timeline.ttft_s is not None:
-            self._ttft.labels(route).observe(timeline.ttft_s)
+            self._ttft[route,].observe(timeline.ttft_s)
         if timeline.e2e_s is not None:
-            self._e2e.labels(route).observe(timeline.e2e_s)
+            self._e2e[route,].observe(timeline.e2e_s)
         if request.events > 1 and timeline.first_token is not None and timeline.last_token is not None:
-            self._tbt.labels(route).observe((timeline.last_token - timeline.first_token) / (request.events - 1))
+            self._tbt[route,].observe((timeline.last_token - timeline.first_token) / (request.events - 1))
         self._count_tokens(request)
 
     def _count_tokens(self, request: Request) -> None:
         if request.route is None:
             return
         cached = cached_tokens(request)
-        self._prompt_tokens.labels("cache").inc(cached)
-        self._prompt_tokens.labels("computed").inc(max(0, request.prompt.num_tokens - cached))
+        self._prompt_tokens["cache",].inc(cached)
+        self._prompt_tokens["computed",].inc(max(0, request.prompt.num_tokens - cached))
         self._uncached.observe(max(0, request.prompt.num_tokens - cached))
         self._output.observe(request.output_tokens)
 
     def rejected(self, code: str, status: int) -> None:
         """Counts a request that was answered with an error before any decision."""
-        self._requests.labels("none", code, str(status)).inc()
+        self._requests["none", code, str(status)].inc()
 
     def fallback(self, reason: str) -> None:
         self._fallbacks.labels(reason).inc()

@@ -33,6 +33,14 @@ def check_head(http: web.Request, max_bytes: int) -> None:
         raise too_large(max_bytes)
 
 
+def _already_here(http: web.Request) -> bytes | None:
+    """A body that came with its head, as short ones do."""
+    content = http.content
+    if http.content_length is None or not content.is_eof() or content.exception() is not None:
+        return None
+    return content.read_nowait()
+
+
 class Receiver:
     """Receives bodies. `now` is the event loop's clock."""
 
@@ -47,6 +55,8 @@ class Receiver:
     async def receive(self, http: web.Request) -> bytes:
         """All of the body. Raises ApiError."""
         check_head(http, self._max_bytes)
+        if (whole := _already_here(http)) is not None:
+            return whole
         connection = http.protocol
         assert isinstance(connection, Connection)
         with connection.receiving(), self._one_of(connection.address):

@@ -66,14 +66,19 @@ class Runner:
     ) -> AsyncIterator[Attempt]:
         """The attempt, once its decode node answers. Raises NodeFailure, or ApiError for what no node can mend."""
         decode = self._clusters.by_id(chosen.decode_node)
+        if hold is None:
+            answer = await self._ask(decode, request, None)
+            try:
+                yield Attempt(answer)
+            finally:
+                answer.close()
+            return
         async with AsyncExitStack() as own:
-            delivery = None
-            if hold is not None:
-                delivering = self._deliver(request, chosen, hold, booking)
-                delivery = self._tasks.start(delivering, "deliver", expected=(ApiError,))
-                own.push_async_callback(_cancel, delivery)
-            transfer_id = hold.ticket.transfer_id if hold else None
-            asking = self._tasks.start(self._ask(decode, request, transfer_id), "ask", expected=(DecodeFailed,))
+            delivering = self._deliver(request, chosen, hold, booking)
+            delivery = self._tasks.start(delivering, "deliver", expected=(ApiError,))
+            own.push_async_callback(_cancel, delivery)
+            asking_for = self._ask(decode, request, hold.ticket.transfer_id)
+            asking = self._tasks.start(asking_for, "ask", expected=(DecodeFailed,))
             own.push_async_callback(hang_up, asking)
             yield Attempt(await _unless_it_fails(delivery, asking), delivery, hold)
 
@@ -182,13 +187,12 @@ class Runner:
 
 
 async def _unless_it_fails(
-    delivery: "asyncio.Task[PrefillOutcome | None] | None", asking: "asyncio.Task[DecodeAnswer]"
+    delivery: "asyncio.Task[PrefillOutcome | None]", asking: "asyncio.Task[DecodeAnswer]"
 ) -> DecodeAnswer:
     """The answer asked for, or at once the error of a delivery that nothing can follow."""
-    if delivery is not None:
-        await asyncio.wait({delivery, asking}, return_when=asyncio.FIRST_COMPLETED)
-        if not asking.done() and not delivery.cancelled() and (error := delivery.exception()) is not None:
-            raise error if isinstance(error, ApiError) else InternalError from error
+    await asyncio.wait({delivery, asking}, return_when=asyncio.FIRST_COMPLETED)
+    if not asking.done() and not delivery.cancelled() and (error := delivery.exception()) is not None:
+        raise error if isinstance(error, ApiError) else InternalError from error
     return await asyncio.shield(asking)
 
 

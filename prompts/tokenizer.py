@@ -148,15 +148,28 @@ class TextTokenizer:
         return token_array(encoding.ids)
 
     def _encode_segments(self, segments: Sequence[str]) -> TokenArray:
-        keys = [xxh3_128_digest(s.encode()) if len(s) >= MIN_CACHED_CHARS else None for s in segments]
-        parts = [self.cache.get(key) if key else None for key in keys]
-        new = [index for index, part in enumerate(parts) if part is None]
-        encoded = self._tokenizer.encode_batch_fast([segments[index] for index in new], add_special_tokens=False)
-        for index, encoding in zip(new, encoded, strict=True):
-            parts[index] = tokens = token_array(encoding.ids)
-            if key := keys[index]:
-                self.cache.put(key, tokens)
-        return np.concatenate([part for part in parts if part is not None]) if parts else token_array([])
+        parts: list[TokenArray] = []
+        short = ""  # what lies between segments worth remembering is tokenised together
+        # One call after the other: a batch of several wakes a pool of threads, which wait for more by spinning.
+        for segment in segments:
+            if len(segment) < MIN_CACHED_CHARS:
+                short += segment
+                continue
+            if short:
+                parts.append(self._encode_whole(short, add_special_tokens=False))
+                short = ""
+            parts.append(self._encode_segment(segment))
+        if short or not parts:
+            parts.append(self._encode_whole(short, add_special_tokens=False))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _encode_segment(self, segment: str) -> TokenArray:
+        key = xxh3_128_digest(segment.encode())
+        tokens = self.cache.get(key)
+        if tokens is None:
+            tokens = self._encode_whole(segment, add_special_tokens=False)
+            self.cache.put(key, tokens)
+        return tokens
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:

@@ -1,0 +1,83 @@
+"""Log lines are made and written off the hot path: records wait for a moment, then one write takes all of them.
+
+What warns leaves at once, and so does everything when the process ends; one that is killed takes a moment's lines with it.
+"""
+
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from typing import Final, TextIO
+
+FORM: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
+INTERVAL_S: Final = 0.1
+MAX_WAITING: Final = 1000
+
+
+class Formatter(logging.Formatter):
+    """Formats a second's time once."""
+
+    def __init__(self) -> None:
+        super().__init__(FORM)
+        self._second = 0
+        self._text = ""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        second = int(record.created)
+        if second != self._second:
+            self._second, self._text = second, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
+        return f"{self._text},{int(record.msecs):03d}"
+
+
+class LineWriter(logging.Handler):
+    """Writes lines to `stream`, some at a time, by a thread of its own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self.setFormatter(Formatter())
+        self._stream = stream
+        self._waiting: deque[logging.LogRecord] = deque()
+        self._some_wait = threading.Event()
+        self._writing = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._write_until_closed, name="log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._waiting.append(record)
+        if record.levelno >= logging.WARNING or len(self._waiting) >= MAX_WAITING:
+            self.flush()
+        elif not self._some_wait.is_set():
+            self._some_wait.set()
+
+    def flush(self) -> None:
+        """Writes what waits."""
+        with self._writing:
+            self._some_wait.clear()
+            lines = [f"{self.format(self._waiting.popleft())}\n" for _ in range(len(self._waiting))]
+            try:
+                self._stream.write("".join(lines))
+                self._stream.flush()
+            except (OSError, ValueError):
+                pass  # a log that cannot be written ends nothing
+
+    def close(self) -> None:
+        self._closing.set()
+        self._some_wait.set()
+        self._thread.join(1.0)  # nobody waits longer for a log
+        self.flush()
+        super().close()
+
+    def _write_until_closed(self) -> None:
+        while not self._closing.is_set():
+            self._some_wait.wait()
+            self._closing.wait(INTERVAL_S)
+            self.flush()
+
+
+def set_up(level: str) -> None:
+    """Lines of this level and above go to stderr."""
+    # What FORM does not name need not be found out for each record.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging.basicConfig(level=level, handlers=[LineWriter(sys.stderr)])

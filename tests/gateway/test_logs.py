@@ -1,0 +1,60 @@
+"""Lines are written some at a time, in their order, and none is lost."""
+
+import io
+import logging
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from gateway.logs import LineWriter
+
+LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (\w+) prfaas.test (.*)")
+
+
+@contextmanager
+def logger(stream: io.StringIO) -> Iterator[logging.Logger]:
+    log, writer = logging.Logger("prfaas.test"), LineWriter(stream)
+    log.addHandler(writer)
+    try:
+        yield log
+    finally:
+        writer.close()
+
+
+def lines(stream: io.StringIO) -> list[tuple[str, str]]:
+    found = [LINE.fullmatch(line) for line in stream.getvalue().splitlines()]
+    return [(match[1], match[2]) for match in found if match]
+
+
+def test_a_warning_is_written_at_once_and_what_came_before_it_first() -> None:
+    stream = io.StringIO()
+    with logger(stream) as log:
+        log.info("one %d", 1)
+        log.warning("two")
+        assert lines(stream) == [("INFO", "one 1"), ("WARNING", "two")]
+
+
+def test_what_waits_is_written_when_the_process_ends() -> None:
+    stream = io.StringIO()
+    with logger(stream) as log:
+        log.info("last")
+    assert lines(stream) == [("INFO", "last")]
+
+
+def test_no_line_of_any_thread_is_lost() -> None:
+    stream = io.StringIO()
+    with logger(stream) as log:
+        threads = [threading.Thread(target=lambda: [log.info("x") for _ in range(2500)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert lines(stream) == [("INFO", "x")] * 10_000
+
+
+def test_a_stream_that_is_closed_ends_nothing() -> None:
+    stream = io.StringIO()
+    with logger(stream) as log:
+        stream.close()
+        log.warning("nobody reads this")
