@@ -59,7 +59,8 @@ class RoutingConfig:
     as none to spare. `fetch_bytes_per_s` is how fast prefixes move inside a cluster, until some have shown it; 0 keeps them
     where they are.
     A decode node computes up to `increment_tokens` of a prompt whose beginning it holds itself, while that is soon done and it
-    has time for it; 0 leaves every prompt to prefill nodes.
+    has time for it; 0 leaves every prompt to prefill nodes. While a decode node has spent `decode_prefill_share` of its time on
+    prompts, it is given no more of them, whoever has no room.
     With `replicate` prefixes that many requests want at once are copied to further prefill nodes of their cluster.
     At most `max_moves` prefixes are on their way at once, and none for longer than `move_timeout_s`.
     """
@@ -72,6 +73,7 @@ class RoutingConfig:
     link_bytes_per_s: float = 0.0
     fetch_bytes_per_s: float = 1e9  # a NIC of 10 Gbit/s
     increment_tokens: int = 1024
+    decode_prefill_share: float = 0.25
     replicate: bool = False
     max_moves: int = 4
     move_timeout_s: float = 5.0
@@ -83,6 +85,12 @@ class RoutingConfig:
         for name in ("link_bytes_per_s", "fetch_bytes_per_s"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "a number of at least 0")
         require(self.increment_tokens >= 0, "increment_tokens", self.increment_tokens, "an integer of at least 0")
+        require(
+            0 <= self.decode_prefill_share <= 1,
+            "decode_prefill_share",
+            self.decode_prefill_share,
+            "a number from 0 to 1",
+        )
         require(self.max_moves > 0, "max_moves", self.max_moves, "an integer above 0")
         require(self.move_timeout_s > 0, "move_timeout_s", self.move_timeout_s, "a number of seconds above 0")
 
@@ -102,6 +110,7 @@ class Timeouts:
     answer_s: float = 1800.0
     reservation_ttl_s: float = 660.0
     drain_s: float = 600.0
+    room_s: float = 30.0
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -170,6 +179,7 @@ class GatewayConfig:
     threshold_tokens: float = 16_384.0
     max_body_bytes: int = MAX_BODY_BYTES
     max_in_flight: int = 1024
+    max_waiting: int = 256
     max_attempts: int = 3
     tokenise_threads: int = 2
     kept_records: int = 4096
@@ -184,7 +194,14 @@ class GatewayConfig:
     def __post_init__(self) -> None:
         for name in ("port", "metrics_port"):
             require_range(name, getattr(self, name), 0, 65535)
-        for name in ("max_body_bytes", "max_in_flight", "max_attempts", "tokenise_threads", "kept_records"):
+        for name in (
+            "max_body_bytes",
+            "max_in_flight",
+            "max_waiting",
+            "max_attempts",
+            "tokenise_threads",
+            "kept_records",
+        ):
             require(getattr(self, name) > 0, name, getattr(self, name), "an integer above 0")
         require_one_of("log_level", self.log_level, LOG_LEVELS)
         require(self.threshold_tokens >= 0, "threshold_tokens", self.threshold_tokens, "a number of at least 0")
@@ -212,10 +229,10 @@ class GatewayConfig:
         return Identity(certificate=self.certificate, key=self.key, authority=self.authority)
 
 
-CHANGEABLE: Final = ("threshold_tokens", "max_in_flight", "log_level")
+CHANGEABLE: Final = ("threshold_tokens", "max_in_flight", "max_waiting", "log_level")
 CHANGEABLE_ROUTING: Final = (
     "prefill_tokens_per_s", "placement", "home_cluster", "cross_cluster_cache", "fetch_bytes_per_s",
-    "increment_tokens",
+    "increment_tokens", "decode_prefill_share",
 )  # fmt: skip
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 IDENTITY_KEYS: Final = ("certificate", "key", "authority")

@@ -1,7 +1,7 @@
 """The fourth room: where a request goes, a pure function of what is known of the clusters now."""
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from gateway.clusters import Clusters
@@ -20,8 +20,11 @@ from planner.errors import NoReadyNode
 class Decider:
     """Asks the planner's rule, in this gateway's words and with its limits."""
 
-    def __init__(self, config: GatewayConfig, clusters: Clusters, links: Links, cost: LearnedCost) -> None:
+    def __init__(
+        self, config: GatewayConfig, clusters: Clusters, links: Links, cost: LearnedCost, clock: Callable[[], float]
+    ) -> None:
         self._clusters = clusters
+        self._clock = clock
         self._links = links
         self._cost = cost
         self._fetch_bytes_per_s = 0.0
@@ -39,6 +42,7 @@ class Decider:
             threshold_tokens=config.threshold_tokens,
             cross_cluster_cache=routing.cross_cluster_cache,
             increment_tokens=routing.increment_tokens,
+            decode_prefill_share=routing.decode_prefill_share,
             placement=self._placement(),
         )
         self._place = PLACERS[routing.placement]
@@ -63,6 +67,14 @@ class Decider:
             return route(question, nodes, links, self._policy, place=self._place, cost=self._cost)
         except NoReadyNode as error:
             raise Unavailable("No decode node is ready.", "no_decode_node") from error
+
+    def may_compute(self, decode_node: str) -> bool:
+        """Whether a decode node has time for a prompt that a prefill node should have computed."""
+        try:
+            share = self._clusters.by_id(decode_node).prefill_share.at(self._clock())
+        except NodeError:
+            return True  # it is another one by now, and will say so
+        return share < self._policy.decode_prefill_share
 
     def learn(self, node: Node, outcome: PrefillOutcome) -> None:
         """`node` has computed a prompt."""

@@ -27,8 +27,9 @@ from gateway.errors import DecodeFailed, KillsEngines, NodeError, NodeFailure, U
 from gateway.replicas import Replicas
 from gateway.request import Request
 from gateway.reserve import Reservations
-from gateway.retries import MAX_DEATHS, Next, Stage, rule_after
+from gateway.retries import MAX_DEATHS, Failure, Next, Stage, rule_after
 from gateway.run import Attempt, Runner
+from gateway.waiting import Place, WaitingLine
 from planner.decisions.routing import Route, Target
 
 
@@ -51,6 +52,7 @@ class Dispatcher:
         runner: Runner,
         accounts: Accounts,
         replicas: Replicas | None,
+        line: WaitingLine,
         clock: Callable[[], float],
         max_tries: int,
     ) -> None:
@@ -60,6 +62,7 @@ class Dispatcher:
         self._runner = runner
         self._accounts = accounts
         self.replicas = replicas
+        self._line = line
         self._clock = clock
         self._max_tries = max_tries
 
@@ -77,30 +80,45 @@ class Dispatcher:
     async def _first_answer(self, request: Request, held: AsyncExitStack) -> Attempt:
         """The first attempt whose decode node answers; what it holds is handed to `held`."""
         tried = Tried()
+        place = held.enter_context(self._line.place())
         chosen = self._decider.route(request)
+        if chosen.prefill_node and len(self._line):  # others came first
+            await place.wait()
+            chosen = self._decider.route(request)
         while True:
             self._accounts.routed(request, chosen, len(tried.failed))
             if self.replicas and chosen.prefill_node:
                 self.replicas.wanted(request.prompt, chosen.prefill_node)
             try:
-                return await held.enter_async_context(self._attempt(request, chosen))
+                return await held.enter_async_context(self._attempt(request, chosen, place))
             except (DecodeFailed, NodeError) as error:
-                chosen = self._next_route(request, chosen, error, tried)
+                if not (place.stands and error.failure is Failure.FULL):  # that it still waits is no news
+                    self._accounts.fell_back(request, f"decode_{error.reason}", error)
+                following = self._next_route(request, chosen, error, tried)
+            if following is None:
+                await place.wait()
+                tried = Tried()
+                following = self._decider.route(request)
+            chosen = following
 
     @asynccontextmanager
-    async def _attempt(self, request: Request, chosen: Route) -> AsyncIterator[Attempt]:
+    async def _attempt(self, request: Request, chosen: Route, place: Place) -> AsyncIterator[Attempt]:
         # Nothing is awaited between the decision and its booking: the next decision sees this one.
         with booked(self._clusters.by_id(chosen.decode_node), self._clock) as booking:
             booking.prefill(self._clusters.by_id(chosen.prefill_node or chosen.decode_node), chosen)
-            async with (
-                self._reservations.held(request, chosen) as hold,
-                self._runner.attempt(request, chosen, hold, booking) as attempt,
-            ):
-                yield attempt
+            try:
+                async with self._reservations.held(request, chosen) as hold:
+                    place.served()
+                    async with self._runner.attempt(request, chosen, hold, booking) as attempt:
+                        yield attempt
+            finally:
+                self._line.freed()
 
-    def _next_route(self, request: Request, chosen: Route, error: NodeFailure, tried: Tried) -> Route:
-        """The route after one that failed. Raises ApiError when there is to be none."""
-        self._accounts.fell_back(request, f"decode_{error.reason}", error)
+    def _next_route(self, request: Request, chosen: Route, error: NodeFailure, tried: Tried) -> Route | None:
+        """The route after one that failed; None: there is no room, and a decode node may not do more by itself.
+
+        Raises ApiError when there is to be none.
+        """
         tried.failed.append(chosen.decode_node)
         stage = Stage.RESERVE if isinstance(error, NodeError) else Stage.DECODE
         tries, deaths = len(tried.failed), len(request.deaths)
@@ -112,18 +130,22 @@ class Dispatcher:
         if rule.next is Next.ELSEWHERE:
             return self._elsewhere(request, tried)
         if rule.next is Next.ALONE:
-            return _alone(chosen)
+            return _alone(chosen) if error.failure is Failure.REQUEST else self._alone_if_spared(chosen)
         if deaths >= MAX_DEATHS:
             raise KillsEngines(request.deaths)
         raise Unavailable(f"{tries} decode nodes failed in turn.", "attempts_exhausted")
 
-    def _elsewhere(self, request: Request, tried: Tried) -> Route:
+    def _elsewhere(self, request: Request, tried: Tried) -> Route | None:
         try:
             return self._decider.route(request, tried.failed)
         except Unavailable:
             if tried.full is None:
                 raise
-            return _alone(tried.full)
+            return self._alone_if_spared(tried.full)
+
+    def _alone_if_spared(self, chosen: Route) -> Route | None:
+        """A full system must not turn its decode nodes into prefill nodes."""
+        return _alone(chosen) if self._decider.may_compute(chosen.decode_node) else None
 
 
 def _alone(chosen: Route) -> Route:

@@ -78,8 +78,10 @@ class BadRequest(ApiError):
 class Overloaded(ApiError):
     """More is under way than this gateway accepts, in all or from one address."""
 
-    def __init__(self, message: str, code: str = "rate_limit_exceeded") -> None:
-        super().__init__(429, message, type="rate_limit_error", code=code, retry_after_s=RETRY_AFTER_S)
+    def __init__(
+        self, message: str, code: str = "rate_limit_exceeded", *, retry_after_s: float = RETRY_AFTER_S
+    ) -> None:
+        super().__init__(429, message, type="rate_limit_error", code=code, retry_after_s=retry_after_s)
 
 
 class Unavailable(ApiError):

@@ -122,6 +122,9 @@ class Metrics:
             "prfaas_known_blocks", "Blocks that nodes have cached, as far as this gateway has heard", registry=registry
         )
         self.in_flight = Gauge("prfaas_requests_in_flight", "Requests being served", registry=registry)
+        self.waiting = Gauge(
+            "prfaas_requests_waiting", "Requests that wait for room on a decode node", registry=registry
+        )
         self._nodes = Gauge("prfaas_nodes", "Nodes by role and state", ["cluster", "role", "state"], registry=registry)
         self._egress = Gauge(
             "prfaas_node_egress_bytes", "KVCache bytes a node said it has sent", ["cluster", "node"], registry=registry

@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Final
 
 from gateway.accounts import Accounts
 from gateway.bookings import Booking
@@ -26,6 +27,10 @@ from gateway.tasks import TaskSet
 from planner.decisions.routing import Route
 
 log = logging.getLogger("prfaas.gateway.run")
+
+PAUSE_S: Final = (
+    1.0  # before full prefill nodes are asked again, where the decode node has no time for the prompt either
+)
 
 
 @dataclass(slots=True)
@@ -50,6 +55,7 @@ class Runner:
         accounts: Accounts,
         tasks: TaskSet,
         max_tries: int,
+        room_s: float,
     ) -> None:
         self._clusters = clusters
         self._links = links
@@ -59,6 +65,7 @@ class Runner:
         self._accounts = accounts
         self._tasks = tasks
         self._max_tries = max_tries
+        self._max_pauses = int(room_s / PAUSE_S)
 
     @asynccontextmanager
     async def attempt(
@@ -104,6 +111,7 @@ class Runner:
         """Gets the KVCache to the decode node, by one prefill node or another. None: it computes the prompt itself."""
         await self._fetch(request, chosen)
         failed: set[str] = set()
+        pauses = 0
         way: Route | None = chosen
         while way is not None:
             assert way.prefill_node is not None
@@ -113,6 +121,12 @@ class Runner:
                 booking.prefilled()
                 failed.add(way.prefill_node)
                 way = self._next_way(request, chosen, error, failed)
+                full = way is None and error.failure is Failure.FULL
+                if full and pauses < self._max_pauses and not self._decider.may_compute(chosen.decode_node):
+                    pauses += 1
+                    await asyncio.sleep(PAUSE_S)
+                    failed.clear()
+                    way = self._decider.other_prefill(request, chosen, ()) or chosen
             else:
                 booking.prefilled()
                 self._accounts.delivered(request, outcome, hold.nodes[0])

@@ -35,6 +35,7 @@ from gateway.replicas import Replicas
 from gateway.reserve import Reservations
 from gateway.run import Runner
 from gateway.tasks import TaskSet
+from gateway.waiting import WaitingLine
 from planner.decisions.estimates import LearnedCost
 from prompts.tokenizer import TextTokenizer
 
@@ -53,6 +54,7 @@ class Gateway:
     door: FrontDoor
     admission: Admission
     decider: Decider
+    line: WaitingLine
     clusters: Clusters
     links: Links
     replicas: Replicas | None
@@ -67,6 +69,7 @@ class Gateway:
         possible = self.config.with_changes_of(config)
         self.decider.configure(possible)
         self.admission.limit = possible.max_in_flight
+        self.line.limit = possible.max_waiting
         logging.getLogger().setLevel(possible.log_level.upper())
         self.config = possible
         return possible.differences(config)
@@ -94,7 +97,7 @@ async def running(
     links = Links(clusters.nodes, clock, config.routing.link_bytes_per_s, metrics.link_failed)
     records = Records(config.kept_records)
     accounts = Accounts(metrics, records, clock)
-    decider = Decider(config, clusters, links, cost)
+    decider = Decider(config, clusters, links, cost, clock)
     legs = Legs(config.timeouts, max_connections=2 * config.max_in_flight)
     moves = Moves(
         metrics,
@@ -106,6 +109,9 @@ async def running(
     )
     replicas = Replicas(clusters, moves, clock) if config.routing.replicate else None
     admission = Admission(config.max_in_flight, metrics.in_flight.set)
+    line = WaitingLine(
+        clock, limit=config.max_waiting, patience_s=config.timeouts.room_s, on_change=metrics.waiting.set
+    )
     rooms = Rooms(
         receiver=Receiver(config.strangers, config.max_body_bytes, config.timeouts.body_s, now),
         admission=admission,
@@ -114,9 +120,12 @@ async def running(
             clusters,
             decider,
             Reservations(clusters, afterwards, config.timeouts.reservation_ttl_s),
-            Runner(clusters, links, legs, moves, decider, accounts, requests, config.max_attempts),
+            Runner(
+                clusters, links, legs, moves, decider, accounts, requests, config.max_attempts, config.timeouts.room_s
+            ),
             accounts,
             replicas,
+            line,
             clock,
             config.max_attempts,
         ),
@@ -150,7 +159,7 @@ async def running(
             operators = await Listener.start(app, gates[1], config.host, config.metrics_port, idle_s)
             stack.push_async_callback(operators.close)
             metrics_url = f"{operators.url}/metrics"
-        yield Gateway(config, door, admission, decider, clusters, links, replicas, clients.url, metrics_url)
+        yield Gateway(config, door, admission, decider, line, clusters, links, replicas, clients.url, metrics_url)
 
 
 async def serve(

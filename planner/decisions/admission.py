@@ -13,6 +13,10 @@ from bisect import bisect_right, insort
 from dataclasses import dataclass
 from enum import StrEnum
 from math import exp
+from typing import Final
+
+BELIEVED_TURNS: Final = 3
+TURNS_REMEMBERED: Final = 8
 
 
 class AdmissionPolicy(StrEnum):
@@ -98,6 +102,34 @@ class DecodeForecast:
         for start in self._joining[: bisect_right(self._joining, time)]:
             stays += exp((max(start, now) - time) / self.decode_s)
         return stays
+
+
+class Drain:
+    """How fast a line moves: the mean time between two of its turns, lately. Of a line that has not moved yet it is a guess."""
+
+    def __init__(self, interval_s: float = 1.0) -> None:
+        self.interval_s = interval_s
+        self.turns = 0
+        self._last = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is more than a guess: nobody is turned away for one."""
+        return self.turns >= BELIEVED_TURNS
+
+    def on_line(self, now: float) -> None:
+        """Somebody has begun to wait where nobody did: what went before was no line."""
+        self._last = now
+
+    def on_turn(self, now: float) -> None:
+        """The first of the line has got what it waited for."""
+        self.turns += 1
+        self.interval_s += (max(0.0, now - self._last) - self.interval_s) / min(self.turns, TURNS_REMEMBERED)
+        self._last = now
+
+    def wait_s(self, ahead: int) -> float:
+        """Predicted time until somebody has a turn whom `ahead` others come before."""
+        return (ahead + 1) * self.interval_s
 
 
 def admit(

@@ -43,6 +43,7 @@ class Script:
     prefill_gate: asyncio.Event | None = None  # set by the test when prefills may go on
     decode_gate: asyncio.Event | None = None  # the same of decode legs
     reserve_gate: asyncio.Event | None = None  # the same of the answers to Reserve
+    room: int = 1 << 30  # reservations at once
     cached_tokens: int = 0
     reserve: list[str] = field(default_factory=list)  # a grpc.StatusCode name
     prefill: list[str] = field(default_factory=list)  # "die", "hang", "drop", "undelivered REASON" or "STATUS code"
@@ -197,6 +198,8 @@ class ScriptedNode(NodeAgentServicer):
     async def Reserve(self, request: Any, context: Any) -> pb.Ticket:
         if fault := _next(self.script.reserve):
             await context.abort(grpc.StatusCode[fault], "scripted")
+        if len(self.open_reservations) >= self.script.room:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "scripted")
         self._made += 1
         transfer_id = f"{self.node_id}-t{self._made}"
         self.open_reservations.add(transfer_id)

@@ -5,6 +5,7 @@ from planner.decisions.admission import (
     AdmissionLimits,
     AdmissionPolicy,
     DecodeForecast,
+    Drain,
     RejectReason,
     admit,
     admit_to_decode,
@@ -78,3 +79,18 @@ def test_a_dropped_request_joins_no_more():
 def test_limits_must_leave_room():
     with pytest.raises(ValueError, match="above 0"):
         AdmissionLimits(ttft_s=0, decode_requests=1)
+
+
+def test_a_line_is_as_slow_as_its_last_turns():
+    drain = Drain()
+    assert (drain.is_known, drain.wait_s(3)) == (False, 4.0)
+    drain.on_line(100.0)
+    for at in (102.0, 104.0, 106.0):
+        drain.on_turn(at)
+    assert (drain.is_known, drain.wait_s(0), drain.wait_s(4)) == (True, 2.0, 10.0)
+    drain.on_line(500.0)  # nobody waited for a while: that was no turn
+    drain.on_turn(502.0)
+    assert drain.wait_s(0) == 2.0
+    for at in range(503, 543):
+        drain.on_turn(float(at))
+    assert drain.wait_s(0) == pytest.approx(1.0, rel=0.01)
