@@ -10,6 +10,7 @@ from engine.byte_tokenizer import save_byte_tokenizer
 from engine.model.emulated import emulated_tokens
 from prfaas.client import complete
 from prfaas.errors import StartError
+from prfaas.models import ensure_model
 from prfaas.system import RunLock, System
 from prfaas.topology import parse_topology
 
@@ -84,3 +85,39 @@ def test_a_system_of_emulated_engines_answers_with_their_tokens(tmp_path: Path) 
             return [(await complete(session, system.api_url, body, name)).token_ids for name in ("first", "again")]
 
     assert asyncio.run(scenario()) == [emulated_tokens(prompt, 12)] * 2
+
+
+def test_a_system_that_stands_in_for_a_profile_offloads_long_prompts_and_answers_with_their_tokens(
+    tmp_path: Path,
+) -> None:
+    profile = Path(__file__).parents[2] / "configs" / "profiles" / "internal-1t.json"
+    document = {
+        "model": {"profile": str(profile), "time_scale": 0.02, "token_scale": 1 / 64, "byte_scale": 0.001},
+        "gateway": {"port": 0, "threshold_tokens": 304},
+        "node": {"cache_bytes": 16 << 20, "block_size": 16},
+        "links": [{"source": "east", "destination": "west", "capacity_gbps": 100}],
+        "clusters": [
+            {
+                "name": "east", "kind": "prfaas", "hardware": "h200x8",
+                "nodes": [{"node_id": "p0", "role": "prefill", "transport": "tcp"}],
+            },
+            {
+                "name": "west", "kind": "pd", "hardware": "h20x8",
+                "nodes": [{"node_id": "p1", "role": "prefill"}, {"node_id": "d0", "role": "decode"}],
+            },
+        ],
+    }  # fmt: skip
+    topology = parse_topology(document, tmp_path)
+    ensure_model(topology.model, tmp_path, print)
+    system = System(topology, tmp_path / "run", lambda line: None)
+    prompts = {"local": [7 + number % 200 for number in range(100)], "remote": [5 + n % 300 for n in range(800)]}
+
+    async def scenario() -> None:
+        async with system, aiohttp.ClientSession() as session:
+            for route, prompt in prompts.items():
+                body = {"model": "internal-1t", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+                answer = await complete(session, system.api_url, body, f"to-{route}")
+                assert answer.route.startswith(route)
+                assert answer.token_ids == emulated_tokens(prompt, 8)
+
+    asyncio.run(scenario())
