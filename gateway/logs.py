@@ -39,10 +39,18 @@ class LineWriter(logging.Handler):
         self._stream = stream
         self._waiting: deque[logging.LogRecord] = deque()
         self._some_wait = threading.Event()
-        self._writing = threading.Lock()
+        self._writing = threading.RLock()  # whoever holds it may log himself: what is formatted may, or a finaliser
+        self._is_writing = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._write_until_closed, name="log", daemon=True)
         self._thread.start()
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Without the handler's own lock: whoever logs while he writes would take the two in the other order."""
+        passes = bool(self.filter(record))
+        if passes:
+            self.emit(record)
+        return passes
 
     def emit(self, record: logging.LogRecord) -> None:
         self._waiting.append(record)
@@ -54,13 +62,32 @@ class LineWriter(logging.Handler):
     def flush(self) -> None:
         """Writes what waits."""
         with self._writing:
-            self._some_wait.clear()
-            lines = [f"{self.format(self._waiting.popleft())}\n" for _ in range(len(self._waiting))]
+            if self._is_writing:  # a line that came of writing others: it is among the next ones
+                return
+            self._is_writing = True
             try:
-                self._stream.write("".join(lines))
-                self._stream.flush()
-            except (OSError, ValueError):
-                pass  # a log that cannot be written ends nothing
+                self._some_wait.clear()
+                while self._waiting:
+                    self._write(self._texts())
+            finally:
+                self._is_writing = False
+
+    def _texts(self) -> str:
+        return "".join(self._text(self._waiting.popleft()) for _ in range(len(self._waiting)))
+
+    def _text(self, record: logging.LogRecord) -> str:
+        try:
+            return f"{self.format(record)}\n"
+        except Exception:  # its arguments do not fit: its own loss, and nobody else's
+            self.handleError(record)
+            return ""
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):
+            pass  # a log that cannot be written ends nothing
 
     def close(self) -> None:
         self._closing.set()

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from gateway.logs import LineWriter
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (\w+) prfaas.test (.*)")
@@ -51,6 +53,33 @@ def test_no_line_of_any_thread_is_lost() -> None:
         for thread in threads:
             thread.join()
     assert lines(stream) == [("INFO", "x")] * 10_000
+
+
+def test_a_line_that_cannot_be_made_costs_no_other_line(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = io.StringIO()
+    with logger(stream) as log:
+        log.info("one")
+        log.warning("%d", "not a number")
+        log.info("two")
+    assert lines(stream) == [("INFO", "one"), ("INFO", "two")]
+    assert "not a number" in capsys.readouterr().err
+
+
+def test_who_logs_while_a_line_is_made_waits_for_nobody() -> None:
+    stream = io.StringIO()
+    with logger(stream) as log:
+
+        class Talkative:
+            """Such as what is collected meanwhile, and complains."""
+
+            def __str__(self) -> str:
+                log.warning("inner")
+                return "outer"
+
+        thread = threading.Thread(target=lambda: log.warning("%s", Talkative()), daemon=True)
+        thread.start()
+        thread.join(30.0)
+        assert lines(stream) == [("WARNING", "outer"), ("WARNING", "inner")]
 
 
 def test_a_stream_that_is_closed_ends_nothing() -> None:
