@@ -10,7 +10,7 @@ import numpy as np
 
 from gateway.errors import ApiError, BadRequest
 from gateway.openai import NOT_JSON, Call, ChatOptions, Endpoint, bad_field, parse
-from hybrid_cache.hashing import block_hashes, tokens_digest
+from hybrid_cache.chains import ChainCache
 from prompts.errors import BadPrompt
 from prompts.reading import Chat, chat_tokens, completion_tokens
 from prompts.segments import TokenArray
@@ -50,7 +50,9 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     hashing: Hashing
 
 
-def read_call(endpoint: Endpoint, body: bytes, model: Model, tokenizer: TextTokenizer) -> tuple[Call, Prompt]:
+def read_call(
+    endpoint: Endpoint, body: bytes, model: Model, tokenizer: TextTokenizer, chains: ChainCache
+) -> tuple[Call, Prompt]:
     """The call that `body` makes of `model`, and its prompt. Raises ApiError, BadRequest above all."""
     call = parse(endpoint, body)
     check_name(call, model)
@@ -59,8 +61,8 @@ def read_call(endpoint: Endpoint, body: bytes, model: Model, tokenizer: TextToke
         raise _invalid(endpoint.prompt_field, "the prompt is empty")
     check_length(call, len(tokens), model.max_model_len)
     hashing = model.hashing
-    hashes = block_hashes(tokens[:-1], hashing.block_size, hashing.salt)
-    return call, Prompt(len(tokens), hashes, tokens_digest(tokens, hashing.salt))
+    chain = chains.chain(tokens, hashing.block_size, hashing.salt)
+    return call, Prompt(len(tokens), chain.hashes, chain.digest)
 
 
 def check_name(call: Call, model: Model) -> None:

@@ -1,8 +1,9 @@
 """The third room: bytes of a body become a call and its prompt, and the event loop goes on meanwhile.
 
-The shortest bodies are read at once: handing one to a thread and back takes longer. Other short ones are read in threads of
-this process. A long one would hold the interpreter's lock for as long as its JSON is
-decoded or its tokens become a list (up to seconds for 10 MB), so it goes to a process, started when the first one comes.
+The shortest bodies are read at once: handing one to a thread and back takes longer. Other short ones, and long ones that are
+mostly text, are read in threads of this process: what they have in common with earlier ones is not tokenised or hashed again.
+Any other would hold the interpreter's lock for as long as its JSON is decoded or its tokens become a list (up to seconds for
+10 MB), so it goes to a process, started when the first one comes.
 """
 
 import asyncio
@@ -14,17 +15,22 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from typing import Final
 
+import numpy as np
+
 from gateway.errors import ApiError, ReaderDied
 from gateway.openai import Call, Endpoint
 from gateway.prompts import Model, Prompt, read_call
 from gateway.reading_process import LENGTHS, Question, answered, header_of
 from gateway.tasks import TaskSet
+from hybrid_cache.chains import ChainCache
 from prompts.tokenizer import TextTokenizer
 
 log = logging.getLogger("prfaas.gateway.read")
 
 TINY_BODY_BYTES: Final = 4 * 1024  # read in 0.1 ms, at worst in 2
-LONG_BODY_BYTES: Final = 128 * 1024  # the worst JSON of this length is decoded in 3 ms
+SHORT_BODY_BYTES: Final = 128 * 1024  # the worst JSON of this length is decoded in 3 ms
+LONG_BODY_BYTES: Final = 512 * 1024  # at worst as many new tokens: 8 ms to make a list of them
+MAX_COMMAS_AND_BRACKETS: Final = 24 * 1024  # no JSON has more values; prose of that length has a third as many
 PIECE_BYTES: Final = 256 * 1024
 END_S: Final = 5.0
 
@@ -34,6 +40,7 @@ class Reader:
 
     def __init__(self, tokenizer: TextTokenizer, tasks: TaskSet, *, threads: int = 2, timeout_s: float = 120.0) -> None:
         self._tokenizer = tokenizer
+        self._chains = ChainCache()
         self._tasks = tasks
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenise")
@@ -43,10 +50,10 @@ class Reader:
     async def read(self, endpoint: Endpoint, body: bytes, model: Model) -> tuple[Call, Prompt]:
         """The call that `body` makes, and its prompt. Raises ApiError."""
         if len(body) <= TINY_BODY_BYTES:
-            return read_call(endpoint, body, model, self._tokenizer)
-        if len(body) <= LONG_BODY_BYTES:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, read_call, endpoint, body, model, self._tokenizer)
+            return read_call(endpoint, body, model, self._tokenizer, self._chains)
+        if len(body) <= SHORT_BODY_BYTES or (len(body) <= LONG_BODY_BYTES and _is_mostly_text(body)):
+            loop, chains = asyncio.get_running_loop(), self._chains
+            return await loop.run_in_executor(self._threads, read_call, endpoint, body, model, self._tokenizer, chains)
         await self._turns.acquire()
         # A task of its own: should the client leave, the process still gets its question whole, and its answer is taken.
         asking = self._tasks.start(self._ask(endpoint, body, model), "read", expected=(ApiError,))
@@ -149,6 +156,12 @@ class ReadingProcess:
         self._writer.transport.abort()
         self._process.kill()
         await asyncio.to_thread(_reap, self._process)
+
+
+def _is_mostly_text(body: bytes) -> bool:
+    """Whether decoding `body` makes few objects, each of which begins after a comma or a bracket."""
+    data = np.frombuffer(body, np.uint8)  # counts faster as bytes do
+    return bool(sum(np.count_nonzero(data == mark) for mark in b",[{") <= MAX_COMMAS_AND_BRACKETS)
 
 
 def spawn(stdin: socket.socket) -> "subprocess.Popen[bytes]":

@@ -22,6 +22,7 @@ import msgspec
 from gateway.errors import ApiError
 from gateway.openai import Call, Endpoint, call_of
 from gateway.prompts import Model, Prompt, read_call
+from hybrid_cache.chains import ChainCache
 from hybrid_cache.hashing import split_hashes
 from prompts.tokenizer import Blueprint, TextTokenizer
 
@@ -81,17 +82,18 @@ def serve(connection: socket.socket) -> None:
     with connection, connection.makefile("rb") as incoming:
         try:
             tokenizer = TextTokenizer.build(_BLUEPRINT.decode(_frame(incoming)[0]))
+            chains = ChainCache()
             while True:
                 header, body = _frame(incoming)
-                for part in _answer(_QUESTION.decode(header), body, tokenizer):
+                for part in _answer(_QUESTION.decode(header), body, tokenizer, chains):
                     connection.sendall(part)
         except (EOFError, ConnectionError):
             return  # the gateway has no more to ask
 
 
-def _answer(question: Question, body: bytes, tokenizer: TextTokenizer) -> Iterable[bytes]:
+def _answer(question: Question, body: bytes, tokenizer: TextTokenizer, chains: ChainCache) -> Iterable[bytes]:
     try:
-        call, prompt = read_call(question.endpoint, body, question.model, tokenizer)
+        call, prompt = read_call(question.endpoint, body, question.model, tokenizer, chains)
     except ApiError as error:
         return [header_of(Refusal(error.status, error.message, error.param, error.code))]
     values = [bytes(raw) for raw in call.fields.values()]

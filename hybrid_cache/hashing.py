@@ -24,7 +24,7 @@ def block_hashes(tokens: Tokens, block_size: int, salt: bytes, parent: bytes = b
     """Hashes of the full blocks of `tokens`, HASH_BYTES each. `parent` continues the chain of an earlier prefix."""
     if block_size <= 0:
         raise ValueError(f"block_size must be positive, not {block_size}")
-    data = _token_bytes(tokens)
+    data = token_bytes(tokens)
     step = 4 * block_size
     # Copying an empty hasher is cheaper than looking the algorithm up for each block.
     fresh = sha256().copy
@@ -45,8 +45,12 @@ def chain_root(salt: bytes) -> bytes:
 
 def tokens_digest(tokens: Tokens, salt: bytes) -> bytes:
     """Identity of a whole token sequence, its length and salt included (32 bytes)."""
-    root = sha256(b"prfaas.tokens" + salt).digest()
-    return sha256(root + _token_bytes(tokens)).digest()
+    return sha256(digest_root(salt) + token_bytes(tokens)).digest()
+
+
+def digest_root(salt: bytes) -> bytes:
+    """What the digest of a token sequence begins with."""
+    return sha256(b"prfaas.tokens" + salt).digest()
 
 
 def model_salt(fingerprint: str, tenant: str = "") -> bytes:
@@ -61,7 +65,8 @@ def split_hashes(data: bytes) -> list[bytes]:
     return [data[start : start + HASH_BYTES] for start in range(0, len(data), HASH_BYTES)]
 
 
-def _token_bytes(tokens: Tokens) -> bytes:
+def token_bytes(tokens: Tokens) -> bytes:
+    """Tokens as they are hashed. Raises ValueError for what are none."""
     values = np.asarray(tokens)
     if values.size == 0:
         return b""

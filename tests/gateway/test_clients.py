@@ -12,6 +12,7 @@ from gateway.openai import Endpoint
 from gateway.prompts import Hashing, read_call
 from gateway.relay import pass_on
 from gateway.request import Request, Timeline
+from hybrid_cache.chains import ChainCache
 from tests.gateway.scripted import LAYOUT
 from tests.gateway.worlds import PATIENT, model_of, on_loop, until, world
 from tests.prompts.builders import text_tokenizer
@@ -91,7 +92,7 @@ async def test_what_waits_for_the_client_counts_as_written() -> None:
     """Only between two events may anything else be written."""
     hashing = Hashing(block_size=16, salt=b"salt")
     body = b'{"model":"scripted","prompt":"x","stream":true}'
-    call, prompt = read_call(Endpoint.COMPLETIONS, body, model_of(hashing), text_tokenizer())
+    call, prompt = read_call(Endpoint.COMPLETIONS, body, model_of(hashing), text_tokenizer(), ChainCache())
     served = ServedModel("scripted", "scripted", LAYOUT, 4096, hashing)
     request = Request("r", "r-1", call, prompt, served, Timeline(0.0))
     chunks = [b"data: 1\n\n", b"data: ", b"2\n\n", b""]

@@ -8,6 +8,7 @@ import pytest
 from gateway.errors import ApiError, BadRequest
 from gateway.openai import Endpoint, parse
 from gateway.prompts import Hashing, Prompt, prompt_tokens, read_call
+from hybrid_cache.chains import ChainCache
 from hybrid_cache.hashing import block_hashes, tokens_digest
 from prompts.reading import RESERVED_KWARGS
 from prompts.template import ChatTemplate
@@ -91,7 +92,9 @@ def test_whatever_a_template_raises_is_the_requests_mistake(template: str) -> No
 def test_names_and_lengths_are_checked_before_anything_is_hashed() -> None:
     body = json.dumps({"model": "m", "prompt": [7] * 90, "max_tokens": 11}).encode()
     with pytest.raises(BadRequest, match=r"maximum context length is 100 tokens\. However, you requested 101 tokens"):
-        read_call(Endpoint.COMPLETIONS, body, model_of(HASHING, 100), text_tokenizer())
+        read_call(Endpoint.COMPLETIONS, body, model_of(HASHING, 100), text_tokenizer(), ChainCache())
     with pytest.raises(ApiError, match="'gpt-9' does not exist; this gateway serves 'scripted'") as unknown:
-        read_call(Endpoint.COMPLETIONS, b'{"model":"gpt-9","prompt":"x"}', model_of(HASHING), text_tokenizer())
+        read_call(
+            Endpoint.COMPLETIONS, b'{"model":"gpt-9","prompt":"x"}', model_of(HASHING), text_tokenizer(), ChainCache()
+        )
     assert unknown.value.status == 404

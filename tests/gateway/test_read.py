@@ -21,6 +21,7 @@ from gateway.openai import Endpoint
 from gateway.prompts import Hashing, Prompt, read_call
 from gateway.read import LONG_BODY_BYTES, Reader
 from gateway.tasks import TaskSet
+from hybrid_cache.chains import ChainCache
 from tests.gateway.worlds import model_of, on_loop, until
 from tests.prompts.builders import text_tokenizer
 
@@ -118,7 +119,9 @@ def test_the_event_loop_goes_on_while_the_longest_bodies_are_read(kind: str) -> 
 
 
 def long_body(word: str) -> bytes:
-    return json.dumps({"model": "m", "prompt": f"{word} " * LONG_BODY_BYTES, "max_tokens": 1}).encode()
+    return json.dumps(
+        {"model": "m", "prompt": (f"{word} " * LONG_BODY_BYTES)[:LONG_BODY_BYTES], "max_tokens": 1}
+    ).encode()
 
 
 @on_loop
@@ -126,7 +129,7 @@ async def test_long_bodies_are_read_as_short_ones_are() -> None:
     body = long_body("hello there")
     async with reader() as reads:
         call, prompt = await reads.read(Endpoint.COMPLETIONS, body, MODEL)
-    same_call, same_prompt = read_call(Endpoint.COMPLETIONS, body, MODEL, text_tokenizer())
+    same_call, same_prompt = read_call(Endpoint.COMPLETIONS, body, MODEL, text_tokenizer(), ChainCache())
     assert prompt == same_prompt
     assert isinstance(prompt, Prompt)
     assert call.options == same_call.options
@@ -231,4 +234,16 @@ async def test_a_client_that_leaves_does_not_spoil_the_next_answer() -> None:
         await asyncio.sleep(0)
         first.cancel()
         _, prompt = await reads.read(Endpoint.COMPLETIONS, long_body("there"), MODEL)
-    assert prompt == read_call(Endpoint.COMPLETIONS, long_body("there"), MODEL, text_tokenizer())[1]
+    assert prompt == read_call(Endpoint.COMPLETIONS, long_body("there"), MODEL, text_tokenizer(), ChainCache())[1]
+
+
+@on_loop
+async def test_long_bodies_of_text_need_no_process_and_those_of_many_values_do() -> None:
+    before = children()
+    text = json.dumps({"model": "m", "prompt": "hello there " * 20_000, "max_tokens": 1}).encode()
+    values = json.dumps({"model": "m", "prompt": [1, 2] * 30_000, "max_tokens": 1}).encode()
+    async with reader() as reads:
+        assert (await reads.read(Endpoint.COMPLETIONS, text, MODEL))[1].num_tokens > 1
+        assert children() == before
+        assert (await reads.read(Endpoint.COMPLETIONS, values, MODEL))[1].num_tokens == 60_000
+        assert len(children() - before) == 1

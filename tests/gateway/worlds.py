@@ -16,6 +16,7 @@ from gateway.config import GatewayConfig, NodeConfig, Timeouts
 from gateway.openai import Endpoint
 from gateway.prompts import Hashing, Model, Prompt, read_call
 from gateway.server import Gateway, running
+from hybrid_cache.chains import ChainCache
 from tests.gateway.scripted import Topology, topology
 from tests.prompts.builders import text_tokenizer
 
@@ -38,7 +39,7 @@ def model_of(hashing: Hashing, max_model_len: int = 1 << 20) -> Model:
 def prompt_of(endpoint: Endpoint, hashing: Hashing, **fields: Any) -> Prompt:
     """The prompt of a call with these fields, as the gateway reads it."""
     body = json.dumps({"model": "scripted", **fields}).encode()
-    return read_call(endpoint, body, model_of(hashing), text_tokenizer())[1]
+    return read_call(endpoint, body, model_of(hashing), text_tokenizer(), ChainCache())[1]
 
 
 def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
