@@ -57,6 +57,11 @@ class Links:
         self._breakers = Breakers()
         self._receivers: dict[tuple[str, str], str] = {}  # by path that failed: who could not be reached
 
+    @property
+    def num_failed(self) -> int:
+        """Paths that failed and of which nobody has heard since."""
+        return len(self._receivers)
+
     # What decisions ask
 
     def views(self) -> list[LinkView]:
@@ -156,8 +161,9 @@ class Links:
     def probes(self) -> list[tuple[Node, list[Node]]]:
         """Senders whose path is to be probed now, and the receivers to try: the one that could not be reached before others."""
         now = self._clock()
-        self._breakers.forget({node.id for node in self._nodes})
         by_id = {node.id: node for node in self._nodes}
+        self._breakers.forget(by_id)
+        self._receivers = {path: receiver for path, receiver in self._receivers.items() if path[0] in by_id}
         return [
             (by_id[sender], self._candidates(sender, destination, now))
             for sender, destination in self._breakers.probes(now)

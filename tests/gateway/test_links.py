@@ -83,6 +83,18 @@ def test_a_failure_is_of_the_line_to_one_cluster_and_a_sender_comes_back_alone()
     assert (west.up, west.cut_off) == (True, ("r0",))
 
 
+def test_senders_that_are_gone_for_good_are_forgotten():
+    nodes = [sender("r0"), sender("r1"), node_of("d0", role="decode")]
+    links = Links(nodes, lambda: 0.0)
+    for number in range(
+        3
+    ):  # the first address gets a new node each time, as under an orchestrator that names them anew
+        nodes[0].info = sender(f"r0-{number}").info
+        links.failed(nodes[0], nodes[2])
+        links.probes()
+    assert links.num_failed == 2
+
+
 def test_a_receiver_that_is_gone_itself_says_nothing_of_the_way():
     first, receiver, engine = sender("r0"), node_of("d0", role="decode"), ("1", 0)
     assert is_path_failure("peer_lost", first, receiver, engine)
