@@ -20,6 +20,7 @@ class Proxy:
         self.forwarded: list[int] = []
         self.stalled: set[int] = set()
         self.slow: dict[int, float] = {}
+        self.is_dead = False
         self._closing = False
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
@@ -46,6 +47,15 @@ class Proxy:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
+    def fail(self) -> None:
+        """Nothing gets through any more, until `mend`: connections are cut, and new ones closed as they come."""
+        self.is_dead = True
+        for index in range(len(self.pairs)):
+            self.cut(index)
+
+    def mend(self) -> None:
+        self.is_dead = False
+
     @property
     def total(self) -> int:
         return sum(self.forwarded)
@@ -62,6 +72,9 @@ class Proxy:
                 near, _ = self._listener.accept()
             except OSError:
                 return
+            if self.is_dead:
+                near.close()
+                continue
             try:
                 far = socket.create_connection(parse_address(self.upstream), timeout=60)
             except OSError:
