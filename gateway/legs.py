@@ -58,26 +58,43 @@ _FALSE: Final = Raw(b"false")
 class DecodeAnswer:
     """The answer of a decode node that has begun: `first` are its first bytes, all of them if it is not streamed."""
 
-    def __init__(self, node: Node, response: aiohttp.ClientResponse, first: bytes) -> None:
+    def __init__(self, node: Node, response: aiohttp.ClientResponse, first: bytes, idle_s: float) -> None:
         self.status = response.status
         self.content_type = response.headers.get("Content-Type", "application/json")
         self.first = first
         self._node = node
         self._response = response
         self._content = response.content
+        self._idle_s = idle_s
+        self._loop = asyncio.get_running_loop()
+        self._waiting_since: float | None = None
+        self._look_at_it = self._loop.call_later(idle_s, self._look)
 
     async def read(self) -> bytes:
         """The next bytes after the first, b"" at the end. Raises DecodeFailed when the stream breaks or goes silent."""
+        self._waiting_since = self._loop.time()
         try:
             return await self._content.readany()
         except TimeoutError as error:
             raise DecodeFailed(self._node.id, "stream_idle") from error
         except (aiohttp.ClientError, OSError) as error:
             raise DecodeFailed(self._node.id, "stream_broken", str(error)) from error
+        finally:
+            self._waiting_since = None
 
     def close(self) -> None:
         """Lets go of the node: it stops if it has more to say."""
+        self._look_at_it.cancel()
         self._response.release() if self._content.at_eof() else self._response.close()
+
+    def _look(self) -> None:
+        """Bounds the pause between two chunks with one timer, however many chunks there are."""
+        now = self._loop.time()
+        since = now if self._waiting_since is None else self._waiting_since
+        if now - since >= self._idle_s:
+            self._content.set_exception(TimeoutError(f"nothing for {self._idle_s} s"))
+        else:
+            self._look_at_it = self._loop.call_at(since + self._idle_s, self._look)
 
 
 class Legs:
@@ -90,6 +107,7 @@ class Legs:
             # A stream may last for hours; what is bounded is every wait inside it.
             timeout=aiohttp.ClientTimeout(total=None, connect=timeouts.connect_s, sock_connect=timeouts.connect_s),
             auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),  # an engine's cookies are nobody's
             read_bufsize=READ_BUFFER_BYTES,
         )
 
@@ -133,11 +151,7 @@ class Legs:
             raise DecodeFailed(node.id, "timeout") from error
         except (aiohttp.ClientError, OSError) as error:
             raise DecodeFailed(node.id, _reason(error), str(error)) from error
-        if response.connection is not None and response.connection.protocol is not None:
-            # From here on the pause between two chunks is bounded, by a timer that costs nothing per chunk.
-            response.connection.protocol.read_timeout = self.timeouts.stream_idle_s
-            response.connection.protocol.start_timeout()
-        return DecodeAnswer(node, response, first)
+        return DecodeAnswer(node, response, first, self.timeouts.stream_idle_s)
 
     def _first_bytes_s(self, request: Request) -> float:
         # An answer that is not streamed comes as a whole, so its first byte waits for its last token.

@@ -53,6 +53,14 @@ class Relay:
             return await self._stream(http, request, attempt, headers)
         body = answer.first if answer.status != 200 else await self._whole(request, attempt)
         request.completion_tokens = completion_tokens(body)
+        if len(body) <= PIECE_BYTES:
+            # Head and body in one write.
+            short = web.Response(status=answer.status, headers=headers, body=body)
+            await short.prepare(http)
+            with offering(request, self._clock):
+                await short.write_eof()
+            self._accounts.relayed(request)
+            return short
         response = web.StreamResponse(status=answer.status, headers=headers)
         response.content_length = len(body)
         await response.prepare(http)
@@ -140,8 +148,9 @@ async def pass_on(read: Read, stream: Writable, request: Request, clock: Callabl
         request.events += chunk.count(EVENT_END)
         # Before it is written: it has left when the write waits for the client, and others may write then.
         request.is_between_events = chunk.endswith(EVENT_END)
-        with offering(request, clock):
-            await stream.write(chunk)
+        request.writing_since = clock()
+        await stream.write(chunk)
+        request.writing_since = None
 
 
 @contextmanager
