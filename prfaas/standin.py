@@ -71,17 +71,17 @@ def stand_in(profile: ModelProfile, hardware: str, scale: Scale) -> StandIn:
 
 def write_stand_ins(profile: Path, scale: Scale, directory: Path) -> None:
     """One file per kind of hardware, and a tokenizer. Raises TopologyError."""
-    directory.mkdir(parents=True, exist_ok=True)
     try:
         model = load_profile(profile)
         model.kv_size()
+        directory.mkdir(parents=True, exist_ok=True)
         for hardware in model.prefill:
             found = stand_in(model, hardware, scale)
             found.check()
             stand_in_file(directory, hardware).write_bytes(msgspec.json.encode(found))
-    except (InputError, ModelError) as exc:
+        save_byte_tokenizer(directory, CONTEXT_TOKENS)
+    except (InputError, ModelError, OSError) as exc:
         raise TopologyError(f"[model]: profile = {str(profile)!r}: {exc}") from exc
-    save_byte_tokenizer(directory, CONTEXT_TOKENS)
 
 
 def stand_in_file(directory: Path, hardware: str) -> Path:

@@ -66,6 +66,13 @@ def test_every_shipped_profile_that_knows_its_kvcache_can_be_stood_in_for(tmp_pa
     assert (tmp_path / "tokenizer.json").is_file()
 
 
+@pytest.mark.parametrize("profile", [PROFILES, PROFILES / "internal-1t.json"])
+def test_files_that_cannot_be_read_or_written_are_named(profile: Path, tmp_path: Path) -> None:
+    (in_the_way := tmp_path / "a file").touch()
+    with pytest.raises(TopologyError, match=r"a file|profiles"):
+        write_stand_ins(profile, Scale(), in_the_way / "model")
+
+
 def test_bytes_too_few_to_be_checked_are_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(TopologyError, match="can be checked"):
         write_stand_ins(PROFILES / "internal-1t.json", Scale(bytes=1e-6), tmp_path)
