@@ -135,6 +135,10 @@ def _demo(arguments: argparse.Namespace) -> int:
     from prfaas.topology import DEFAULT_FILE, load_topology
 
     topology = load_topology(arguments.config or DEFAULT_FILE, arguments.state_dir)
+    if topology.model.profile:
+        raise TopologyError(
+            "[model]: profile: a demo compares answers with a model's own, and here is none; use `prfaas up`"
+        )
     # Any free port: a demo must not fail because something else listens on 8000.
     demo = Demo(topology.replace_gateway(port=0), arguments.state_dir, arguments.requests, _console())
     return run_until_done(

@@ -34,6 +34,12 @@ def test_an_unknown_key_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "unknown key 'node_idd'" in capsys.readouterr().err
 
 
+def test_a_demo_needs_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    live = Path(__file__).parents[2] / "configs" / "case_study_live.toml"
+    assert main(["demo", "-c", str(live), "--state-dir", str(tmp_path)]) == 2
+    assert "profile: a demo compares" in capsys.readouterr().err
+
+
 def test_an_unknown_architecture_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["model", "build", "--arch", "gpt5", "--out", str(tmp_path / "m")]) == 2
     assert "arch = 'gpt5': must be 'kimi_linear', " in capsys.readouterr().err
