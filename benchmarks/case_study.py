@@ -45,7 +45,11 @@ BASELINE: Final = "homogeneous PD"
 LOADS: Final = (0.5, 0.8)  # of what the baseline can carry
 LOAD_REQUESTS: Final = 200  # of a run at one of these; a rate at the SLO takes more to be found
 SLO_TTFT_P90_S: Final = 15.0  # our choice: about 1.5 times the homogeneous deployment's unloaded P90
-TRIED: Final = (0.95, 1.05)  # of the rate that the simulator finds, after that rate itself
+RATE_STEPS: Final = (
+    1.05,
+    0.95,
+)  # after a rate that held, after one that did not; the first is what the simulator finds
+MAX_TRIED: Final = 3
 TAIL_SHARE: Final = 0.25  # of a remote KVCache that leaves after the prefill: a stand-in has four layers
 RATE_STEP: Final = 0.01
 LAG_EVERY_S: Final = 0.02
@@ -255,9 +259,11 @@ async def measure(contender: Contender, site: Site, loads: Sequence[float], args
             return {"rate_req_per_s": rate, "live": seen.row(), "simulated": computed.row()}
 
         same = [await pair(few, rate) for rate in loads]
-        tried = [await pair(many, expected)]
-        holds = tried[0]["live"]["ttft_p90_s"] <= SLO_TTFT_P90_S
-        tried.append(await pair(many, expected * TRIED[holds]))
+        tried: list[dict[str, Any]] = []
+        rate = expected
+        while len(tried) < MAX_TRIED and len(set(map(_held, tried))) < 2:
+            tried.append(await pair(many, rate))
+            rate *= RATE_STEPS[not _held(tried[-1])]
     p90s = {run["rate_req_per_s"]: run["live"]["ttft_p90_s"] for run in tried}
     return {
         "name": contender.name,
@@ -270,6 +276,10 @@ async def measure(contender: Contender, site: Site, loads: Sequence[float], args
         "timers_late_p99_s": live.late_p99_s,
         "wrong": live.wrong,
     }
+
+
+def _held(run: Mapping[str, Any]) -> bool:
+    return bool(run["live"]["ttft_p90_s"] <= SLO_TTFT_P90_S)
 
 
 def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
