@@ -168,6 +168,8 @@ class MoveEstimate:
         self._sums = [0.0] * 5
         for num_bytes in (0.0, bytes_per_s):
             self._add(num_bytes, calls_s + num_bytes / bytes_per_s)
+        # Moves of one size leave the equations open, and noise would answer them: the prior never fades altogether.
+        self._least = [PRIOR_WEIGHT * each for each in self._sums]
 
     def observe(self, num_bytes: float, seconds: float) -> None:
         """`num_bytes` have moved within `seconds`, calls and all."""
@@ -175,7 +177,7 @@ class MoveEstimate:
             return
         self._sums = [each * (1.0 - 1.0 / MOVES_REMEMBERED) for each in self._sums]
         self._add(num_bytes, seconds)
-        w, wx, wxx, wy, wxy = self._sums
+        w, wx, wxx, wy, wxy = (each + least for each, least in zip(self._sums, self._least, strict=True))
         slope = (w * wxy - wx * wy) / max(w * wxx - wx * wx, LEAST_S)
         slope = min(max(slope, 0.0), wy / wx)  # neither calls nor bytes take less than no time
         self.calls_s = (wy - slope * wx) / w

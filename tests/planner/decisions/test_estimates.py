@@ -1,5 +1,6 @@
 """What is learned of prefills: the curve, its error, and that it forgets."""
 
+import random
 import tracemalloc
 
 import numpy as np
@@ -137,6 +138,15 @@ def test_a_move_takes_calls_and_bytes():
         found.observe(num_bytes, 0.03 + num_bytes / 1e8)
     assert found.seconds(1e6) == pytest.approx(0.04, rel=0.05)
     assert found.seconds(4e7) == pytest.approx(0.43, rel=0.05)
+
+
+@pytest.mark.parametrize("num_bytes", [10**8, 10**9])
+def test_moves_of_one_size_say_nothing_absurd_of_others(num_bytes):
+    found, chance = MoveEstimate(1e9), random.Random(0)
+    for _ in range(1000):
+        about = num_bytes * chance.uniform(0.98, 1.02)
+        found.observe(about, (0.01 + about / 1e9) * chance.uniform(0.9, 1.1))
+        assert found.seconds(20 * num_bytes) == pytest.approx(0.01 + 20 * num_bytes / 1e9, rel=0.2)
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**12), st.floats(0, 1e4)), max_size=60))
