@@ -219,6 +219,9 @@ def test_a_crowd_of_finished_answers_does_not_pile_up(tmp_path):
             agent.deaf_to_answers = True
             await asyncio.gather(*(ask(node, random_tokens(70, seed=n), 100) for n in range(20)))
             await until_kept(node, 12, "busy")
+            async with asyncio.timeout(60.0):
+                while node.service.link.num_jobs < 8:  # noqa: ASYNC110 some are still on their way to the agent
+                    await asyncio.sleep(0.005)
             assert node.service.link.num_jobs == 8
             agent.deaf_to_answers = False
 

@@ -23,6 +23,7 @@ from tests.sampling import SEED_VARIABLE
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 THRESHOLD: Final = 300
+BY_LOAD: Final = ("congested", "remote_queue")
 OUTPUT: Final = 16
 MAX_TOKENS: Final = {64: 1024, 256: 2048}
 BLOCK_SIZES: Final = tuple(MAX_TOKENS)
@@ -149,12 +150,14 @@ async def _all_equal(bench: Bench, way: Way, rng: np.random.Generator) -> None:
     answers = await asyncio.gather(
         *(bench.generate(prompt, OUTPUT, name=name) for prompt, name in zip(prompts, names, strict=True))
     )
-    taken = 0
+    strays = []
     for prompt, name, answer, (_, cached) in zip(prompts, names, answers, planned, strict=True):
         expected = await asyncio.to_thread(bench.expected, prompt, OUTPUT)
         assert answer.token_ids == expected, f"{len(prompt)} tokens, {cached} of them cached"
         record = await bench.record(name)
         assert record["fallbacks"] == []
-        taken += (record["route"], record["cached"]) == (way.route, way.reusable(cached))
-    # A queue or a busy link may send a long prompt home; that is a decision, not an error, but only where there are several.
-    assert taken >= (1 if way.in_flight == 1 else len(prompts) - 1)
+        if (record["route"], record["cached"]) != (way.route, way.reusable(cached)):
+            strays.append((record["route"], record["cached"], record["reason"]))
+    # Where there are several, a queue or a busy link may send long prompts home; that is a decision, not an error, and is said.
+    assert len(strays) < len(prompts), strays
+    assert len(strays) <= 1 or all(reason in BY_LOAD for _, _, reason in strays), strays
