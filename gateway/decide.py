@@ -91,7 +91,7 @@ class Decider:
         """A route by another prefill node to the decode cluster of `chosen`, None if there is none."""
         try:
             home = self._clusters.by_id(chosen.decode_node).cluster
-            other = self.route(request, failed, home)
+            other = self.route(request, {*failed, *self._links.cut_off_from(chosen.decode_node)}, home)
         except (Unavailable, NodeError):
             return None
         return other if other.prefill_node is not None else None

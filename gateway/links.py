@@ -2,12 +2,13 @@
 
 A transfer whose receiver could not be reached opens the breaker of its path and of all others over the same line; requests then
 leave the link alone, until a probe (gateway.probes) has had an answer. Whose fault a failure was is asked before: a receiver
-that is gone itself says nothing of the way to it.
+that is gone itself says nothing of the way to it. An answer of another receiver says that the line is well and that the one
+which could not be reached is not: its pairs with the senders then have breakers of their own, and the line is used again.
 """
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -17,7 +18,7 @@ from gateway.agent import LinkLoad
 from gateway.node import Node
 from planner.decisions.breaker import Breakers, State
 from planner.decisions.lines import shared_line
-from planner.decisions.views import ClusterKind, LinkView
+from planner.decisions.views import ClusterKind, LinkView, Role
 
 log = logging.getLogger("prfaas.gateway.links")
 
@@ -25,12 +26,13 @@ PATH_FAILED: Final = "peer_lost"  # what a sender says of a receiver that it had
 
 
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A link as `GET /prfaas/links` shows it; `senders` are the states of their breakers by node."""
+    """A link as `GET /prfaas/links` shows it; `senders` are the states of their breakers by node, `lost` pairs without a way."""
 
     source: str
     destination: str
     up: bool
     senders: dict[str, str]
+    lost: tuple[tuple[str, str], ...]
     available_bytes_per_s: float | None
     budget_bytes_per_s: float | None
     utilisation: float
@@ -55,12 +57,15 @@ class Links:
         self._unmeasured_bytes_per_s = unmeasured_bytes_per_s
         self._on_failed = on_failed
         self._breakers = Breakers()
-        self._receivers: dict[tuple[str, str], str] = {}  # by path that failed: who could not be reached
+        self._pairs = Breakers()  # of senders that reach others of the receiver's cluster
+        self._lost: dict[
+            tuple[str, str], tuple[str, ...]
+        ] = {}  # by path that failed: who was not reached, the latest last
 
     @property
     def num_failed(self) -> int:
         """Paths that failed and of which nobody has heard since."""
-        return len(self._receivers)
+        return len(self._lost)
 
     # What decisions ask
 
@@ -82,7 +87,13 @@ class Links:
 
     def is_up(self, sender: Node, receiver: Node) -> bool:
         """Whether anything may be sent that way. Within a cluster there is no link that could fail."""
-        return sender.cluster == receiver.cluster or self._breakers.up(sender.id, receiver.cluster)
+        return sender.cluster == receiver.cluster or (
+            self._breakers.up(sender.id, receiver.cluster) and self._pairs.up(sender.id, receiver.id)
+        )
+
+    def cut_off_from(self, receiver: str) -> set[str]:
+        """Senders that do not reach that node, although they reach others of its cluster."""
+        return {sender for sender, lost in self._pairs.not_up() if lost == receiver}
 
     def _view(self, source: str, destination: str, senders: Sequence[Node]) -> LinkView:
         cut_off = [node.id for node in senders if not self._breakers.up(node.id, destination)]
@@ -100,9 +111,17 @@ class Links:
             line,
             up=bool(able),
             cut_off=tuple(cut_off),
+            lost=self._lost_pairs(source, destination),
             available_bytes_per_s=line.available_bytes_per_s or self._unmeasured_bytes_per_s or None,
             promised_bytes=line.promised_bytes + unseen_bytes,
         )
+
+    def _lost_pairs(self, source: str, destination: str) -> tuple[tuple[str, str], ...]:
+        if not (pairs := self._pairs.not_up()):
+            return ()
+        clusters = {node.id: node.cluster for node in self._nodes}
+        wanted = (source, destination)
+        return tuple(pair for pair in pairs if (clusters.get(pair[0]), clusters.get(pair[1])) == wanted)
 
     def status(self) -> list["LinkStatus"]:
         """Every link, and the state of each of its senders, for operators."""
@@ -116,6 +135,7 @@ class Links:
                     for node in self._nodes
                     if node.connected and node.cluster == view.source
                 },
+                lost=view.lost,
                 available_bytes_per_s=view.available_bytes_per_s,
                 budget_bytes_per_s=view.budget_bytes_per_s,
                 utilisation=view.utilisation,
@@ -131,12 +151,15 @@ class Links:
 
     def failed(self, sender: Node, receiver: Node) -> None:
         """`sender` had no connection to `receiver`, which is well itself."""
-        destination = receiver.cluster
+        destination, now = receiver.cluster, self._clock()
+        if not self._pairs.up(sender.id, receiver.id):  # what had left before that was known: no news of the line
+            self._pairs.on_failed(sender.id, (), receiver.id, now)
+            return
         siblings = [node.id for node in self._nodes if node is not sender and node.cluster == sender.cluster]
         before = self._breakers.state(sender.id, destination)
-        self._breakers.on_failed(sender.id, siblings, destination, self._clock())
+        self._breakers.on_failed(sender.id, siblings, destination, now)
         for each in (sender.id, *siblings):
-            self._receivers[each, destination] = receiver.id
+            self._not_reached(each, receiver)
         if before is State.CLOSED:
             self._on_failed(sender.cluster, destination)
             log.warning(
@@ -144,35 +167,83 @@ class Links:
                 sender.cluster, destination, sender.id, receiver.id,
             )  # fmt: skip
 
-    def still_down(self, sender: Node, destination: str) -> None:
-        """A probe of `sender`'s path had no answer; of its siblings' it says nothing."""
-        self._breakers.on_failed(sender.id, (), destination, self._clock())
+    def still_down(self, sender: Node, receiver: Node) -> None:
+        """A probe of the way to `receiver` had no answer; of the sender's siblings' it says nothing."""
+        now = self._clock()
+        if not self._pairs.up(sender.id, receiver.id):
+            self._pairs.on_failed(sender.id, (), receiver.id, now)
+        if not self._breakers.up(sender.id, receiver.cluster):
+            self._breakers.on_failed(sender.id, (), receiver.cluster, now)
+            self._not_reached(sender.id, receiver)
 
-    def arrived(self, sender: Node, destination: str) -> None:
-        """Something got through."""
-        if self._breakers.up(sender.id, destination):
-            return
-        self._breakers.on_arrived(sender.id, destination, self._clock())
-        self._receivers.pop((sender.id, destination), None)
-        log.info("link from=%s to=%s is up again for node %s", sender.cluster, destination, sender.id)
+    def _not_reached(self, sender: str, receiver: Node) -> None:
+        earlier = self._lost.get((sender, receiver.cluster), ())
+        others = tuple(each for each in earlier if each != receiver.id)
+        self._lost[sender, receiver.cluster] = (*others, receiver.id)
+
+    def arrived(self, sender: Node, receiver: Node) -> None:
+        """Something got through: the line is well, and receivers of it that were not reached have no such excuse any more."""
+        destination, now = receiver.cluster, self._clock()
+        was_up = self._breakers.up(sender.id, destination)
+        self._breakers.on_arrived(sender.id, destination, now)
+        self._pairs.on_arrived(sender.id, receiver.id, now)
+        for lost in self._lost.pop((sender.id, destination), ()):
+            if lost != receiver.id and self._pairs.up(sender.id, lost):
+                self._pairs.on_failed(sender.id, (), lost, now)
+                log.warning("node %s reaches %s but not %s, to which it sends nothing", sender.id, receiver.id, lost)
+        if not was_up:
+            log.info("link from=%s to=%s is up again for node %s", sender.cluster, destination, sender.id)
+
+    def unasked(self, sender: Node, receiver: Node) -> None:
+        """`sender` knows no probes, being of an earlier version: a request may try the way."""
+        self._breakers.on_unasked(sender.id, receiver.cluster)
+        self._pairs.on_unasked(sender.id, receiver.id)
+        if self._breakers.up(sender.id, receiver.cluster):
+            self._lost.pop((sender.id, receiver.cluster), None)
 
     # What is to be probed
 
     def probes(self) -> list[tuple[Node, list[Node]]]:
-        """Senders whose path is to be probed now, and the receivers to try: the one that could not be reached before others."""
+        """Senders with a way to be probed now, and the receivers to try, one after the other."""
         now = self._clock()
         by_id = {node.id: node for node in self._nodes}
-        self._breakers.forget(by_id)
-        self._receivers = {path: receiver for path, receiver in self._receivers.items() if path[0] in by_id}
-        return [
+        self._forget(by_id)
+        lines = [
             (by_id[sender], self._candidates(sender, destination, now))
             for sender, destination in self._breakers.probes(now)
         ]
+        pairs = [
+            (by_id[sender], [by_id[receiver]] if by_id[receiver].is_ready(now) else [])
+            for sender, receiver in self._pairs.probes(now)
+        ]
+        return lines + pairs
 
     def _candidates(self, sender: str, destination: str, now: float) -> list[Node]:
-        failed = self._receivers.get((sender, destination))
-        ready = [node for node in self._nodes if node.cluster == destination and node.is_ready(now)]
-        return sorted(ready, key=lambda node: node.id != failed)
+        """Decode nodes, for it is them that requests send to: those never lost first, then those lost longest ago.
+
+        So a line that is well is back without a wait for the answer that does not come.
+        """
+        lost = self._lost.get((sender, destination), ())
+        ready = [
+            node
+            for node in self._nodes
+            if node.cluster == destination and node.role == Role.DECODE and node.is_ready(now)
+        ]
+        return sorted(
+            ready,
+            key=lambda node: (
+                node.id in lost or not self._pairs.up(sender, node.id),
+                lost.index(node.id) if node.id in lost else len(lost),
+            ),
+        )
+
+    def _forget(self, by_id: Mapping[str, Node]) -> None:
+        """Nodes without a name of `by_id` are gone for good."""
+        self._breakers.forget(by_id.keys() | {node.cluster for node in self._nodes})
+        self._pairs.forget(by_id)
+        self._lost = {
+            path: tuple(each for each in lost if each in by_id) for path, lost in self._lost.items() if path[0] in by_id
+        }
 
 
 def is_path_failure(reason: str, sender: Node, receiver: Node, engine: tuple[str, int]) -> bool:

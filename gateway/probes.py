@@ -18,6 +18,8 @@ from transport.control.messages import TicketInfo
 log = logging.getLogger("prfaas.gateway.probes")
 
 TICK_S: Final = 0.25
+MAX_LOST: Final = 2  # receivers that do not answer a probe; each takes half the time in which a probe must be heard of
+UNKNOWN_CALL: Final = "unimplemented"  # of a node that has yet to be upgraded
 ROOM_S: Final = 5.0  # a lease, should the gateway die before it gives the block back
 
 
@@ -37,6 +39,7 @@ class Probes:
                 self._tasks.start(self._probe(sender, receivers), "probe")
 
     async def _probe(self, sender: Node, receivers: list[Node]) -> None:
+        lost = 0
         for receiver in receivers:
             try:
                 ticket = await _ticket(receiver)
@@ -47,12 +50,17 @@ class Probes:
                 reason = await sender.agent.probe(ticket, self._timeout_s)
             except NodeError as error:
                 log.info("no probe of the link to %s by %s: %s", receiver.id, sender.id, error)
+                if error.reason == UNKNOWN_CALL:
+                    self._links.unasked(sender, receiver)
                 return
             if not reason:
-                self._links.arrived(sender, receiver.cluster)
-            elif reason == PATH_FAILED:
-                self._links.still_down(sender, receiver.cluster)
-            return
+                self._links.arrived(sender, receiver)
+            if reason != PATH_FAILED:
+                return
+            self._links.still_down(sender, receiver)
+            lost += 1
+            if lost == MAX_LOST:
+                return
 
 
 async def _ticket(receiver: Node) -> TicketInfo:

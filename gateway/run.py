@@ -143,7 +143,7 @@ class Runner:
         self._accounts.prefilling(request, node)
         try:
             outcome = await self._legs.prefill(node, request, hold.ticket)
-            self._links.arrived(node, decode.cluster)
+            self._links.arrived(node, decode)
             self._decider.learn(node, outcome)
             return outcome
         except PrefillFailed as error:

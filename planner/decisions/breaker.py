@@ -1,6 +1,6 @@
 """Whether a link between two clusters is used: a breaker per sender and destination, pure, closed by itself.
 
-    CLOSED ──failed──► OPEN ──retry time──► HALF_OPEN ──probe arrived──► CLOSED
+    CLOSED ──failed──► OPEN ──retry time──► HALF_OPEN ──probe arrived, or nobody can send one──► CLOSED
                         ▲                       │
                         └────────failed─────────┘   with a longer retry time
 
@@ -33,6 +33,7 @@ class Event(StrEnum):
     FAILED = "failed"  # nothing got through within the time in which a peer is given up
     ARRIVED = "arrived"  # a transfer or a probe did
     WAITED = "waited"  # the retry time is over
+    UNASKED = "unasked"  # the sender knows no probes: the next request is one
 
 
 TRANSITIONS: Final = MappingProxyType(
@@ -44,6 +45,9 @@ TRANSITIONS: Final = MappingProxyType(
         (State.OPEN, Event.WAITED): State.HALF_OPEN,
         (State.HALF_OPEN, Event.FAILED): State.OPEN,
         (State.HALF_OPEN, Event.ARRIVED): State.CLOSED,
+        (State.CLOSED, Event.UNASKED): State.CLOSED,
+        (State.OPEN, Event.UNASKED): State.OPEN,
+        (State.HALF_OPEN, Event.UNASKED): State.CLOSED,
     }
 )
 
@@ -77,6 +81,12 @@ class Breaker:
         self._take(Event.ARRIVED)
         self._retry_s = RETRY_S
 
+    def on_unasked(self) -> None:
+        """The sender cannot probe. Should the request that does it instead fail, the next one waits longer."""
+        if self.state is State.HALF_OPEN:
+            self._retry_s = min(MAX_RETRY_S, 2 * self._retry_s)
+        self._take(Event.UNASKED)
+
     def wants_probe(self, now: float) -> bool:
         """Whether to send one now; asked once, it counts as sent, and nobody else is told to."""
         if self.state is State.CLOSED or now < self._until:
@@ -97,7 +107,7 @@ class Breaker:
 
 
 class Breakers:
-    """Those of all paths, by (sending node, destination cluster). A path never heard of is closed: it is used.
+    """Those of all paths, by (sending node, destination): a cluster, or one node. A path never heard of is closed: it is used.
 
     Senders of one cluster share its line, so the failure of one opens those of all; each then closes by a probe of its own,
     and a sender that alone is cut off stays out alone.
@@ -126,13 +136,22 @@ class Breakers:
             known.on_arrived(now)
             del self._known[sender, destination]
 
+    def on_unasked(self, sender: str, destination: str) -> None:
+        """`sender` knows no probes."""
+        if (known := self._known.get((sender, destination))) is not None:
+            known.on_unasked()
+
+    def not_up(self) -> list[tuple[str, str]]:
+        """The paths that are not used."""
+        return [ends for ends, breaker in self._known.items() if not breaker.up]
+
     def probes(self, now: float) -> list[tuple[str, str]]:
         """The paths to probe now."""
         return [ends for ends, breaker in self._known.items() if breaker.wants_probe(now)]
 
     def forget(self, known: Container[str]) -> None:
-        """Senders that are not among `known` are gone for good."""
-        self._known = {ends: breaker for ends, breaker in self._known.items() if ends[0] in known}
+        """Senders and destinations that are not among `known` are gone for good."""
+        self._known = {ends: each for ends, each in self._known.items() if ends[0] in known and ends[1] in known}
 
     def _of(self, sender: str, destination: str) -> Breaker:
         return self._known.setdefault((sender, destination), Breaker())

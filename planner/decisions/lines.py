@@ -22,6 +22,7 @@ def shared_line(seen: Sequence[LinkView]) -> LinkView:
         destination=worst.destination,
         up=any(link.up for link in seen),
         cut_off=tuple(sender for link in seen for sender in link.cut_off),
+        lost=tuple(pair for link in seen for pair in link.lost),
         available_bytes_per_s=available or None,
         # A budget is each sender's own: together they may send all of them, as far as every sender has one.
         budget_bytes_per_s=sum(budgets) if len(budgets) == len(seen) else None,

@@ -7,7 +7,7 @@
 The second row needs prefix transfers between clusters; a policy that says there are none always uses the first.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Self
@@ -195,7 +195,7 @@ def is_scarce(link: LinkView, policy: RoutingPolicy) -> bool:
 def route(
     request: RouteRequest,
     nodes: Iterable[NodeView],
-    links: Iterable[LinkView],
+    links: Collection[LinkView],
     policy: RoutingPolicy,
     *,
     place: Placer = place_kvcache_centric,
@@ -213,18 +213,47 @@ def route(
 def route_among(
     ready: ReadyNodes,
     request: RouteRequest,
-    links: Iterable[LinkView],
+    links: Collection[LinkView],
     policy: RoutingPolicy,
     *,
     place: Placer,
     cost: PrefillCost,
 ) -> Route:
     """`route` for a caller that keeps its nodes sorted from one request to the next."""
-    prefills, decodes = ready.prefills, ready.decodes
+    decodes = ready.decodes
     if not decodes:
         raise NoReadyNode("no decode node is ready")
     at_home = [node for node in decodes if node.cluster == request.home] if request.home else []
     decode = choose_decode(at_home or decodes, policy.placement)
+    chosen = _route_to(decode, ready, request, links, policy, place, cost)
+    if chosen.reason is Reason.LINK_DOWN and (others := _others_reached(decode, ready, links)):
+        other = _route_to(choose_decode(others, policy.placement), ready, request, links, policy, place, cost)
+        return other if other.target is Target.REMOTE else chosen
+    return chosen
+
+
+def _others_reached(decode: NodeView, ready: ReadyNodes, links: Collection[LinkView]) -> list[NodeView]:
+    """Decode nodes of the same cluster with a place free that some PrfaaS node does reach."""
+    ways = [link for link in links if link.up and link.lost and link.destination == decode.cluster]
+    return [
+        node
+        for node in ready.decodes
+        if node.cluster == decode.cluster
+        and node.load < 1
+        and any(way.carries(each.node_id, node.node_id) for way in ways for each in ready.prefills.get(way.source, ()))
+    ]
+
+
+def _route_to(
+    decode: NodeView,
+    ready: ReadyNodes,
+    request: RouteRequest,
+    links: Collection[LinkView],
+    policy: RoutingPolicy,
+    place: Placer,
+    cost: PrefillCost,
+) -> Route:
+    prefills, decodes = ready.prefills, ready.decodes
     if request.unshared:
         return _on_decode_node(request, decode, Reason.UNSHARED, policy, cost)
     if request.num_tokens <= 1:
@@ -340,8 +369,8 @@ def _best_remote(
     for link in links:
         if link.up and link.destination == decode.cluster:
             nodes = prefills.get(link.source)
-            if nodes is not None and link.cut_off:
-                nodes = [node for node in nodes if node.node_id not in link.cut_off]
+            if nodes is not None and (link.cut_off or link.lost):
+                nodes = [node for node in nodes if link.carries(node.node_id, decode.node_id)]
             if nodes and nodes[0].kind is ClusterKind.PRFAAS:
                 reachable.append(_Side(nodes, decodes, link.source, link))
     if len(reachable) == 1:

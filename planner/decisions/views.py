@@ -70,13 +70,14 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     on a small budget the longer of the two. `congested` is the senders' early signal: round
     trips of twice the smallest one of late, or losses; round trips are 0 while unknown. `estimate_error` is the mean
     relative error of the senders' predictions of when a transfer will have arrived. `cut_off` names senders that cannot use
-    the link although others can.
+    the link although others can, `lost` those (sender, receiver) that have no connection although the sender has others.
     """
 
     source: str
     destination: str
     up: bool = True
     cut_off: tuple[str, ...] = ()
+    lost: tuple[tuple[str, str], ...] = ()
     available_bytes_per_s: float | None = None
     budget_bytes_per_s: float | None = None
     utilisation: float = 0.0
@@ -111,6 +112,10 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def rtt_inflation(self) -> float:
         """Round trip over the smallest one of late; 1 = no queue."""
         return max(1.0, self.rtt_s / self.min_rtt_s) if self.min_rtt_s else 1.0
+
+    def carries(self, sender: str, receiver: str) -> bool:
+        """Whether anything of that sender's gets to that receiver, as long as the link is up."""
+        return sender not in self.cut_off and (sender, receiver) not in self.lost
 
     def arrives_s(self, num_bytes: float) -> float:
         """When `num_bytes` more will have arrived, as far as the senders' predictions have been right."""

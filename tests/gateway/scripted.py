@@ -50,6 +50,8 @@ class Script:
     decode: list[str] = field(default_factory=list)  # the same, "die_after_first" or "stall_after_first"
     load: list[str] = field(default_factory=list)  # "hang" or a grpc.StatusCode name
     path_is_down: bool = False  # of what this node sends: its prefills end as undeliverable, its probes have no answer
+    not_reached: tuple[str, ...] = ()  # the same towards these nodes alone
+    knows_no_probes: bool = False  # as before there were any
     landing_failure: str = ""  # why what has landed is not used
     hang_s: float = 30.0
 
@@ -229,7 +231,13 @@ class ScriptedNode(NodeAgentServicer):
 
     async def Probe(self, request: Any, context: Any) -> pb.Done:
         self.probes.append(request.node_id)
-        return pb.Done(ok=not self.script.path_is_down, reason="peer_lost" if self.script.path_is_down else "")
+        if self.script.knows_no_probes:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "scripted")
+        is_lost = self._does_not_reach(request.node_id)
+        return pb.Done(ok=not is_lost, reason="peer_lost" if is_lost else "")
+
+    def _does_not_reach(self, node_id: str) -> bool:
+        return self.script.path_is_down or node_id in self.script.not_reached
 
     async def Commit(self, request: Any, context: Any) -> pb.Done:
         why = await self.fabric.landed(request.transfer_id)
@@ -279,7 +287,8 @@ class ScriptedNode(NodeAgentServicer):
         await asyncio.sleep(self.script.prefill_s)
         if self.script.prefill_gate is not None:
             await self.script.prefill_gate.wait()
-        fault = "502 peer_lost" if self.script.path_is_down else _next(self.script.prefill)
+        receiver = body["kv_transfer_params"]["ticket"]["node_id"]
+        fault = "502 peer_lost" if self._does_not_reach(receiver) else _next(self.script.prefill)
         if fault.startswith("undelivered "):
             return web.json_response({"kv_transfer_params": {"delivered": False, "reason": fault.split()[1]}})
         if refusal := await self._fault(http, fault):

@@ -77,10 +77,48 @@ def test_a_failure_is_of_the_line_to_one_cluster_and_a_sender_comes_back_alone()
     assert links.is_up(nodes[0], nodes[3])
     now = 1.0
     assert [(each, receivers) for each, receivers in links.probes()] == [(nodes[0], [nodes[2]]), (nodes[1], [nodes[2]])]
-    links.still_down(nodes[0], "west")
-    links.arrived(nodes[1], "west")
+    links.still_down(nodes[0], nodes[2])
+    links.arrived(nodes[1], nodes[2])
     west = next(view for view in links.views() if view.destination == "west")
     assert (west.up, west.cut_off) == (True, ("r0",))
+
+
+def test_another_receiver_that_answers_puts_the_line_back_and_leaves_out_the_pair_alone():
+    now = 0.0
+    r0, r1, d0, d1 = nodes = [sender("r0"), sender("r1"), node_of("d0", role="decode"), node_of("d1", role="decode")]
+    links = Links(nodes, lambda: now)
+    links.failed(r0, d0)
+    now = 1.0
+    assert links.probes() == [(r0, [d1, d0]), (r1, [d1, d0])]
+    links.arrived(r0, d1)
+    links.arrived(r1, d1)
+    (line,) = links.views()
+    assert (line.up, line.cut_off, line.lost) == (True, (), (("r0", "d0"), ("r1", "d0")))
+    assert not links.is_up(r0, d0)
+    assert links.is_up(r0, d1)
+    links.failed(r0, d0)  # what had left before
+    assert links.views()[0].up
+    now = 2.0
+    assert links.probes() == [(r0, [d0]), (r1, [d0])]
+    links.still_down(r0, d0)
+    links.arrived(r1, d0)  # to it nothing had been lost
+    assert links.views()[0].lost == (("r0", "d0"),)
+    assert links.cut_off_from("d0") == {"r0"}
+    now = 4.0
+    assert links.probes() == [(r0, [d0])]
+    links.arrived(r0, d0)
+    assert links.views()[0].lost == ()
+
+
+def test_pairs_of_nodes_that_are_gone_for_good_are_forgotten():
+    r0, d0, d1 = nodes = [sender("r0"), node_of("d0", role="decode"), node_of("d1", role="decode")]
+    links = Links(nodes, lambda: 0.0)
+    links.failed(r0, d0)
+    links.arrived(r0, d1)
+    assert links.views()[0].lost == (("r0", "d0"),)
+    d0.info = node_of("d2", role="decode").info
+    links.probes()
+    assert links.cut_off_from("d0") == set()
 
 
 def test_senders_that_are_gone_for_good_are_forgotten():
@@ -150,3 +188,37 @@ async def test_a_sender_that_alone_is_cut_off_stays_out_alone() -> None:
             (link,) = json.loads(await answer.text())["data"]
         assert (link["up"], link["senders"]["r1"]) == (True, "closed")
         assert link["senders"]["r0"] in ("open", "half_open")
+
+
+@on_loop
+async def test_a_decode_node_that_alone_is_cut_off_is_left_out_and_the_others_have_the_link() -> None:
+    async with world(remote=2, local=1, decode=2) as w:
+        for node in w.nodes.remote:
+            node.script.not_reached = ("d0",)
+        (first,) = await routes(w, 1)  # of equals, the first decode node
+        assert "fallback=prefill_peer_lost" in first
+        await until(lambda: not w.gateway.links.views()[0].cut_off)
+        assert w.gateway.links.views()[0].lost == (("r0", "d0"), ("r1", "d0"))
+        for route in await routes(w, 4):
+            assert route.startswith("remote;")
+            assert "fallback" not in route
+        async with w.http.get("/prfaas/links") as answer:
+            (link,) = json.loads(await answer.text())["data"]
+        assert link["lost"] == [["r0", "d0"], ["r1", "d0"]]
+        for node in w.nodes.remote:
+            node.script.not_reached = ()
+        await until(lambda: not w.gateway.links.views()[0].lost)
+        await w.settled()
+
+
+@on_loop
+async def test_a_sender_without_probes_is_not_left_out_for_ever() -> None:
+    async with world(remote=1, local=1, decode=1) as w:
+        (old,) = w.nodes.remote
+        old.script.path_is_down = old.script.knows_no_probes = True
+        await routes(w, 1)
+        assert not w.gateway.links.views()[0].up
+        old.script.path_is_down = False
+        await until(lambda: w.gateway.links.views()[0].up)
+        (route,) = await routes(w, 1)
+        assert route.startswith("remote;")

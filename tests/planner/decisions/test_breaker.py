@@ -56,7 +56,7 @@ def test_what_had_left_before_and_arrives_closes():
 
 
 def test_whatever_is_seen_leads_somewhere():
-    seen = (Event.FAILED, Event.ARRIVED)
+    seen = (Event.FAILED, Event.ARRIVED, Event.UNASKED)
     assert {(state, event) for state, event in itertools.product(State, seen)} <= set(TRANSITIONS)
     assert set(TRANSITIONS) - set(itertools.product(State, seen)) == {(State.OPEN, Event.WAITED)}
 
@@ -82,5 +82,25 @@ def test_a_failure_is_of_one_line_and_each_of_its_senders_comes_back_alone():
 def test_a_sender_that_is_gone_is_not_probed_for_ever():
     breakers = Breakers()
     breakers.on_failed("r0", ["r1"], "west", 0.0)
-    breakers.forget({"r1"})
+    breakers.forget({"r1", "west"})
     assert breakers.probes(1.0) == [("r1", "west")]
+    breakers.forget({"r1"})
+    assert breakers.not_up() == []
+
+
+def test_a_sender_that_cannot_probe_has_a_request_try_and_tries_become_rarer():
+    breakers, now, gaps = Breakers(), 0.0, []
+    for _ in range(7):
+        breakers.on_failed("r0", [], "west", now)
+        breakers.on_unasked("r0", "west")  # of a probe that was sent before
+        assert not breakers.up("r0", "west")
+        began = now
+        while not breakers.probes(now):
+            now += 0.5
+        gaps.append(now - began)
+        breakers.on_unasked("r0", "west")
+        assert breakers.up("r0", "west")
+    assert gaps == [1, 2, 4, 8, 16, MAX_RETRY_S, MAX_RETRY_S]
+    breakers.on_arrived("r0", "west", now)
+    breakers.on_failed("r0", [], "west", now)
+    assert breakers.probes(now + 1) == [("r0", "west")]

@@ -140,6 +140,26 @@ def test_what_is_missing_is_replaced_and_named(num_tokens, nodes, links, expecte
     assert decided(num_tokens, nodes, links) == expected
 
 
+def test_a_decode_node_that_no_sender_reaches_is_left_out_of_what_goes_remote():
+    def chosen(*lost: tuple[str, str], d1: dict | None = None, num_tokens: int = 30_000) -> Route:
+        nodes = [
+            prfaas("r0"),
+            prfaas("r1", queued_tokens=9),
+            pd_prefill(),
+            pd_decode("d0"),
+            pd_decode("d1", **(d1 or {})),
+        ]
+        return route(request(num_tokens), nodes, [link(lost=lost)], policy())
+
+    both = ("r0", "d0"), ("r1", "d0")
+    assert (chosen().prefill_node, chosen().decode_node) == ("r0", "d0")
+    assert (chosen(both[0]).prefill_node, chosen(both[0]).decode_node) == ("r1", "d0")
+    assert (chosen(*both).prefill_node, chosen(*both).decode_node) == ("r0", "d1")
+    assert chosen(*both, num_tokens=100).decode_node == "d0"  # short prompts know nothing of it
+    for alone in (chosen(*both, d1={"running": 99}), chosen(*both, ("r0", "d1"), ("r1", "d1"))):
+        assert (alone.target, alone.reason, alone.decode_node) == (Target.LOCAL, Reason.LINK_DOWN, "d0")
+
+
 def held(fields: dict | None = None, links=LINKS, local: dict | None = None, **policy_fields) -> tuple[Target, Reason]:
     """A turn of 200 new tokens, of which the decode node holds the rest."""
     nodes = [
