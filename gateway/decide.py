@@ -8,9 +8,10 @@ from gateway.clusters import Clusters
 from gateway.config import GatewayConfig
 from gateway.errors import NodeError, Unavailable
 from gateway.links import Links
+from gateway.moves import Move
 from gateway.node import Node
 from gateway.request import PrefillOutcome, Request
-from planner.decisions.estimates import LearnedCost, MoveEstimate
+from planner.decisions.estimates import LearnedCost, MoveDelays, MoveEstimate
 from planner.decisions.placement import PLACERS, PlacementPolicy
 from planner.decisions.routing import Route, RoutingPolicy, route
 from planner.decisions.views import RouteRequest
@@ -29,6 +30,7 @@ class Decider:
         self._cost = cost
         self._fetch_bytes_per_s = 0.0
         self._moves: MoveEstimate | None = None
+        self._delays = MoveDelays()
         self.configure(config)
 
     def configure(self, config: GatewayConfig) -> None:
@@ -53,6 +55,13 @@ class Decider:
             return PlacementPolicy()
         return PlacementPolicy(fetch_bytes_per_s=self._moves.bytes_per_s, fetch_calls_s=self._moves.calls_s)
 
+    def _policy_now(self) -> RoutingPolicy:
+        """The policy, and in it which moves are feared to be late."""
+        if not self._delays:
+            return self._policy
+        placement = replace(self._policy.placement, fetch_delays_s=self._delays.at(self._clock()))
+        return replace(self._policy, placement=placement)
+
     def route(self, request: Request, exclude: Collection[str] = (), home: str | None = None) -> Route:
         """Where `request` goes now, leaving the nodes of `exclude` out. Raises Unavailable."""
         question = RouteRequest(
@@ -64,7 +73,7 @@ class Decider:
         )
         nodes, links = self._clusters.views(request.prompt, exclude), self._links.views()
         try:
-            return route(question, nodes, links, self._policy, place=self._place, cost=self._cost)
+            return route(question, nodes, links, self._policy_now(), place=self._place, cost=self._cost)
         except NoReadyNode as error:
             raise Unavailable("No decode node is ready.", "no_decode_node") from error
 
@@ -81,11 +90,18 @@ class Decider:
         computed, seconds = outcome.num_tokens - outcome.cached_tokens, outcome.prefill_end_s - outcome.prefill_start_s
         self._cost.observe(node.id, node.cluster, computed, outcome.cached_tokens, seconds)
 
-    def learn_move(self, source: Node, target: Node, num_bytes: int, seconds: float) -> None:
+    def learn_move(self, move: Move, sent: int, seconds: float) -> None:
         """A prefix has moved; what it took says what the next one takes, inside a cluster."""
-        if self._moves is not None and source.cluster == target.cluster:
-            self._moves.observe(num_bytes, seconds)
+        self._delays.arrived(move.source.id, move.target.id)
+        if self._moves is not None and move.source.cluster == move.target.cluster:
+            self._moves.observe(sent, seconds)
             self._policy = replace(self._policy, placement=self._placement())
+
+    def learn_late_move(self, move: Move, seconds: float) -> None:
+        """A prefix has not moved; for some time the next one between the two nodes is expected to be late."""
+        expected_s = self._moves.seconds(move.num_bytes) if self._moves is not None else 0.0
+        self._delays.failed(move.source.id, move.target.id, expected_s, seconds, self._clock())
+        self._delays.keep({node.id for node in self._clusters.nodes})
 
     def other_prefill(self, request: Request, chosen: Route, failed: Collection[str]) -> Route | None:
         """A route by another prefill node to the decode cluster of `chosen`, None if there is none."""

@@ -2,8 +2,8 @@
 
     target.Reserve(prefix) ──ticket──► source.Load ──bytes, behind those of live requests──► target.Commit: prefix cache
 
-A move only saves work: where one fails, is late or is one too many, the request computes what it lacks. Every move ends
-within its time limit, also when the request that asked for it is gone.
+A move only saves work: where one fails, is late or is one too many, the request computes what it lacks. It waits no longer
+than it has patience. Every move ends within its own time limit, also when the request that asked for it is gone.
 """
 
 import asyncio
@@ -20,16 +20,21 @@ from gateway.tasks import TaskSet
 log = logging.getLogger("prfaas.gateway.moves")
 
 OK: Final = "ok"
+LATE: Final = "late"  # still under way when the request had no more patience
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The prefix of `num_tokens` tokens that ends with the last of `hashes` goes from one node to another."""
+    """The prefix of `num_tokens` tokens that ends with the last of `hashes` goes from one node to another.
+
+    `num_bytes` is what that is at most: the target may have some of it.
+    """
 
     source: Node
     target: Node
     hashes: tuple[bytes, ...]
     num_tokens: int
+    num_bytes: int
     reason: str = "request"
 
     @property
@@ -39,7 +44,10 @@ class Move:
 
 
 class Moves:
-    """Carries moves out, `limit` at a time; the rest is refused."""
+    """Carries moves out, `limit` at a time; the rest is refused.
+
+    `on_moved` hears of each that arrived (bytes sent, seconds), `on_failed` of each that did not (seconds until then).
+    """
 
     def __init__(
         self,
@@ -49,13 +57,15 @@ class Moves:
         *,
         limit: int,
         timeout_s: float,
-        on_moved: Callable[[Node, Node, int, float], None] = lambda source, target, num_bytes, seconds: None,
+        on_moved: Callable[[Move, int, float], None] = lambda move, sent, seconds: None,
+        on_failed: Callable[[Move, float], None] = lambda move, seconds: None,
     ) -> None:
         self._metrics = metrics
         self._clock = clock
         self._limit = limit
         self._timeout_s = timeout_s
         self._on_moved = on_moved
+        self._on_failed = on_failed
         self._running: dict[tuple[str, bytes], asyncio.Task[str]] = {}
         self._tasks = tasks
 
@@ -66,13 +76,14 @@ class Moves:
         """Waits for what is under way."""
         await self._tasks.join(self._timeout_s)
 
-    async def make(self, move: Move) -> str:
-        """How it ended: OK, or the reason to count. Requests for one prefix share one move."""
+    async def make(self, move: Move, patience_s: float) -> str:
+        """How it ended: OK, LATE, or the reason to count. Requests for one prefix share one move."""
         task = self._running.get(move.key) or self.start(move)
         if task is None:
             return "busy"
-        # Shielded: the prefix may be of use to others when this request is gone.
-        return await asyncio.shield(task)
+        # Not cancelled: the prefix may be of use to others when this request is gone.
+        done, _ = await asyncio.wait([task], timeout=patience_s)
+        return task.result() if done else LATE
 
     def start(self, move: Move) -> "asyncio.Task[str] | None":
         """The same without waiting; None if there are too many, or it is under way already."""
@@ -89,17 +100,21 @@ class Moves:
             async with asyncio.timeout(self._timeout_s):
                 sent = await self._carry_out(move)
             outcome = OK
-            self._on_moved(move.source, move.target, sent, self._clock() - began)
         except TimeoutError:
             outcome = "timeout"
         except NodeError as error:
             outcome = error.reason
         finally:
             del self._running[move.key]
+        seconds = self._clock() - began
+        if outcome == OK:
+            self._on_moved(move, sent, seconds)
+        else:
+            self._on_failed(move, seconds)
         self._metrics.moved(move.reason, outcome, sent)
         log.info(
             "prefix moved from=%s to=%s tokens=%d bytes=%d reason=%s outcome=%s seconds=%.3f",
-            move.source.id, move.target.id, move.num_tokens, sent, move.reason, outcome, self._clock() - began,
+            move.source.id, move.target.id, move.num_tokens, sent, move.reason, outcome, seconds,
         )  # fmt: skip
         return outcome
 

@@ -53,7 +53,9 @@ class Replicas:
             for decision in (*store.replicate(loads, now=now), *store.rebalance(loads, now=now)):
                 if isinstance(decision, Replicate):
                     source, target = nodes[decision.source], nodes[decision.target]
-                    self._moves.start(Move(source, target, decision.hashes, decision.num_tokens, decision.reason))
+                    hashes, num_tokens = decision.hashes, decision.num_tokens
+                    num_bytes = store.index.layout.kv_bytes(num_tokens)
+                    self._moves.start(Move(source, target, hashes, num_tokens, num_bytes, decision.reason))
 
     def _store(self, cluster: str) -> PrefixStore | None:
         index = self._clusters.index

@@ -182,7 +182,9 @@ class Runner:
             self._accounts.fell_back(request, "fetch_link_down")
             return
         hashes = prefix_of(request.prompt.hashes, chosen.cached_tokens, request.served.layout.block_size)
-        outcome = await self._moves.make(Move(source, target, hashes, chosen.cached_tokens))
+        num_bytes = request.served.layout.kv_bytes(chosen.cached_tokens)
+        move = Move(source, target, hashes, chosen.cached_tokens, num_bytes)
+        outcome = await self._moves.make(move, chosen.fetch_limit_s)
         if outcome == OK:
             request.fetched_from = source.id
         else:

@@ -106,6 +106,7 @@ async def running(
         limit=config.routing.max_moves,
         timeout_s=config.routing.move_timeout_s,
         on_moved=decider.learn_move,
+        on_failed=decider.learn_late_move,
     )
     replicas = Replicas(clusters, moves, clock) if config.routing.replicate else None
     admission = Admission(config.max_in_flight, metrics.in_flight.set)

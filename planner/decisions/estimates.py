@@ -7,15 +7,18 @@ before it. Old samples fade, so that a node which has become slower is believed 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from math import exp
-from typing import Final
+from math import exp, exp2
+from typing import Final, NamedTuple
 
 from planner.decisions.views import NodeView, PrefillCost
 
 MOVES_REMEMBERED: Final = 16.0
 CALLS_S: Final = 0.01  # of a move: Reserve, Load and Commit
+DELAY_HALVES_S: Final = 60.0  # a delay: moves are tried again some minutes after they have failed
+MOST_DELAY_S: Final = 600.0  # no prompt computes for longer, and a greater delay would only take longer to fade
+LEAST_DELAY_S: Final = 1e-3  # decides nothing
 LEAST_SLOPE: Final = 1e-13  # s per byte: no memory is copied faster than 10 TB/s
 PREFILL_SHARE_S: Final = 10.0  # how long ago "lately" is: some tens of prompts
 MEMORY: Final = 64.0  # prompts after which a sample's weight has fallen to 1/e
@@ -192,6 +195,57 @@ class MoveEstimate:
         w, x = (calls_s + num_bytes / bytes_per_s) ** -2, num_bytes
         for i, each in enumerate((w, w * x, w * x * x, w * seconds, w * x * seconds)):
             self._sums[i] += each
+
+
+class MoveDelays:
+    """What to add to an estimate between two nodes whose moves fail or are late: more each time, less as time goes by.
+
+    It is kept apart from what moves that arrive say: one pair of nodes in trouble says nothing of the others.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str], _Delay] = {}  # by (source, target)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def failed(self, source: str, target: str, expected_s: float, seconds: float, now: float) -> None:
+        """A move that its bytes said would take `expected_s` was given up `now`, after `seconds`.
+
+        The next one is taken to be twice as long as this one was or was expected to be, so that sooner or later computing
+        wins. Moves that began before it was last doubled tell of the same trouble: they do not double it again.
+        """
+        known = self._known.get((source, target), _NO_DELAY)
+        delay_s, doubled_at = known.at(now), known.doubled_at
+        if now - seconds >= doubled_at:
+            expected_s, doubled_at = expected_s + delay_s, now
+        raised_s = max(delay_s, 2.0 * max(seconds, expected_s))
+        self._known[source, target] = _Delay(min(raised_s, MOST_DELAY_S), now, doubled_at)
+
+    def arrived(self, source: str, target: str) -> None:
+        """A move between the two took what it took: nothing is to be added any more."""
+        self._known.pop((source, target), None)
+
+    def keep(self, node_ids: Collection[str]) -> None:
+        """Forgets nodes that are gone."""
+        self._known = {pair: delay for pair, delay in self._known.items() if set(pair) <= set(node_ids)}
+
+    def at(self, now: float) -> dict[tuple[str, str], float]:
+        """The delays in seconds by (source, target); what has faded is forgotten."""
+        self._known = {pair: delay for pair, delay in self._known.items() if delay.at(now) >= LEAST_DELAY_S}
+        return {pair: delay.at(now) for pair, delay in self._known.items()}
+
+
+class _Delay(NamedTuple):
+    seconds: float
+    since: float
+    doubled_at: float
+
+    def at(self, now: float) -> float:
+        return self.seconds * exp2((self.since - now) / DELAY_HALVES_S)
+
+
+_NO_DELAY: Final = _Delay(0.0, 0.0, float("-inf"))
 
 
 class PrefillShare:

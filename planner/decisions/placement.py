@@ -8,8 +8,8 @@ Four ways to place a prefill, by name, so that they can be compared:
     kvcache_centric  the same, but a much longer prefix elsewhere in the cluster may be fetched first
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Final
@@ -26,13 +26,14 @@ class PlacementPolicy:
     `balancing_ratio`: a prefix elsewhere is fetched only when it is longer than the node's own by this factor
     (Algorithm 1's `kvcache_balancing_threshold`; near 1 copies hot prefixes eagerly, large values compute instead).
     `fetch_bytes_per_s`: rate of a prefix transfer inside a cluster; 0 says that there is none. `fetch_calls_s` is what every
-    one takes beside its bytes.
+    one takes beside its bytes, and `fetch_delays_s` what is feared beyond that, by (source, target) node: there some failed.
     `decode_load_slack`: how much busier a decode node may be for the sake of a prefix it already holds.
     """
 
     balancing_ratio: float = 1.5
     fetch_bytes_per_s: float = 0.0
     fetch_calls_s: float = 0.0
+    fetch_delays_s: Mapping[tuple[str, str], float] = field(default_factory=dict, hash=False)
     decode_load_slack: float = 0.1
 
     def __post_init__(self) -> None:
@@ -41,17 +42,26 @@ class PlacementPolicy:
         if self.fetch_bytes_per_s < 0:
             raise ValueError(f"fetch_bytes_per_s={self.fetch_bytes_per_s}: must not be negative")
 
+    def fetch_s(self, source: NodeView, target: NodeView, num_bytes: float) -> float:
+        """Predicted time until a prefix of `num_bytes` has moved inside a cluster; there must be a rate."""
+        return self.fetch_calls_s + num_bytes / self.fetch_bytes_per_s + self.fetch_delay_s(source, target)
+
+    def fetch_delay_s(self, source: NodeView, target: NodeView) -> float:
+        return self.fetch_delays_s.get((source.node_id, target.node_id), 0.0)
+
 
 class PrefillChoice(msgspec.Struct, frozen=True, gc=False):
     """A prefill node, what it will find cached, and the TTFT predicted for it (queue, fetch and compute; no link).
 
-    `fetch_from` names the node whose prefix is fetched first, None when the node's own is used.
+    `fetch_from` names the node whose prefix is fetched first, None when the node's own is used;
+    by `fetch_limit_s` the node would have computed as much itself, and a fetch that takes longer is not worth waiting for.
     """
 
     node: NodeView
     cached_tokens: int
     ttft_s: float
     fetch_from: str | None = None
+    fetch_limit_s: float = 0.0
 
 
 Placer = Callable[[RouteRequest, Sequence[NodeView], Sequence[NodeView], PlacementPolicy, PrefillCost], PrefillChoice]
@@ -135,9 +145,10 @@ def place_kvcache_centric(
         # A linear state is fetched whole, so an own prefix saves only what grows with length. The fetch runs while the
         # request waits, so only what outlasts the queue is seen.
         fetch_bytes = request.kv_bytes(longest) - request.kv_bytes(node.cached_tokens)
-        ttft_s = max(queue_s, policy.fetch_calls_s + fetch_bytes / policy.fetch_bytes_per_s) + compute_s
+        ttft_s = max(queue_s, policy.fetch_s(holder, node, fetch_bytes)) + compute_s
         if ttft_s < choice.ttft_s:
-            choice = PrefillChoice(node, longest, ttft_s, holder.node_id)
+            limit_s = queue_s + cost.prefill_s(node, request.num_tokens, node.cached_tokens) - compute_s
+            choice = PrefillChoice(node, longest, ttft_s, holder.node_id, limit_s)
     return choice
 
 

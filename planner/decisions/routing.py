@@ -133,7 +133,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     `prefill_node` is None when the decode node does everything. `threshold_tokens` is the one that applied, pressure
     included; `ttft_s` is the placement's prediction without the link, `compute_s` the part of it that is computing,
-    `link_bytes` what will cross a link.
+    `link_bytes` what will cross a link. By `fetch_limit_s` the prefill node would have computed what it is handed.
     """
 
     target: Target
@@ -147,6 +147,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     compute_s: float = 0.0
     link_bytes: float = 0.0
     fetch_from: str | None = None
+    fetch_limit_s: float = 0.0
 
     def __str__(self) -> str:
         return (
@@ -268,7 +269,7 @@ def _route_to(
     side, other = (local, remote) if verdict.target is Target.LOCAL else (remote, local)
     choice = place(request, side.prefill, side.lenders(policy), policy.placement, cost)
     if verdict.shares_cache:
-        choice = _with_other_cluster(request, choice, other, cost)
+        choice = _with_other_cluster(request, choice, other, policy.placement, cost)
     if _is_short_increment(request, decode, policy):
         held = _on_decode_node(request, decode, Reason.HELD, policy, cost)
         if held.ttft_s <= policy.increment_patience * _seen_s(
@@ -290,6 +291,7 @@ def _route_to(
         compute_s=cost.prefill_s(choice.node, request.num_tokens, choice.cached_tokens),
         link_bytes=_bytes_to_send(request, decode) if verdict.target is Target.REMOTE else 0.0,
         fetch_from=choice.fetch_from,
+        fetch_limit_s=choice.fetch_limit_s,
     )
 
 
@@ -437,15 +439,19 @@ def _stays(uncached: int, threshold: float, request: RouteRequest, policy: Routi
     return uncached < threshold
 
 
-def _with_other_cluster(request: RouteRequest, choice: PrefillChoice, other: _Side, cost: PrefillCost) -> PrefillChoice:
-    """`choice`, but with the longer prefix of the other cluster, if it has one."""
+def _with_other_cluster(
+    request: RouteRequest, choice: PrefillChoice, other: _Side, policy: PlacementPolicy, cost: PrefillCost
+) -> PrefillChoice:
+    """`choice`, but with the longer prefix of the other cluster, if it has one that can be hoped to arrive."""
     holder = longest_holder(other.holders())
     if holder is None or holder.movable_tokens <= choice.cached_tokens:
         return choice
-    saved_s = cost.prefill_s(choice.node, request.num_tokens, choice.cached_tokens) - cost.prefill_s(
-        choice.node, request.num_tokens, holder.movable_tokens
-    )
-    return PrefillChoice(choice.node, holder.movable_tokens, choice.ttft_s - saved_s, holder.node_id)
+    compute_s = cost.prefill_s(choice.node, request.num_tokens, holder.movable_tokens)
+    saved_s = cost.prefill_s(choice.node, request.num_tokens, choice.cached_tokens) - compute_s
+    if policy.fetch_delay_s(holder, choice.node) > saved_s:
+        return choice
+    ttft_s = choice.ttft_s - saved_s
+    return PrefillChoice(choice.node, holder.movable_tokens, ttft_s, holder.node_id, choice.ttft_s - compute_s)
 
 
 def _on_decode_node(

@@ -30,15 +30,16 @@ async def served(bench: Bench, prompt: list[int]) -> dict[str, Any]:
     done = await bench.generate(prompt, name=name)
     record = await bench.record(name)
     assert done.token_ids == bench.expected(prompt)
-    assert (done.cached_tokens, record["fallbacks"]) == (record["cached"], [])
+    assert done.cached_tokens == record["cached"]
+    assert record["fallbacks"] in ([], ["fetch_late"])  # computing is quick here: a slow move is not waited for
     return record
 
 
 async def moved(bench: Bench, source: str, num_tokens: int, first_seed: int) -> tuple[list[int], dict[str, Any]]:
     """A prompt whose prefix only `source` had cached, and its record.
 
-    While what was sent before still shows in the reports of a link, there is no room to spare and prefixes stay: then
-    once more, with other tokens.
+    While what was sent before still shows in the reports of a link, there is no room to spare and prefixes stay; or computing
+    would have been done before the move: then once more, with other tokens.
     """
     for seed in range(first_seed, first_seed + ATTEMPTS):
         prompt = bench.prompt(num_tokens, seed=seed)

@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 
 from gateway.config import RoutingConfig
+from gateway.moves import Move
 from gateway.node import Work
 from tests.gateway.test_moves import OTHER, holds
 from tests.gateway.worlds import on_loop, world
@@ -95,14 +96,16 @@ async def test_nothing_is_computed_or_fetched_at_home_where_the_configuration_sa
 
 @on_loop
 async def test_a_prefix_is_fetched_inside_the_cluster_only_while_that_pays() -> None:
-    async with world(remote=0, local=2, decode=1) as w:
+    routing = RoutingConfig(prefill_tokens_per_s=200.0)
+    async with world(remote=0, local=2, decode=1, routing=routing) as w:
         holder, other = w.nodes.local
         await holds(w, holder, [LONG])
-        w.gateway.clusters.by_id("p0").take(Work(tokens=10_000))  # busy for half a second
+        w.gateway.clusters.by_id("p0").take(Work(tokens=10_000))  # busy for some time
         await w.complete(f"{LONG} and so on")
         assert [to for to, _, _ in holder.loads] == ["p1"]
+        move = Move(*w.gateway.clusters.nodes[:2], hashes=(b"",), num_tokens=1_000, num_bytes=1_000_000)
         for _ in range(20):  # moves turn out to take ten seconds each
-            w.gateway.decider.learn_move(*w.gateway.clusters.nodes[:2], 1_000_000, 10.0)
+            w.gateway.decider.learn_move(move, 1_000_000, 10.0)
         await holds(w, holder, [OTHER])
         await w.complete(f"{OTHER} and so on")
         assert len(holder.loads) == 1

@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from gateway.config import RoutingConfig
+from gateway.node import Work
 from hybrid_cache.store import StoreConfig
 from tests.gateway.scripted import BLOCK_SIZE, ScriptedNode
 from tests.gateway.worlds import PATIENCE_S, World, on_loop, until, world
@@ -15,7 +17,8 @@ LONG = "the quick brown fox jumps over the lazy dog " * 40
 LONGER = LONG * 2
 OTHER = "a lazy cat sat on the mat while it rained all day " * 40
 ABUNDANT = pb.Load(links=[pb.Link(peer="west", available_bytes_per_s=1e9)])
-SHARED = RoutingConfig(cross_cluster_cache=True)
+SLOW_TOKENS_PER_S = 50.0  # computing takes seconds: any move that is made is waited for
+SHARED = RoutingConfig(cross_cluster_cache=True, prefill_tokens_per_s=SLOW_TOKENS_PER_S)
 
 
 async def holds(
@@ -89,7 +92,7 @@ def test_a_move_that_fails_is_counted_and_computed_instead(fault: str, reason: s
     @on_loop
     async def scenario() -> None:
         timeout_s = 0.2 if fault == "hang" else PATIENCE_S
-        async with world(routing=RoutingConfig(cross_cluster_cache=True, move_timeout_s=timeout_s)) as w:
+        async with world(routing=replace(SHARED, move_timeout_s=timeout_s)) as w:
             await holds(w, w.nodes.remote[0], [LONG])
             w.nodes.remote[0].script.load = [fault]
             response = await w.complete(LONG)
@@ -100,6 +103,33 @@ def test_a_move_that_fails_is_counted_and_computed_instead(fault: str, reason: s
             assert [why for _, why in w.nodes.local[0].aborts] == ["prefix_not_moved"]
 
     scenario()
+
+
+@on_loop
+async def test_moves_that_time_out_are_soon_made_no_more() -> None:
+    routing = RoutingConfig(prefill_tokens_per_s=SLOW_TOKENS_PER_S, move_timeout_s=1.0)
+    async with world(remote=0, local=2, decode=1, routing=routing) as w:
+        source, target = w.nodes.local
+        source.script.load = ["hang"] * 8
+        await holds(w, source, [LONG])
+        w.gateway.clusters.by_id("p0").take(Work(tokens=100_000))
+        for _ in range(8):
+            assert (await w.complete(LONG)).headers["x-prfaas-route"].startswith("local; node=p1; ")
+        assert len(target.bodies) == 8
+        assert 1 <= len(source.loads) <= 4  # feared to take 2, 4, 8 and 16 s, where computing takes some 7
+        fallbacks = [record["fallbacks"] for record in await w.records()]
+        assert fallbacks.count([]) == 8 - len(source.loads)
+
+
+@on_loop
+async def test_a_request_waits_for_a_move_no_longer_than_computing_takes() -> None:
+    async with world(routing=replace(SHARED, prefill_tokens_per_s=10_000.0)) as w:
+        source = w.nodes.remote[0]
+        source.script.load = ["hang"]
+        await holds(w, source, [LONG])
+        assert (await w.complete(LONG)).status == 200
+        (record,) = await w.records()
+        assert (record["fetched_from"], record["fallbacks"]) == ("", ["fetch_late"])
 
 
 @on_loop
@@ -114,7 +144,7 @@ async def test_a_target_without_room_is_no_error() -> None:
 
 @on_loop
 async def test_requests_for_one_prefix_share_its_move_and_one_too_many_is_refused() -> None:
-    async with world(routing=RoutingConfig(cross_cluster_cache=True, max_moves=1)) as w:
+    async with world(routing=replace(SHARED, max_moves=1)) as w:
         source = w.nodes.remote[0]
         await holds(w, source, [LONG, OTHER])
         source.script.load, source.script.hang_s = ["hang"], 1.0

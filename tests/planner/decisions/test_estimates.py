@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.decisions.estimates import BELIEVED, LearnedCost, MoveEstimate, PrefillEstimate, PrefillShare
+from planner.decisions.estimates import BELIEVED, LearnedCost, MoveDelays, MoveEstimate, PrefillEstimate, PrefillShare
 from planner.decisions.routing import route
 from tests.planner.worlds import link, pd_decode, policy, prfaas, request
 
@@ -155,6 +155,55 @@ def test_whatever_moves_took_more_bytes_never_take_less_and_none_no_time(moves):
     for num_bytes, seconds in moves:
         found.observe(num_bytes, seconds)
     assert 0 <= found.seconds(0) <= found.seconds(10**6) <= found.seconds(10**9) < float("inf")
+
+
+def test_a_move_that_fails_is_feared_to_be_late_again_for_some_time():
+    delays = MoveDelays()
+    delays.failed("a", "b", 0.1, 5.0, now=100.0)
+    assert delays.at(100.0) == {("a", "b"): 10.0}  # not b to a, and nobody else
+    assert delays.at(160.0) == {("a", "b"): pytest.approx(5.0)}
+    delays.failed("a", "b", 0.1, 2.0, now=160.0)
+    assert delays.at(160.0) == {("a", "b"): pytest.approx(10.2)}  # twice what was expected
+    assert delays.at(160.0 + 3600.0) == {}
+    assert not delays
+
+
+def test_moves_that_fail_together_tell_of_one_trouble():
+    delays = MoveDelays()
+    for at in range(4):
+        delays.failed("a", "b", 0.1, 5.0, now=100.0 + 0.01 * at)
+    assert delays.at(100.03)["a", "b"] == pytest.approx(10.0)
+
+
+def test_moves_that_fail_in_a_steady_stream_double_it_once_in_a_move():
+    delays = MoveDelays()
+    for second in range(5, 21):  # each began 5 s before
+        delays.failed("a", "b", 0.0, 5.0, now=float(second))
+    assert delays.at(20.0)["a", "b"] == pytest.approx(80.0, rel=0.25)  # at 5, 10, 15 and 20 s
+
+
+def test_a_move_that_arrives_ends_the_fear_of_its_pair():
+    delays = MoveDelays()
+    for source in "ac":
+        delays.failed(source, "b", 0.1, 5.0, now=0.0)
+    delays.arrived("a", "b")
+    assert list(delays.at(0.0)) == [("c", "b")]
+    delays.keep({"a", "b"})
+    assert not delays
+
+
+FAILURES = st.tuples(st.sampled_from("abc"), st.floats(0, 1e4), st.floats(0, 1e4), st.floats(0, 1e5))
+
+
+@given(st.lists(FAILURES, max_size=60))
+def test_a_delay_is_at_least_twice_what_a_failure_took_and_never_for_ever(failures):
+    delays, now = MoveDelays(), 0.0
+    for source, expected_s, seconds, later_s in failures:
+        now += later_s
+        delays.failed(source, "d", expected_s, seconds, now)
+        assert 600.0 >= delays.at(now).get((source, "d"), 0.0) >= min(2.0 * max(expected_s, seconds) - 1e-3, 600.0)
+    assert len(delays) <= 3
+    assert delays.at(now + 3600.0) == {}
 
 
 def test_a_share_fades():

@@ -1,3 +1,5 @@
+import pytest
+
 from planner.decisions.placement import PLACERS, PlacementPolicy, choose_decode, place_kvcache_centric
 from planner.decisions.views import PrefillCost
 from tests.planner.worlds import GB, pd_decode, pd_prefill, request
@@ -54,6 +56,24 @@ def test_a_fetch_slower_than_computing_is_not_made():
     policy = PlacementPolicy(fetch_bytes_per_s=GB / 100)
     choice = place_kvcache_centric(request(20_000), nodes, nodes, policy, COST)
     assert (choice.node.node_id, choice.fetch_from) == ("p1", None)
+
+
+def test_a_prefix_is_not_fetched_where_moves_are_feared_to_be_late():
+    nodes = [pd_prefill("p0", queue_s=2.0, cached_tokens=19_000), pd_prefill("p1"), pd_prefill("p2", queue_s=0.5)]
+    delays_s = {("p0", "p1"): 2.0, ("p2", "p0"): 9.0}
+    policy = PlacementPolicy(fetch_bytes_per_s=100 * GB, fetch_delays_s=delays_s)
+    choice = place_kvcache_centric(request(20_000), nodes, nodes, policy, COST)
+    assert (choice.node.node_id, choice.fetch_from) == ("p2", "p0")
+    policy = PlacementPolicy(fetch_bytes_per_s=100 * GB, fetch_delays_s=delays_s | {("p0", "p2"): 2.0})
+    choice = place_kvcache_centric(request(20_000), nodes, nodes, policy, COST)
+    assert (choice.node.node_id, choice.fetch_from) == ("p1", None)
+
+
+def test_a_fetch_is_worth_waiting_for_until_its_node_would_have_computed_as_much():
+    nodes = [pd_prefill("p0", queue_s=3.0, cached_tokens=19_000), pd_prefill("p1", queue_s=0.5, cached_tokens=1_000)]
+    policy = PlacementPolicy(fetch_bytes_per_s=100 * GB)
+    choice = place_kvcache_centric(request(20_000), nodes, nodes, policy, COST)
+    assert (choice.fetch_from, choice.fetch_limit_s) == ("p0", pytest.approx(0.5 + 1.8))
 
 
 def test_decode_prefers_the_prefix_among_the_less_busy():

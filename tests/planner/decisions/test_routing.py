@@ -287,6 +287,16 @@ def test_what_cannot_be_moved_counts_only_where_it_is():
     assert (found.target, found.cached_tokens, found.fetch_from) == (Target.LOCAL, 25_000, None)
 
 
+def test_a_prefix_of_the_other_cluster_stays_while_moves_are_feared_to_be_late():
+    nodes = [prfaas(cached_tokens=25_000), pd_prefill("p0"), pd_decode()]
+    for delay_s, fetch_from in ((0.0, "r0"), (1.0, "r0"), (100.0, None)):
+        placement = PlacementPolicy(fetch_delays_s={("r0", "p0"): delay_s})
+        found = route(request(30_000), nodes, [link()], policy(cross_cluster_cache=True, placement=placement))
+        assert (found.target, found.fetch_from) == (Target.LOCAL, fetch_from)
+        expected_s = PrefillCost().prefill_s(nodes[1], 25_000, 0) if fetch_from else 0.0
+        assert found.fetch_limit_s == pytest.approx(expected_s)
+
+
 def test_a_policy_refuses_limits_in_the_wrong_order():
     with pytest.raises(ValueError, match=r"congested_drain_s=9\.0"):
         policy(congested_drain_s=9.0)
