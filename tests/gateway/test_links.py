@@ -198,13 +198,13 @@ async def test_a_decode_node_that_alone_is_cut_off_is_left_out_and_the_others_ha
         (first,) = await routes(w, 1)  # of equals, the first decode node
         assert "fallback=prefill_peer_lost" in first
         await until(lambda: not w.gateway.links.views()[0].cut_off)
-        assert w.gateway.links.views()[0].lost == (("r0", "d0"), ("r1", "d0"))
+        assert set(w.gateway.links.views()[0].lost) == {("r0", "d0"), ("r1", "d0")}
         for route in await routes(w, 4):
             assert route.startswith("remote;")
             assert "fallback" not in route
         async with w.http.get("/prfaas/links") as answer:
             (link,) = json.loads(await answer.text())["data"]
-        assert link["lost"] == [["r0", "d0"], ["r1", "d0"]]
+        assert sorted(link["lost"]) == [["r0", "d0"], ["r1", "d0"]]  # they were probed at once
         for node in w.nodes.remote:
             node.script.not_reached = ()
         await until(lambda: not w.gateway.links.views()[0].lost)
@@ -216,8 +216,8 @@ async def test_a_sender_without_probes_is_not_left_out_for_ever() -> None:
     async with world(remote=1, local=1, decode=1) as w:
         (old,) = w.nodes.remote
         old.script.path_is_down = old.script.knows_no_probes = True
-        await routes(w, 1)
-        assert not w.gateway.links.views()[0].up
+        (route,) = await routes(w, 1)
+        assert "fallback=prefill_peer_lost" in route
         old.script.path_is_down = False
         await until(lambda: w.gateway.links.views()[0].up)
         (route,) = await routes(w, 1)
