@@ -46,7 +46,7 @@ demo: $(STAMP)   ## Build a tiny hybrid model, start both clusters, replay real 
 up: $(STAMP)     ## The demo's topology, left running until Ctrl-C
 	@$(BIN)/prfaas up
 
-test: $(STAMP)   ## The tests, about six minutes; those that take long have targets of their own
+test: $(STAMP)   ## The tests, about four minutes on two cores; those that take long have targets of their own
 	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm" $(SPREAD)
 
 # CI runs samples of the long ones, others for every commit; this is all of them, for releases: two hours.

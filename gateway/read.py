@@ -47,6 +47,11 @@ class Reader:
         self._turns = asyncio.Semaphore(threads)
         self._idle: list[ReadingProcess] = []
 
+    @property
+    def num_idle(self) -> int:
+        """Processes that wait for a long body."""
+        return len(self._idle)
+
     async def read(self, endpoint: Endpoint, body: bytes, model: Model) -> tuple[Call, Prompt]:
         """The call that `body` makes, and its prompt. Raises ApiError."""
         if len(body) <= TINY_BODY_BYTES:

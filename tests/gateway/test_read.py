@@ -157,7 +157,7 @@ async def test_a_process_that_dies_costs_its_request_and_the_next_one_gets_anoth
         (pid,) = children() - before
         os.kill(pid, signal.SIGSTOP)
         asking = asyncio.create_task(reads.read(Endpoint.COMPLETIONS, long_body("b"), MODEL))
-        await asyncio.sleep(0)
+        await until(lambda: reads.num_idle == 0)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(ReaderDied):
             await asking
