@@ -62,13 +62,13 @@ class End:
     def counters(self) -> dict[str, int]:
         return dict(self.server.counters)
 
-    def push(self, address: str, transfer_id: str, sizes: list[int], secret: str = "") -> str:
-        """Sends ranges full of random bytes; returns their digest."""
+    def push(self, address: str, transfer_id: str, sizes: list[int], secret: str = "", withheld: int = 0) -> str:
+        """Sends ranges full of random bytes; returns their digest. With the last `withheld` ranges it never ends."""
         source = PinnedMemory(sizes, fill=True, seed=len(self.pushes))
         push = self.client.open(
             TransferSpec(address, transfer_id, secret.encode() or SECRET, sizes, via=Via.RDMA), source.source
         )
-        push.ready_all()
+        push.ready(range(len(sizes) - withheld))
         self.pushes[transfer_id] = push
         return digest(source)
 

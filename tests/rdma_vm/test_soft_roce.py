@@ -212,7 +212,7 @@ def test_a_wrong_secret_gets_no_rail(near: End, far: RemoteEnd) -> None:
 def test_a_landing_that_is_cancelled_in_mid_transfer(near: End, far: RemoteEnd) -> None:
     transfer(near, far, "first", [MIB])()
     far.ask("expect", "cancelled", [MIB] * 12, 1e9)
-    near.push(far.ask("address"), "cancelled", [MIB] * 12)
+    near.push(far.ask("address"), "cancelled", [MIB] * 12, withheld=1)
     far.ask("cancel", "cancelled")
     assert far.ask("landing", "cancelled")[:2] == [False, "cancelled"]
     result = near.pushes["cancelled"].wait(WITHIN_S)
@@ -224,7 +224,7 @@ def test_a_landing_that_is_cancelled_in_mid_transfer(near: End, far: RemoteEnd) 
 def test_the_receiver_is_killed_in_mid_transfer(near: End) -> None:
     victim = RemoteEnd(FAR)
     victim.ask("expect", "doomed", [MIB] * 48, 1e9)
-    near.push(victim.ask("address"), "doomed", [MIB] * 48)
+    near.push(victim.ask("address"), "doomed", [MIB] * 48, withheld=1)
     wait_for(lambda: near.carried("rxa0") + near.carried("rxb0") > 0, "a rail at work")
     victim.kill()
     result = near.pushes["doomed"].wait(WITHIN_S)
@@ -237,7 +237,7 @@ def test_the_sender_is_killed_in_mid_transfer_and_another_goes_on(far: RemoteEnd
     try:
         victim = RemoteEnd(FAR)
         receiver.expect("orphan", [MIB] * 48, 2.0)
-        victim.ask("push", receiver.address(), "orphan", [MIB] * 48)
+        victim.ask("push", receiver.address(), "orphan", [MIB] * 48, "", 1)
         wait_for(lambda: receiver.server.bytes_received > 0, "bytes on their way")
         victim.kill()
         ok, reason, _ = receiver.landing("orphan")
