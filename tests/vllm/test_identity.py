@@ -19,15 +19,22 @@ def model(models: Path) -> Path:
     return build("llama", models)
 
 
-def name(model: Path, **flags: Any) -> str:
+def config(model: Path, **flags: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
+    arguments: dict[str, Any] = {"model": str(model), "dtype": "float32", "max_model_len": 2048} | flags
+    return EngineArgs(**arguments).create_engine_config()
+
+
+def name_of(config: Any) -> str:
     from engine.vllm.identity import kv_identity
     from engine.vllm.internals import kv_facts, model_source
 
-    arguments: dict[str, Any] = {"model": str(model), "dtype": "float32", "max_model_len": 2048} | flags
-    config = EngineArgs(**arguments).create_engine_config()
     return kv_identity(*model_source(config), kv_facts(config))
+
+
+def name(model: Path, **flags: Any) -> str:
+    return name_of(config(model, **flags))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +45,7 @@ def name(model: Path, **flags: Any) -> str:
         {"hf_overrides": {"rms_norm_eps": 0.01}},
         {"kv_cache_dtype": "fp8"},
         {"kv_cache_dtype_skip_layers": ["0"]},
-        {"mamba_ssm_cache_dtype": "float32"},
+        {"mamba_cache_dtype": "float32"},
         {"enable_lora": True},
         {"enable_lora": True, "max_lora_rank": 64},
         {"load_format": "dummy"},
@@ -49,6 +56,13 @@ def name(model: Path, **flags: Any) -> str:
 )
 def test_flags_that_change_kvcache_are_another_name(model: Path, flags: dict[str, Any]) -> None:
     assert name(model, **flags) != name(model)
+
+
+def test_states_of_another_dtype_are_another_name_unless_the_platform_overrules_it(model: Path) -> None:
+    """On CPUs with AVX-512 BF16 vLLM stores states as float32, whatever it was asked for."""
+    asked, plain = config(model, mamba_ssm_cache_dtype="float32"), config(model)
+    is_overruled = asked.cache_config.mamba_ssm_cache_dtype == plain.cache_config.mamba_ssm_cache_dtype
+    assert (name_of(asked) == name_of(plain)) == is_overruled
 
 
 def test_flags_that_differ_among_themselves_are_different_names(model: Path) -> None:
