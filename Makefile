@@ -49,7 +49,7 @@ up: $(STAMP)     ## The demo's topology, left running until Ctrl-C
 test: $(STAMP)   ## The tests, about four minutes on two cores; those that take long have targets of their own
 	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm" $(SPREAD)
 
-# CI runs samples of the long ones, others for every commit; this is all of them, for releases: two hours.
+# CI runs samples of the long ones, others for every commit; this is all of them, for releases: over an hour.
 test-all: lint test test-e2e fuzz soak soak-cache test-storm test-crowd test-rdma test-vllm test-equality wheel demo  ## Everything, whole
 
 test-e2e: $(STAMP)  ## Whole systems: nodes killed, connections cut, certificates replaced, disks that lie, prefixes on the move
@@ -58,7 +58,7 @@ test-e2e: $(STAMP)  ## Whole systems: nodes killed, connections cut, certificate
 test-storm: $(STAMP)  ## A system under traffic while its processes, links, disk and memory fail at random; nobody helps it
 	$(BIN)/python -m tests.storm --faults $(STORM_FAULTS) --seconds $(STORM_S) --seed $(SEED)
 
-test-crowd: $(STAMP)  ## Ten thousand strangers before every port, one after the other; honest requests must not notice
+test-crowd: $(STAMP)  ## Ten thousand strangers before every port, one after the other; what honest requests notice of it
 	$(BIN)/python -m tests.storm.crowd --connections $(CROWD)
 
 fuzz: $(STAMP)   ## A million inputs of strangers to the frame parser, the handshake and what is behind them

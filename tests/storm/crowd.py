@@ -1,8 +1,8 @@
 """`python -m tests.storm.crowd --connections 10000`: crowds of strangers before every port, one after the other.
 
 Half of them connect and say nothing, half send a byte of a request each second, and who is turned away comes back. They come
-from a hundred addresses. It passes if honest requests get the right tokens, their P90 stays what it is without a crowd,
-nothing grows, and everything is ready as soon as the last crowd has left.
+from a hundred addresses. It passes if honest requests get the right tokens, their P90 is hardly longer than without a crowd
+(the mean over all ports; a single one's ratio is printed), nothing grows, and everything is ready when a crowd has left.
 """
 
 import argparse
@@ -36,8 +36,8 @@ PATIENCE_S: Final = 60.0
 ADDRESSES: Final = 100  # 127.0.1.1 to 127.0.1.100
 AT_ONCE: Final = 200  # connections that a crowd opens at a time
 BYTE_EVERY_S: Final = 1.0
-# A P90 of a hundred requests differs by so much between two runs without any crowd on a machine of two cores.
-NOISE: Final = 1.25
+# The crowd is a process of this machine: on two cores it takes time from those whom it wants to keep away.
+MOST_RATIO: Final = 1.25
 MARGIN_BYTES: Final = 48 << 20
 PER_STRANGER_BYTES: Final = 20 << 10  # gRPC takes 17 KiB for a connection on which nothing was said yet
 HEAD: Final = b"POST /v1/completions HTTP/1.1\r\nHost: gateway\r\nContent-Length: 100000\r\n\r\n" + b"x" * 100_000
@@ -199,7 +199,7 @@ async def main(arguments: argparse.Namespace) -> int:
             before = after
         middle = math.exp(statistics.fmean(map(math.log, ratios)))
         print(f"ratio of P90s over all ports: {middle:.2f} (geometric mean), {max(ratios):.2f} at most")
-        if middle > NOISE:
+        if middle > MOST_RATIO:
             failures.append(f"honest requests took {middle:.2f} as long")
         for each in system.processes():
             first = rss.get(each.pid)
@@ -212,7 +212,7 @@ async def main(arguments: argparse.Namespace) -> int:
         failures += await system.end(90.0)
     for failure in failures:
         print("FAILED:", failure)
-    print("the crowds have left:", "something broke" if failures else "nobody noticed")
+    print("the crowds have left:", "something broke" if failures else "within limits")
     return 1 if failures else 0
 
 
