@@ -24,8 +24,9 @@ INPUTS       ?= 1000000
 STORM_FAULTS ?= 500
 STORM_S      ?= 600
 CROWD        ?= 10000
+FLIPS        ?= 200
 
-.PHONY: setup demo up test test-all test-e2e test-storm test-crowd fuzz soak soak-cache test-rdma test-equality test-vllm lint format proto wheel clean help
+.PHONY: setup demo up test test-all test-e2e test-storm test-crowd test-flips fuzz soak soak-cache test-rdma test-equality test-vllm lint format proto wheel clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -50,7 +51,7 @@ test: $(STAMP)   ## The tests, about four minutes on two cores; those that take 
 	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm" $(SPREAD)
 
 # CI runs samples of the long ones, others for every commit; this is all of them, for releases: over an hour.
-test-all: lint test test-e2e fuzz soak soak-cache test-storm test-crowd test-rdma test-vllm test-equality wheel demo  ## Everything, whole
+test-all: lint test test-e2e fuzz soak soak-cache test-storm test-crowd test-flips test-rdma test-vllm test-equality wheel demo  ## Everything, whole
 
 test-e2e: $(STAMP)  ## Whole systems: nodes killed, connections cut, certificates replaced, disks that lie, prefixes on the move
 	$(BIN)/python -m pytest -m e2e tests/e2e $(sampled)
@@ -60,6 +61,9 @@ test-storm: $(STAMP)  ## A system under traffic while its processes, links, disk
 
 test-crowd: $(STAMP)  ## Ten thousand strangers before every port, one after the other; what honest requests notice of it
 	$(BIN)/python -m tests.storm.crowd --connections $(CROWD)
+
+test-flips: $(STAMP)  ## Two hundred changes of role under a trace: no request lost, no token wrong, the prefix cache kept
+	$(BIN)/python -m tests.storm.flips --flips $(FLIPS) --seed $(SEED)
 
 fuzz: $(STAMP)   ## A million inputs of strangers to the frame parser, the handshake and what is behind them
 	$(BIN)/python -m tests.transport.fuzz --inputs $(INPUTS)

@@ -122,6 +122,7 @@ def contender(site: Site, name: str, scale: Scale, state_dir: Path) -> Contender
 def _topology(plan: Plan, scale: Scale, state_dir: Path) -> Topology:
     """`configs/case_study_live.toml` with other counts and another threshold."""
     document = read_toml(CONFIGS / "case_study_live.toml")
+    del document["plan"]  # what is compared stays as it is
     scales = {"time_scale": scale.time, "token_scale": scale.tokens, "byte_scale": scale.bytes}
     document["model"] |= {"profile": str(CONFIGS / document["model"]["profile"]), **scales}
     threshold_tokens = scale.tokens_of(plan.threshold_tokens) + 1 if plan.threshold_tokens else 0
@@ -162,10 +163,16 @@ class Live:
         self.late_p99_s = max(self.late_p99_s, float(np.quantile(lag.late_s, 0.99)))
         return self._seen(trace, [task.result() for task in tasks], records)
 
-    async def _one(self, session: aiohttp.ClientSession, trace: Trace, number: int, begin: float) -> Completion | None:
-        # The decode node computes the last token of a prompt, which the model's length has not.
+    def prompt(self, trace: Trace, number: int) -> list[int]:
+        """Tokens of a request: chance, so that nothing is cached. The decode node computes the last one, which the model's
+        length has not.
+        """
         length = self._scale.tokens_of(trace.prompt_tokens[number]) + 1
-        prompt = self._rng.integers(len(SPECIAL_TOKENS), VOCAB_SIZE, length).tolist()
+        tokens: list[int] = self._rng.integers(len(SPECIAL_TOKENS), VOCAB_SIZE, length).tolist()
+        return tokens
+
+    async def _one(self, session: aiohttp.ClientSession, trace: Trace, number: int, begin: float) -> Completion | None:
+        prompt = self.prompt(trace, number)
         max_tokens = self._scale.tokens_of(trace.output_tokens[number])
         name = f"r{self._runs}-{number}"
         await asyncio.sleep(max(0.0, begin + trace.arrival_s[number] * self._scale.time - time.monotonic()))

@@ -208,7 +208,7 @@ class Subject:
         """Greedy tokens after `job`'s; with `fed`, each step is given that token instead of its own choice."""
         sequence, tokens, token = self._loaded(job), list[int](), last
         for step in range(self.num_output):
-            tokens.append(int(np.argmax(self.engine.decode(sequence, token))))
+            tokens.append(int(np.argmax(self.engine.decode([sequence], [token])[0])))
             token = fed[step] if fed else tokens[-1]
         return tokens
 

@@ -74,23 +74,23 @@ def arms(names: list[str], ends: Path, directory: Path, before: Path | None) -> 
         yield [starts[name](stack, name, urls, directory / name) for name in names]
 
 
-def _ours(roles: tuple[str, str], checkout: Path) -> Start:
+def _ours(roles: tuple[str, str], checkout: Path, more: str = "") -> Start:
     def start(stack: ExitStack, name: str, urls: list[str], directory: Path) -> Arm:
         nodes = [f"{role}={url}" for role, url in zip(roles, urls, strict=True)]
         agents = _started(stack, [sys.executable, "-m", "benchmarks.gateway_agents", *nodes])
-        return _started_ours(stack, name, agents.greeting["addresses"], directory, checkout)
+        return _started_ours(stack, name, agents.greeting["addresses"], directory, checkout, more)
 
     return start
 
 
-def _started_ours(stack: ExitStack, name: str, agents: list[str], directory: Path, checkout: Path) -> Arm:
+def _started_ours(stack: ExitStack, name: str, agents: list[str], directory: Path, checkout: Path, more: str) -> Arm:
     directory.mkdir()
     shutil.copy(peers.tokenizer(), directory / "tokenizer.json")
     settings = {"bos_token": "<｜begin▁of▁sentence｜>", "chat_template": TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     port = _free_port()
     nodes = "".join(f'[[gateway.nodes]]\nagent = "{agent}"\n' for agent in agents)
-    (directory / "gateway.toml").write_text(f'[gateway]\nport = {port}\ntokenizer_dir = "."\n{nodes}')
+    (directory / "gateway.toml").write_text(f'[gateway]\nport = {port}\ntokenizer_dir = "."\n{more}{nodes}')
     argv = [sys.executable, "-m", "gateway", "-c", str(directory / "gateway.toml")]
     return _listening(stack, name, port, argv, directory, checkout)
 
@@ -120,6 +120,7 @@ def _bare_proxy(stack: ExitStack, name: str, urls: list[str], directory: Path) -
 ROLES = {"ours": ("decode", "decode"), "ours_pd": ("prefill", "decode")}
 STARTS: dict[str, Start] = {
     **{name: _ours(roles, CHECKOUT) for name, roles in ROLES.items()},
+    "ours_workers": _ours(ROLES["ours"], CHECKOUT, "workers = 2\n"),
     "aiohttp": _bare_proxy,
     "vllm_router": _vllm_router,
     "vllm_router_pd": _vllm_router_pd,

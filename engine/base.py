@@ -28,7 +28,7 @@ class SequenceState(Protocol):
         """The longest prefix, on a block border, that `Engine.keep` could put into pages; 0: none."""
         ...
 
-    cancelled: bool  # set from another thread; the running computation then raises PrefillAborted
+    cancelled: bool  # set from another thread; a running prefill then raises PrefillAborted
 
 
 class Engine(Protocol):
@@ -57,8 +57,11 @@ class Engine(Protocol):
         """Appends a chunk. With `kv`, each layer's part is written and announced as soon as it has been computed."""
         ...
 
-    def decode(self, sequence: Any, token: int) -> Logits:
-        """Appends one token and returns the logits [vocab_size] of the next one."""
+    def decode(self, sequences: Sequence[Any], tokens: Sequence[int]) -> Sequence[Logits]:
+        """Appends one token to each sequence and returns the logits [vocab_size] of their next ones.
+
+        What a sequence gets does not depend on the others. An error is one of all.
+        """
         ...
 
     def begin_answer(self, sequence: Any) -> None:

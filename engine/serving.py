@@ -402,6 +402,9 @@ _STATUS: Final = {
     "layout_mismatch": 409,
     "no_capacity": 503,
     "draining": 503,
+    # Well, and in another role by now, or on its way to it.
+    "converting": 503,
+    "wrong_role": 503,
     # Says something about the way to the receiver, and nothing about the prompt.
     "peer_lost": 502,
     # The receiver does not talk to this node at all: its operator should see that by name.

@@ -2,9 +2,11 @@
 
 import logging
 from collections.abc import Callable
+from typing import Final
 
 from gateway.metrics import Metrics
 from gateway.node import Node
+from gateway.offered import Offered
 from gateway.records import Records
 from gateway.request import PrefillOutcome, Request
 from gateway.usage import recompute_reason
@@ -13,14 +15,27 @@ from planner.decisions.views import ClusterKind
 
 log = logging.getLogger("prfaas.gateway.route")
 
+BUSY: Final = (429, 503)  # that would have been served by a larger system
+
 
 class Accounts:
     """Keeps the books of requests."""
 
-    def __init__(self, metrics: Metrics, records: Records, clock: Callable[[], float]) -> None:
+    def __init__(self, metrics: Metrics, records: Records, offered: Offered, clock: Callable[[], float]) -> None:
+        self._offered = offered
         self._metrics = metrics
         self._records = records
         self._clock = clock
+
+    def asked(self, chosen: Route) -> None:
+        """A request has its first route, whether it comes to that or not."""
+        self._offered.asked(chosen.uncached_tokens)
+
+    def turned_away(self, code: str, status: int) -> None:
+        """A request was answered with an error before it had a route."""
+        self._metrics.rejected(code, status)
+        if status in BUSY:
+            self._offered.refused_unread()
 
     def routed(self, request: Request, chosen: Route, tries: int) -> None:
         """A route was chosen, after `tries` that failed."""
@@ -40,12 +55,14 @@ class Accounts:
 
     def prefilling(self, request: Request, node: Node) -> None:
         """`node` computes the prompt, be it the one that was chosen or another one."""
+        request.prefilling_since = self._clock()
         request.prefill_node = node.id
         request.is_remote = node.info is not None and node.info.cluster_kind == ClusterKind.PRFAAS
 
     def delivered(self, request: Request, outcome: PrefillOutcome, decode: Node) -> None:
         """The KVCache is with the decode node."""
         now, timeline = self._clock(), request.timeline
+        request.prefilling_since = None
         request.outcome, request.destination = outcome, decode.cluster
         # The node tells durations, not times: they are counted back from its answer, never to before the routing.
         earliest = timeline.routed or timeline.arrived
@@ -69,5 +86,20 @@ class Accounts:
 
     def closed(self, request: Request, status: int, error: str, code: str) -> None:
         """The request is over, however it ended; `code` is why."""
+        request.wasted_prefill_s = self._wasted_s(request)
         self._records.add(request, status, request.stream_error or error)
         self._metrics.finished(request, status, code)
+        if status == 200:
+            self._offered.answered(request.output_tokens)
+
+    def _wasted_s(self, request: Request) -> float:
+        """Prefill seconds of a request whose answer has not begun; of a leg cut short, those that routing predicted."""
+        route, outcome = request.route, request.outcome
+        if route is None or request.timeline.first_token is not None:
+            return 0.0
+        if outcome is not None:
+            return max(0.0, outcome.prefill_end_s - outcome.prefill_start_s)
+        if request.prefilling_since is None:
+            return 0.0
+        queue_s = route.ttft_s - route.compute_s
+        return min(route.compute_s, max(0.0, self._clock() - request.prefilling_since - queue_s))

@@ -5,14 +5,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from gateway.errors import Overloaded, Unavailable
+from gateway.places import OwnPlaces, Places
 
 
 class Admission:
-    """Counts who is served. While it is draining, running requests end in peace and new ones are refused."""
+    """Counts who is served. While it is draining, running requests end in peace and new ones are refused.
 
-    def __init__(self, limit: int, on_change: Callable[[int], None]) -> None:
+    `limit` holds for `places`, which other processes may share; `in_flight` are this one's.
+    """
+
+    def __init__(self, limit: int, on_change: Callable[[int], None], places: Places | None = None) -> None:
         self.limit = limit
         self.in_flight = 0
+        self._places = places or OwnPlaces()
         self.is_draining = False
         self._on_change = on_change
         self._idle = asyncio.Event()
@@ -22,17 +27,20 @@ class Admission:
         """Raises ApiError when nobody more would get a place now."""
         if self.is_draining:
             raise Unavailable("The gateway is shutting down.", "draining")
-        if self.in_flight >= self.limit:
-            raise Overloaded(f"The gateway already serves {self.limit} requests, its limit. Please retry.")
+        if self._places.taken >= self.limit:
+            raise self._overloaded()
 
     @contextmanager
     def place(self) -> Iterator[None]:
         """A place, for as long as the block lasts. Raises ApiError."""
         self.check()
+        if not self._places.take(self.limit):
+            raise self._overloaded()
         self._changed(1)
         try:
             yield
         finally:
+            self._places.give_back()
             self._changed(-1)
 
     async def drained(self, timeout_s: float) -> bool:
@@ -48,6 +56,9 @@ class Admission:
     async def wait_idle(self) -> None:
         """Waits until no request is in flight."""
         await self._idle.wait()
+
+    def _overloaded(self) -> Overloaded:
+        return Overloaded(f"The gateway already serves {self.limit} requests, its limit. Please retry.")
 
     def _changed(self, by: int) -> None:
         self.in_flight += by

@@ -1,7 +1,7 @@
 """The gateway's side of node.proto: one agent, called over gRPC, answering in values of ours."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from transport.control.proto.node_pb2_grpc import NodeAgentStub
 from transport.control.tickets import MAX_CONTROL_BYTES, REASON_KEY, ticket_info, ticket_message
 from transport.wire.identity import Identity
 
-MAX_EVENT_HASHES: Final = 4096
+MAX_EVENT_HASHES: Final = 2048
 REASONS: Final = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: "no_capacity",
     grpc.StatusCode.UNAVAILABLE: "unreachable",
@@ -34,6 +34,7 @@ STATES: Final = {
     pb.NODE_STATE_READY: "ready",
     pb.NODE_STATE_DRAINING: "draining",
     pb.NODE_STATE_ENGINE_DOWN: "engine_down",
+    pb.NODE_STATE_CONVERTING: "converting",
 }
 MEDIA: Final = {pb.MEDIUM_SSD: Medium.SSD, pb.MEDIUM_ENGINE: Medium.ENGINE}  # anything else is memory
 
@@ -55,6 +56,21 @@ class NodeInfo:
     boot_id: str
     engine_pid: int = 0
     block_size: int = 0
+    role_epoch: int = 0  # of the newest command to change its role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """A node's way to another role: how the newest command stands. `role` is what the node does now."""
+
+    epoch: int
+    role: str
+    target: str
+    is_under_way: bool
+    outcome: str
+    detail: str
+    drain_s: float
+    control_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +147,20 @@ class AgentClient:
 
     async def close(self) -> None:
         await self._channel.close()
+
+    async def describe(self) -> tuple[NodeInfo, NodeLoad]:
+        """Who the node is, and how busy."""
+        node = await self._call(self._stub.Describe, pb.DescribeRequest())
+        return info_from(node), load_from(node.load)
+
+    async def convert(
+        self, epoch: int, role: str, *, drain_timeout_s: float = 0.0, verify_timeout_s: float = 0.0, wait_s: float = 0.0
+    ) -> Conversion:
+        """Has the node change its role, or says how that stands; waits up to `wait_s` for its end. 0: the node's own limits."""
+        message = pb.ConvertRequest(
+            epoch=epoch, role=role, drain_timeout_s=drain_timeout_s, verify_timeout_s=verify_timeout_s, wait_s=wait_s
+        )
+        return conversion_from(await self._call(self._stub.Convert, message, self.timeout_s + wait_s))
 
     async def reserve(self, request_id: str, prompt: Prompt, ttl_s: float) -> TicketInfo:
         """Room for the KVCache of all but the last token of `prompt` on this decode node."""
@@ -223,25 +253,27 @@ def node_error(address: str, error: grpc.aio.AioRpcError) -> NodeError:
     return NodeError(address, labels[0] if labels else REASONS.get(code, code.name.lower()), details)
 
 
-def events_from(event: pb.NodeEvent) -> list[NodeEvent]:
-    """The values that one proto event stands for."""
+def events_from(event: pb.NodeEvent) -> Iterator[NodeEvent]:
+    """The values that one proto event stands for; each is made when it is asked for."""
     match event.WhichOneof("event"):
         case "description":
-            return [info_from(event.description), load_from(event.description.load)]
+            yield info_from(event.description)
+            yield load_from(event.description.load)
         case "load":
-            return [load_from(event.load)]
+            yield load_from(event.load)
         case "snapshot":
-            return [CacheCleared(), *(part for group in event.snapshot.groups for part in _stored(group))]
+            yield CacheCleared()
+            for group in event.snapshot.groups:
+                yield from _in_parts(BlocksStored, group)
         case "stored":
-            return _stored(event.stored)
+            yield from _in_parts(BlocksStored, event.stored)
         case "removed":
-            removed = event.removed
-            return [BlocksRemoved(removed.group, tuple(split_hashes(removed.hashes)), _medium(removed.medium))]
+            yield from _in_parts(BlocksRemoved, event.removed)
         case "cleared":
             every = event.cleared.medium == pb.MEDIUM_UNSPECIFIED
-            return [CacheCleared(None if every else _medium(event.cleared.medium))]
+            yield CacheCleared(None if every else _medium(event.cleared.medium))
         case _:
-            return []  # an event of a later version
+            return  # an event of a later version
 
 
 def info_from(node: pb.NodeDescription) -> NodeInfo:
@@ -260,6 +292,21 @@ def info_from(node: pb.NodeDescription) -> NodeInfo:
         boot_id=node.boot_id,
         engine_pid=node.engine_pid,
         block_size=node.block_size,
+        role_epoch=node.conversion.epoch,
+    )
+
+
+def conversion_from(conversion: pb.Conversion) -> Conversion:
+    """How a conversion stands, as a value."""
+    return Conversion(
+        epoch=conversion.epoch,
+        role=conversion.role,
+        target=conversion.target,
+        is_under_way=conversion.phase in (pb.CONVERSION_PHASE_DRAINING, pb.CONVERSION_PHASE_VERIFYING),
+        outcome=conversion.outcome,
+        detail=conversion.detail,
+        drain_s=conversion.drain_s,
+        control_s=conversion.control_s,
     )
 
 
@@ -289,13 +336,14 @@ def load_from(load: pb.Load) -> NodeLoad:
     )
 
 
-def _stored(message: pb.BlocksStored) -> list[NodeEvent]:
+def _in_parts(
+    kind: type[BlocksStored | BlocksRemoved], message: pb.BlocksStored | pb.BlocksRemoved
+) -> Iterator[NodeEvent]:
     """The event in parts that are taken in one at a time."""
+    hashes, medium = message.hashes, _medium(message.medium)  # once: a message makes a copy each time
     step = MAX_EVENT_HASHES * HASH_BYTES
-    starts = range(0, len(message.hashes), step)
-    parts = (message.hashes[start : start + step] for start in starts)
-    medium = _medium(message.medium)
-    return [BlocksStored(message.group, tuple(split_hashes(part)), medium) for part in parts]
+    for start in range(0, len(hashes), step):
+        yield kind(message.group, tuple(split_hashes(hashes[start : start + step])), medium)
 
 
 def _medium(medium: pb.Medium) -> Medium:

@@ -7,15 +7,18 @@ import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Final
 
 from aiohttp import web
 
 from gateway.accounts import Accounts
 from gateway.admit import Admission
+from gateway.classes import Classes
 from gateway.clusters import Clusters, ServedModel
 from gateway.config import GatewayConfig
 from gateway.connections import CONTINUE, Connection, error_response, http_error_response
+from gateway.decide import tie_of
 from gateway.dispatch import Dispatcher
 from gateway.errors import ApiError, InternalError, Unavailable
 from gateway.metrics import Metrics
@@ -80,6 +83,7 @@ class FrontDoor:
         self.rooms = rooms
         self.clusters = clusters
         self.metrics = metrics
+        self.classes = Classes(config.classes, config.admission.default_class)
         self._tasks = tasks
         self._clock = clock
         self._boot = uuid.uuid4().hex[:12]
@@ -109,7 +113,7 @@ class FrontDoor:
                 work = self._tasks.start(self._serve(visit), "request", expected=(ApiError, ConnectionResetError))
                 work.add_done_callback(_closing(place.pop_all()))
         except ApiError as error:
-            self.metrics.rejected(error.code or "invalid", error.status)
+            self.rooms.accounts.turned_away(error.code or "invalid", error.status)
             raise
         return await self._until_answered(visit, work)
 
@@ -145,10 +149,12 @@ class FrontDoor:
         return await self._answer(visit.http, request)
 
     async def _read(self, visit: Visit) -> Request:
-        served = self._served()
-        call, prompt = await self.rooms.reader.read(visit.endpoint, visit.body, served.as_read())
-        visit.body = b""
         headers = visit.http.headers
+        service = self.classes.of(headers)
+        served = self._served()
+        call, prompt = await self.rooms.reader.read(visit.endpoint, visit.body, served.as_read(), tenant_of(visit.http))
+        self.metrics.read(prompt.how)
+        visit.body = b""
         request_id = visit.http[REQUEST_ID]
         return Request(
             id=request_id,
@@ -157,6 +163,7 @@ class FrontDoor:
             prompt=prompt,
             served=served,
             timeline=Timeline(visit.arrived),
+            service=service,
             trace_headers={name: headers[name] for name in TRACE_HEADERS if name in headers},
         )
 
@@ -188,6 +195,12 @@ class FrontDoor:
             return response
         finally:
             self.rooms.accounts.closed(request, status, error, code)
+
+
+def tenant_of(http: web.Request) -> bytes:
+    """Whose prompts are remembered apart from everybody else's: a digest of the API key; b"" for all without one."""
+    key = http.headers.get("Authorization", "")
+    return blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).digest() if key else b""
 
 
 def _closing(held: ExitStack) -> Callable[[object], None]:
@@ -255,7 +268,7 @@ async def _framed(door: FrontDoor, http: web.Request, handler: Handler) -> web.S
     try:
         response = await handler(http)
     except ApiError as error:
-        response = error_response(error)
+        response = error_response(error, tie_of(http[REQUEST_ID]))
     except web.HTTPException as error:
         response = http_error_response(http, error)
     except ConnectionResetError as error:

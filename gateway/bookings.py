@@ -4,25 +4,33 @@ Of prompts that come together, the second one's decision must see the first one'
 by then or not. What was counted is given back when it is done, and all of it at the latest when the try is over.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from gateway.node import Node, Work
+from gateway.underway import Computing
 from planner.decisions.routing import Route
 
 
 class Booking:
     """The work of one try at a request."""
 
-    def __init__(self, decode: Node, clock: Callable[[], float]) -> None:
+    def __init__(self, decode: Node, clock: Callable[[], float], hashes: Sequence[bytes] = ()) -> None:
+        """`hashes` are those of the prompt's full blocks."""
+        self.awaited: Computing | None = None  # what the prefill node has to have computed for this prompt, if anything
         self._decode = decode
         self._clock = clock
+        self._hashes = hashes
+        self._computing: tuple[Node, Computing] | None = None
         self._answer = Work()
         self._prefill: tuple[Node, Work] | None = None
         decode.take(self._answer)
 
     def prefill(self, node: Node, route: Route) -> None:
         """`node` computes the prompt as `route` says from now on, and nobody else does."""
+        kept = self._computing if self._computing is not None and self._computing[0] is node else None
+        if kept is not None:  # who waits for it goes on waiting
+            self._computing = None
         self.prefilled()
         if node.cluster == self._decode.cluster:
             work = Work(tokens=route.uncached_tokens)
@@ -38,6 +46,14 @@ class Booking:
         else:
             self._prefill = node, work
             node.take(work)
+            self._computing = kept or self._begin(node, route)
+
+    def _begin(self, node: Node, route: Route) -> tuple[Node, Computing]:
+        blocks = route.cached_tokens // node.info.block_size if node.info and node.info.block_size else 0
+        self.awaited = node.underway.first(self._hashes, blocks)
+        # Nobody waits for what is there already, or awaited from somebody else.
+        computed = self._hashes if blocks < len(self._hashes) else ()
+        return node, node.underway.begin(computed)
 
     def prefilled(self) -> None:
         """The prefill node is through with it, however that ended."""
@@ -45,6 +61,10 @@ class Booking:
             node, work = self._prefill
             self._prefill = None
             node.give_back(work)
+        if self._computing is not None:
+            node, computing = self._computing
+            self._computing = self.awaited = None
+            node.underway.end(computing)
 
     def close(self) -> None:
         """The try is over. To be called once."""
@@ -53,9 +73,9 @@ class Booking:
 
 
 @contextmanager
-def booked(decode: Node, clock: Callable[[], float]) -> Iterator[Booking]:
+def booked(decode: Node, clock: Callable[[], float], hashes: Sequence[bytes] = ()) -> Iterator[Booking]:
     """A place on a decode node, and whatever else is booked inside the block."""
-    booking = Booking(decode, clock)
+    booking = Booking(decode, clock, hashes)
     try:
         yield booking
     finally:

@@ -1,10 +1,14 @@
 """`prfaas gateway` and `python -m gateway`."""
 
 import argparse
+import asyncio
 import gc
+import logging
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -13,9 +17,14 @@ import uvloop
 from gateway import logs
 from gateway.config import GatewayConfig, load
 from gateway.errors import ConfigError
+from gateway.seat import FIRST_CONFIG, Seat
 from gateway.server import serve
+from gateway.workers import serve_with_workers
 from prompts.errors import TokenizerUnreadable
 from prompts.tokenizer import TextTokenizer
+from transport.control.settings import mapped
+
+log = logging.getLogger("prfaas.gateway")
 
 BAD_CONFIG: Final = 2
 COLLECT_AFTER: Final = 20_000  # objects; a request leaves few in circles
@@ -45,6 +54,10 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--check", action="store_true", help="read the configuration, say whether it is right, and end"
     )
+    command.add_argument(
+        "--workers", type=int, metavar="N", help="processes that answer on the port, instead of the file's"
+    )
+    command.add_argument("--seat", nargs=3, metavar=("DIR", "NUMBER", "PORT"), help=argparse.SUPPRESS)  # of a worker
     return command
 
 
@@ -54,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Until the server takes it, there is nothing to read again; left alone, it would end the process.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        config = load(arguments.config)
+        copy = Path(arguments.seat[0]) / FIRST_CONFIG if arguments.seat is not None else None
+        config = _configured(arguments, copy)
         check_identity(config)
         tokenizer = read_tokenizer(config)
     except ConfigError as error:
@@ -63,7 +77,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.check:
         print(f"{arguments.config}: ok")
         return 0
-    return _run(config, tokenizer, arguments.config)
+    try:
+        return _run(config, tokenizer, arguments)
+    except ConfigError as error:
+        print(f"prfaas gateway: {error}", file=sys.stderr)
+        return BAD_CONFIG
+
+
+def _configured(arguments: argparse.Namespace, copy: Path | None = None) -> GatewayConfig:
+    """The configuration of the file, or of a copy of it, with what the command line says instead. Raises ConfigError."""
+    config = load(arguments.config, copy)
+    if arguments.workers is None:
+        return config
+    with mapped(ConfigError):
+        return replace(config, workers=arguments.workers)
 
 
 def read_tokenizer(config: GatewayConfig) -> TextTokenizer:
@@ -83,21 +110,36 @@ def check_identity(config: GatewayConfig) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _run(config: GatewayConfig, tokenizer: TextTokenizer, path: Path) -> int:
+def _run(config: GatewayConfig, tokenizer: TextTokenizer, arguments: argparse.Namespace) -> int:
     logs.set_up(config.log_level.upper())
-    # What is here now stays: no collection need look at it again, nor need one look at every few requests.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(COLLECT_AFTER)
-    try:
-        uvloop.run(serve(config, tokenizer, _announce, lambda: load(path)))
-    except ConfigError as error:
-        print(f"prfaas gateway: {error}", file=sys.stderr)
-        return BAD_CONFIG
+    if arguments.seat is None and config.workers > 1:
+        del tokenizer  # it can be read: that is all that the parent wants of it
+        status = asyncio.run(serve_with_workers(config, arguments.config, partial(_worker, arguments), _announce))
+    else:
+        # What is here now stays: no collection need look at it again, nor need one look at every few requests.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(COLLECT_AFTER)
+        seat = _seat(arguments.seat) if arguments.seat is not None else None
+        announce = _announce if seat is None else log.info
+        uvloop.run(serve(config, tokenizer, announce, lambda: _configured(arguments), seat))
+        status = 0
     # The loop's handlers are gone: a second signal must not turn a clean end into a kill.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    return 0
+    return status
+
+
+def _worker(arguments: argparse.Namespace, directory: Path, number: int, port: int) -> list[str]:
+    """The command of a worker of ours, who are started with these arguments."""
+    own = [sys.executable, "-m", "gateway", "--config", str(arguments.config)]
+    asked = ["--workers", str(arguments.workers)] if arguments.workers is not None else []
+    return [*own, *asked, "--seat", str(directory), str(number), str(port)]
+
+
+def _seat(words: Sequence[str]) -> Seat:
+    directory, number, port = words
+    return Seat(Path(directory), int(number), int(port))
 
 
 def _announce(line: str) -> None:

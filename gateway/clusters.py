@@ -7,7 +7,7 @@ everything again. Nothing here is written down: nodes hold the truth, this is wh
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Final
@@ -26,10 +26,6 @@ from planner.decisions.views import ClusterKind, NodeView, Role
 
 log = logging.getLogger("prfaas.gateway.clusters")
 
-KINDS: Final = {
-    kind.value: kind for kind in ClusterKind
-}  # an enum's own look-up is slow, and every node is viewed per prompt
-ROLES: Final = {role.value: role for role in Role}
 LOAD_INTERVAL_S: Final = 0.25
 SILENCE_S: Final = 10.0  # a node that reports its load every quarter of a second has been dead for long
 DEATH_NEWS_S: Final = 1.0  # an agent sees its engine end within milliseconds, unless it went with it
@@ -69,7 +65,9 @@ class Clusters:
         tasks: TaskSet,
         on_lost: Callable[[str], None] = lambda reason: None,
         on_renamed: Callable[[str], None] = lambda node_id: None,
+        catch_up: Callable[[Sequence[Node]], None] = lambda nodes: None,
     ) -> None:
+        """`catch_up` is called before nodes are looked at: what other workers have under way on them is to be seen, too."""
         self.nodes = [Node(agent) for agent in agents]
         self.served: ServedModel | None = None
         self._served_name = served_model
@@ -77,11 +75,13 @@ class Clusters:
         self._clock = clock
         self._on_lost = on_lost
         self._on_renamed = on_renamed
+        self._catch_up = catch_up
         self._by_id: dict[str, Node] = {}
         self._indexes: dict[
             str, PrefixIndex
         ] = {}  # by layout, of all connected nodes: another model may be served next
         self._changed = asyncio.Event()
+        self._serving: list[Node] | None = None  # those that say that they are ready; None: to be looked up again
         self._tasks = tasks
 
     def start(self) -> None:
@@ -118,12 +118,22 @@ class Clusters:
         now, index = self._clock(), self.index
         if index is None:
             return []
-        holdings = index.match_all(prompt.hashes, prompt.transfer_tokens)
-        return [
-            self._view(node, holdings.get(node.id, NOTHING), now)
-            for node in self.nodes
-            if node.is_ready(now) and self._serves(node) and node.id not in exclude
-        ]
+        self._catch_up(self.nodes)
+        if self._serving is None:
+            self._serving = [node for node in self.nodes if node.state == "ready" and self._serves(node)]
+        holding_of = index.match_all(prompt.hashes, prompt.transfer_tokens).get
+        views = []
+        for node in self._serving:
+            if now >= node.suspect_until and (not exclude or node.id not in exclude):
+                holding = holding_of(node.id, NOTHING)
+                promised = self._promised(node, prompt, holding) if len(node.underway) else 0
+                views.append(node.view(holding, self._decode_slots, now, promised))
+        return views
+
+    def _promised(self, node: Node, prompt: Prompt, holding: Holding) -> int:
+        """How much of `prompt` a node will hold when it has computed what it computes now, 0 for no more than now."""
+        size = node.info.block_size if node.info is not None else 0
+        return node.underway.longest(prompt.hashes, holding.hit.num_tokens // size) * size if size else 0
 
     async def has_died(self, node: Node, engine: tuple[str, int]) -> bool:
         """Whether the process that was the `engine` of `node` is gone; the news of it may take a moment."""
@@ -153,24 +163,6 @@ class Clusters:
         served, info = self.served, node.info
         return bool(served and info and info.layout_fingerprint == served.layout.fingerprint)
 
-    def _view(self, node: Node, holding: Holding, now: float) -> NodeView:
-        assert node.info is not None
-        hit = holding.hit
-        return NodeView(
-            node_id=node.id,
-            cluster=node.info.cluster,
-            kind=KINDS[node.info.cluster_kind],
-            role=ROLES[node.info.role],
-            queued_tokens=max(node.load.queued_tokens, node.pending_tokens),
-            running=max(node.load.running, node.pending_requests - node.load.waiting),
-            waiting=node.load.waiting,
-            max_running=self._decode_slots,
-            cached_tokens=hit.num_tokens,
-            attention_tokens=hit.attention_tokens,
-            immovable_tokens=hit.num_tokens - holding.movable_tokens,
-            prefill_share=node.prefill_share.at(now),
-        )
-
     # What events change
 
     async def _watch(self, node: Node) -> None:
@@ -190,6 +182,7 @@ class Clusters:
                 self._tasks.unforeseen("watch", error)
                 self._on_lost("unforeseen")
             self._lost(node)
+            await self._tidy()
             await asyncio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S) - 1)])
             failures += 1
 
@@ -198,7 +191,7 @@ class Clusters:
             case NodeInfo():
                 self._describe(node, event)
             case NodeLoad():
-                node.load = event
+                node.reported(event)
             case _:
                 self._cache_event(node, event)
 
@@ -214,6 +207,7 @@ class Clusters:
         node.suspect_until = float("-inf")
         self._by_id[info.node_id] = node
         self._adopt_model(info)
+        self._serving = None
         if node.state != before:
             log.info("node %s (%s of %s) is %s", node.id, info.role, info.cluster, node.state)
         self._changed.set()
@@ -255,13 +249,13 @@ class Clusters:
         if node.connected:
             self._drop_prefixes(node.id)
         node.connected = False
-        node.load = NodeLoad()
+        node.reported(NodeLoad())
         if self.served is not None:
             if longest := self._max_model_len(self.served.layout):
                 self.served = replace(self.served, max_model_len=longest)
             elif (other := self._another_model()) is not None:
                 self._adopt_model(other)
-        self._drop_indexes()
+        self._serving = None
         self._changed.set()
 
     def _rename(self, node: Node, before: str) -> None:
@@ -275,11 +269,22 @@ class Clusters:
         for index in self._indexes.values():
             index.drop(node_id)
 
+    async def _tidy(self) -> None:
+        """Takes what was dropped out of the indexes, in steps between which others have their turn."""
+        for index in list(self._indexes.values()):
+            while index.tidy():  # noqa: ASYNC110 nobody else does it
+                await asyncio.sleep(0)
+        self._drop_indexes()
+
     def _drop_indexes(self) -> None:
-        """Those of layouts that nobody has any more, but for the one served: its nodes may come back."""
+        """Those of layouts that nobody has any more, but for the one served: its nodes may come back.
+
+        Not before they are empty: a million blocks are not freed at once.
+        """
         had = {node.info.layout_fingerprint for node in self.nodes if node.connected and node.info}
-        served = self.served.layout.fingerprint if self.served is not None else ""
-        self._indexes = {name: index for name, index in self._indexes.items() if name in had or name == served}
+        if self.served is not None:
+            had.add(self.served.layout.fingerprint)
+        self._indexes = {name: index for name, index in self._indexes.items() if name in had or len(index)}
 
     def _another_model(self) -> NodeInfo | None:
         """Of a connected node, whatever it serves."""

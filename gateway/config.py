@@ -17,7 +17,9 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final, Self
 
+from gateway.classes import AdmissionConfig, ClassConfig, check_classes
 from gateway.errors import ConfigError
+from gateway.plan import PlanConfig
 from planner.decisions.placement import PLACERS
 from transport.control.settings import (
     SettingsError,
@@ -32,6 +34,7 @@ from transport.control.settings import (
 from transport.wire.identity import Identity
 
 MAX_BODY_BYTES: Final = 10 * 1024 * 1024
+MAX_WORKERS: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,7 @@ class NodeConfig:
 class RoutingConfig:
     """What the routing decision is told beyond the threshold.
 
+    `tie_share` of the prompts with exactly as many uncached tokens as the threshold stay local.
     An empty `home_cluster` lets load choose the decode cluster.
     With `cross_cluster_cache` a prefix that only the other cluster has is sent where the prefill runs, while the link between
     them has room to spare; `link_bytes_per_s` is the bandwidth of a link that nobody has measured yet, 0 is unknown and counts
@@ -66,8 +70,10 @@ class RoutingConfig:
     """
 
     prefill_tokens_per_s: float = 20_000.0
+    tie_share: float = 1.0
     decode_slots: int = 16
     placement: str = "kvcache_centric"
+    balancing_ratio: float = 0.0
     home_cluster: str = ""
     cross_cluster_cache: bool = False
     link_bytes_per_s: float = 0.0
@@ -80,7 +86,10 @@ class RoutingConfig:
 
     def __post_init__(self) -> None:
         require_one_of("placement", self.placement, sorted(PLACERS))
+        ratio = self.balancing_ratio
+        require(ratio == 0 or ratio >= 1, "balancing_ratio", ratio, "a number of at least 1, or 0, which adapts it")
         require(self.prefill_tokens_per_s > 0, "prefill_tokens_per_s", self.prefill_tokens_per_s, "a number above 0")
+        require(0 <= self.tie_share <= 1, "tie_share", self.tie_share, "a number from 0 to 1")
         require(self.decode_slots > 0, "decode_slots", self.decode_slots, "an integer above 0")
         for name in ("link_bytes_per_s", "fetch_bytes_per_s"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "a number of at least 0")
@@ -148,6 +157,16 @@ class Strangers:
         for address in self.trusted_proxies:
             require(_is_address(address), "trusted_proxies", address, "a list of IP addresses")
 
+    def divided(self, workers: int) -> Self:
+        """What each of so many workers may let strangers take, so that together they never let them take more than this.
+
+        Connections come to workers at random, so what is divided is nearly as much as the whole.
+        """
+        if workers == 1:
+            return self
+        shares = {name: getattr(self, name) // workers for name in DIVIDED}
+        return replace(self, **shares)
+
     def trusts(self, address: str) -> bool:
         """Whether requests from `address` are those of many clients."""
         return address in self.trusted_proxies or (_is_address(address) and ip_address(address).is_loopback)
@@ -167,6 +186,7 @@ class GatewayConfig:
 
     `port` 0 takes any free port; `metrics_port` 0 serves /metrics and /prfaas/requests on the API port, any other value on
     that port alone, with descriptors of its own.
+    `workers` processes answer on one port, and are one gateway: limits, metrics and records are those of all of them.
     `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS.
     """
 
@@ -175,6 +195,7 @@ class GatewayConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     metrics_port: int = 0
+    workers: int = 1
     served_model: str = ""
     threshold_tokens: float = 16_384.0
     max_body_bytes: int = MAX_BODY_BYTES
@@ -189,7 +210,10 @@ class GatewayConfig:
     authority: Path | None = None
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     timeouts: Timeouts = field(default_factory=Timeouts)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     strangers: Strangers = field(default_factory=Strangers)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    classes: Mapping[str, ClassConfig] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("port", "metrics_port"):
@@ -203,8 +227,14 @@ class GatewayConfig:
             "kept_records",
         ):
             require(getattr(self, name) > 0, name, getattr(self, name), "an integer above 0")
+        require_range("workers", self.workers, 1, MAX_WORKERS)
+        for name in DIVIDED:
+            limit = getattr(self.strangers, name)
+            wanted = f"at least the number of workers, {self.workers}"
+            require(limit == 0 or limit >= self.workers, f"strangers.{name}", limit, wanted)
         require_one_of("log_level", self.log_level, LOG_LEVELS)
         require(self.threshold_tokens >= 0, "threshold_tokens", self.threshold_tokens, "a number of at least 0")
+        check_classes(self.classes, self.admission.default_class)
         missing = [name for name in IDENTITY_KEYS if getattr(self, name) is None]
         if missing and len(missing) < len(IDENTITY_KEYS):
             raise SettingsError(f"{missing[0]} is missing: {', '.join(IDENTITY_KEYS)} go together")
@@ -229,19 +259,23 @@ class GatewayConfig:
         return Identity(certificate=self.certificate, key=self.key, authority=self.authority)
 
 
-CHANGEABLE: Final = ("threshold_tokens", "max_in_flight", "max_waiting", "log_level")
+DIVIDED: Final = ("max_connections", "max_connections_per_address", "max_bodies_per_address", "max_receiving_bytes")
+CHANGEABLE: Final = ("threshold_tokens", "max_in_flight", "max_waiting", "log_level", "admission", "classes")
 CHANGEABLE_ROUTING: Final = (
-    "prefill_tokens_per_s", "placement", "home_cluster", "cross_cluster_cache", "fetch_bytes_per_s",
-    "increment_tokens", "decode_prefill_share",
+    "prefill_tokens_per_s", "tie_share", "placement", "balancing_ratio", "home_cluster", "cross_cluster_cache",
+    "fetch_bytes_per_s", "increment_tokens", "decode_prefill_share",
 )  # fmt: skip
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 IDENTITY_KEYS: Final = ("certificate", "key", "authority")
 
 
-def load(path: Path) -> GatewayConfig:
-    """Reads the [gateway] table of a TOML file; a relative path in it is relative to the file. Raises ConfigError."""
+def load(path: Path, copy: Path | None = None) -> GatewayConfig:
+    """Reads the [gateway] table of a TOML file, from a `copy` of it if there is one. Raises ConfigError.
+
+    A relative path in it is relative to the file.
+    """
     with in_file(path, ConfigError):
-        document = read_toml(path)
+        document = read_toml(copy or path)
         _only_a_gateway(document)
         return build(GatewayConfig, document["gateway"], "[gateway]", path.parent)
 

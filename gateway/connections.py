@@ -22,6 +22,7 @@ from aiohttp.web_protocol import RequestHandler
 from gateway.config import Strangers
 from gateway.errors import ApiError, Overloaded
 from gateway.metrics import Metrics
+from planner.decisions.admission import spread_s
 
 log = logging.getLogger("prfaas.gateway.connections")
 
@@ -195,6 +196,10 @@ class Connection(RequestHandler):
         if wire is not None and wire.get_write_buffer_size():
             wire.abort()
 
+    async def taken(self) -> None:
+        """Waits until the client has taken most of what was sent. Raises ConnectionResetError."""
+        await self._drain_helper()
+
     def refuse(self) -> None:
         """Says that there are too many connections, before any request has come."""
         if self.transport is not None:
@@ -296,11 +301,13 @@ def http_error_response(http: web.BaseRequest, error: web.HTTPException) -> web.
     return response
 
 
-def error_response(error: ApiError) -> web.Response:
-    """The answer that an ApiError stands for."""
+def error_response(error: ApiError, tie: float = 0.0) -> web.Response:
+    """The answer that an ApiError stands for. Requests of different `tie` are told to come again at different times."""
     headers = {"Content-Type": JSON}
     if error.retry_after_s is not None:
-        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+        retry_after_s = spread_s(error.retry_after_s, tie)
+        headers["Retry-After"] = str(max(1, round(retry_after_s)))
+        headers["retry-after-ms"] = str(max(1, round(1000 * retry_after_s)))  # OpenAI's clients read this one first
     if error.status in (429, 503) and error.code:
         headers["x-prfaas-rejected"] = error.code
     if error.is_final:

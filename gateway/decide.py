@@ -11,8 +11,11 @@ from gateway.links import Links
 from gateway.moves import Move
 from gateway.node import Node
 from gateway.request import PrefillOutcome, Request
-from planner.decisions.estimates import LearnedCost, MoveDelays, MoveEstimate
+from hybrid_cache.index import NOTHING
+from planner.decisions.accuracy import Accuracy, Error
+from planner.decisions.estimates import AnswerEstimate, LearnedCost, MoveDelays, MoveEstimate
 from planner.decisions.placement import PLACERS, PlacementPolicy
+from planner.decisions.plan import LivePlan, Setting
 from planner.decisions.routing import Route, RoutingPolicy, route
 from planner.decisions.views import RouteRequest
 from planner.errors import NoReadyNode
@@ -31,17 +34,24 @@ class Decider:
         self._fetch_bytes_per_s = 0.0
         self._moves: MoveEstimate | None = None
         self._delays = MoveDelays()
+        self._plan: LivePlan | None = None
+        self._own = Setting(threshold_tokens=config.threshold_tokens, tie_share=config.routing.tie_share)
+        self._answers = AnswerEstimate()
+        self._arrivals: dict[tuple[str, str], Accuracy] = {}  # over a link, by (source, destination)
         self.configure(config)
 
     def configure(self, config: GatewayConfig) -> None:
         """Decides as `config` says from now on. What was learned of moves begins anew with another rate for them."""
         routing = config.routing
+        self._own = Setting(threshold_tokens=config.threshold_tokens, tie_share=routing.tie_share)
         self._home = routing.home_cluster or None
+        self._balancing_ratio = routing.balancing_ratio or None
         if routing.fetch_bytes_per_s != self._fetch_bytes_per_s:
             self._fetch_bytes_per_s = routing.fetch_bytes_per_s
             self._moves = MoveEstimate(routing.fetch_bytes_per_s) if routing.fetch_bytes_per_s else None
         self._policy = RoutingPolicy(
-            threshold_tokens=config.threshold_tokens,
+            threshold_tokens=self.setting.threshold_tokens,
+            tie_share=self.setting.tie_share,
             cross_cluster_cache=routing.cross_cluster_cache,
             increment_tokens=routing.increment_tokens,
             decode_prefill_share=routing.decode_prefill_share,
@@ -50,10 +60,27 @@ class Decider:
         self._place = PLACERS[routing.placement]
         self._cost.assume(routing.prefill_tokens_per_s)
 
+    @property
+    def setting(self) -> Setting:
+        """The threshold and tie share that hold: the plan's, or without one those of the configuration."""
+        return self._own if self._plan is None else self._plan.setting
+
+    def follow(self, plan: LivePlan) -> None:
+        """Decides as `plan` says from now on; the configuration's threshold waits until there is no plan."""
+        self._plan = plan
+        self._policy = replace(
+            self._policy, threshold_tokens=plan.setting.threshold_tokens, tie_share=plan.setting.tie_share
+        )
+
     def _placement(self) -> PlacementPolicy:
         if self._moves is None:
-            return PlacementPolicy()
-        return PlacementPolicy(fetch_bytes_per_s=self._moves.bytes_per_s, fetch_calls_s=self._moves.calls_s)
+            return PlacementPolicy(balancing_ratio=self._balancing_ratio)
+        return PlacementPolicy(
+            balancing_ratio=self._balancing_ratio,
+            fetch_bytes_per_s=self._moves.bytes_per_s,
+            fetch_calls_s=self._moves.calls_s,
+            fetch_lateness=self._moves.lateness,
+        )
 
     def _policy_now(self) -> RoutingPolicy:
         """The policy, and in it which moves are feared to be late."""
@@ -67,15 +94,21 @@ class Decider:
         question = RouteRequest(
             num_tokens=request.prompt.num_tokens,
             kv_bytes=request.served.layout.kv_bytes,
-            tie=_tie(request.leg_id),
+            tie=tie_of(request.leg_id),
             home=home or self._home,
             unshared=request.call.options.is_unshared,
         )
+        request.plan_version = self._plan.version if self._plan is not None else 0
+        self._cost.as_of(self._clock())
         nodes, links = self._clusters.views(request.prompt, exclude), self._links.views()
         try:
-            return route(question, nodes, links, self._policy_now(), place=self._place, cost=self._cost)
+            found = route(question, nodes, links, self._policy_now(), place=self._place, cost=self._cost)
         except NoReadyNode as error:
             raise Unavailable("No decode node is ready.", "no_decode_node") from error
+        if found.prefill_node is not None:
+            node = self._clusters.by_id(found.prefill_node)
+            self._cost.tried(node.id, node.cluster)
+        return found
 
     def may_compute(self, decode_node: str) -> bool:
         """Whether a decode node has time for a prompt that a prefill node should have computed."""
@@ -88,7 +121,29 @@ class Decider:
     def learn(self, node: Node, outcome: PrefillOutcome) -> None:
         """`node` has computed a prompt."""
         computed, seconds = outcome.num_tokens - outcome.cached_tokens, outcome.prefill_end_s - outcome.prefill_start_s
+        self._cost.as_of(self._clock())
         self._cost.observe(node.id, node.cluster, computed, outcome.cached_tokens, seconds)
+
+    def learn_arrival(self, request: Request, way: Route, node: Node, decode: Node) -> None:
+        """What was to cross a link is there now; only where nothing went wrong does that say anything of the prediction."""
+        routed = request.timeline.routed
+        if way.arrives_s and routed is not None and not request.fallbacks:
+            accuracy = self._arrivals.setdefault((node.cluster, decode.cluster), Accuracy())
+            accuracy.note(way.arrives_s, self._clock() - routed)
+
+    def learn_answer(self, request: Request) -> None:
+        """`request` has been answered."""
+        self._answers.observe(request.output_tokens, request.call.options.output_tokens)
+
+    def errors(self) -> dict[tuple[str, str], Error]:
+        """How wrong late predictions were, by what was predicted, and of what."""
+        found = {("prefill", cluster): error for cluster, error in self._cost.errors().items()}
+        for (source, destination), accuracy in self._arrivals.items():
+            found["transfer", f"{source} to {destination}"] = accuracy.error
+        if self._moves is not None:
+            found["transfer", "moves"] = self._moves.error
+        found["output", "answers"] = self._answers.error
+        return {key: error for key, error in found.items() if error.samples}
 
     def learn_move(self, move: Move, sent: int, seconds: float) -> None:
         """A prefix has moved; what it took says what the next one takes, inside a cluster."""
@@ -96,6 +151,15 @@ class Decider:
         if self._moves is not None and move.source.cluster == move.target.cluster:
             self._moves.observe(sent, seconds)
             self._policy = replace(self._policy, placement=self._placement())
+
+    def pays(self, move: Move) -> bool:
+        """Whether a copy for later requests is predicted to arrive before computing it would: else nothing is sent."""
+        if self._moves is None:
+            return True
+        expected_s = self._moves.seconds(move.num_bytes)
+        delay_s = self._delays.at(self._clock()).get((move.source.id, move.target.id), 0.0)
+        computed_s = self._cost.prefill_s(move.target.view(NOTHING, 1, self._clock()), move.num_tokens, 0)
+        return expected_s + delay_s < computed_s
 
     def learn_late_move(self, move: Move, seconds: float) -> None:
         """A prefix has not moved; for some time the next one between the two nodes is expected to be late."""
@@ -113,5 +177,6 @@ class Decider:
         return other if other.prefill_node is not None else None
 
 
-def _tie(request_id: str) -> float:
+def tie_of(request_id: str) -> float:
+    """A number in [0, 1) of a request's own."""
     return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=4).digest()) / 2**32

@@ -4,6 +4,7 @@
     admit     a place among those being served                                          gateway.admit
     read      the body's call, and tokens, block hashes and digest of its prompt        gateway.read
     decide    local or remote, which nodes: a pure function of what is known            gateway.decide
+              and whether its class would be served as promised                         gateway.refuse
     reserve   the decode node makes room and hands out a ticket                         gateway.reserve
     run       both legs at once                                                         gateway.run
     relay     the decode node's bytes, unchanged but for the number of cached tokens    gateway.relay
@@ -24,10 +25,11 @@ from gateway.bookings import booked
 from gateway.clusters import Clusters
 from gateway.decide import Decider
 from gateway.errors import DecodeFailed, KillsEngines, NodeError, NodeFailure, Unavailable
+from gateway.refuse import Refusals
 from gateway.replicas import Replicas
 from gateway.request import Request
 from gateway.reserve import Reservations
-from gateway.retries import MAX_DEATHS, Failure, Next, Stage, rule_after
+from gateway.retries import MAX_DEATHS, Failure, Next, Stage, rule_after, tries_of
 from gateway.run import Attempt, Runner
 from gateway.waiting import Place, WaitingLine
 from planner.decisions.routing import Route, Target
@@ -37,7 +39,7 @@ from planner.decisions.routing import Route, Target
 class Tried:
     """What a request has behind it: the decode nodes that failed, and the last route that only lacked room."""
 
-    failed: list[str] = field(default_factory=list)
+    failed: dict[str, Failure] = field(default_factory=dict)
     full: Route | None = None
 
 
@@ -52,6 +54,7 @@ class Dispatcher:
         runner: Runner,
         accounts: Accounts,
         replicas: Replicas | None,
+        refusals: Refusals,
         line: WaitingLine,
         clock: Callable[[], float],
         max_tries: int,
@@ -62,6 +65,7 @@ class Dispatcher:
         self._runner = runner
         self._accounts = accounts
         self.replicas = replicas
+        self._refusals = refusals
         self._line = line
         self._clock = clock
         self._max_tries = max_tries
@@ -73,18 +77,27 @@ class Dispatcher:
         Raises ApiError.
         """
         async with AsyncExitStack() as held:
+            held.callback(self._refusals.left, request)
             attempt = await self._first_answer(request, held)
             self._accounts.answering(request)
+            if request.route is not None:  # whoever computed the prompt
+                self._refusals.decoding(request, request.route.decode_node)
             yield attempt
+            if request.is_answered and attempt.answer.status == 200:
+                self._decider.learn_answer(request)
 
     async def _first_answer(self, request: Request, held: AsyncExitStack) -> Attempt:
         """The first attempt whose decode node answers; what it holds is handed to `held`."""
         tried = Tried()
-        place = held.enter_context(self._line.place())
+        place = held.enter_context(self._line.place(request.service, request.timeline.arrived))
         chosen = self._decider.route(request)
+        self._accounts.asked(chosen)
         if chosen.prefill_node and len(self._line):  # others came first
+            self._refusals.check(request, chosen, self._line.expected_s(request.service))
             await place.wait()
             chosen = self._decider.route(request)
+        self._refusals.check(request, chosen)
+        self._refusals.accepted(request, chosen)
         while True:
             self._accounts.routed(request, chosen, len(tried.failed))
             if self.replicas and chosen.prefill_node:
@@ -99,12 +112,15 @@ class Dispatcher:
                 await place.wait()
                 tried = Tried()
                 following = self._decider.route(request)
+                self._refusals.check(request, following)
+                self._refusals.accepted(request, following)
             chosen = following
 
     @asynccontextmanager
     async def _attempt(self, request: Request, chosen: Route, place: Place) -> AsyncIterator[Attempt]:
         # Nothing is awaited between the decision and its booking: the next decision sees this one.
-        with booked(self._clusters.by_id(chosen.decode_node), self._clock) as booking:
+        decode = self._clusters.by_id(chosen.decode_node)
+        with booked(decode, self._clock, request.prompt.hashes) as booking:
             booking.prefill(self._clusters.by_id(chosen.prefill_node or chosen.decode_node), chosen)
             try:
                 async with self._reservations.held(request, chosen) as hold:
@@ -115,13 +131,13 @@ class Dispatcher:
                 self._line.freed()
 
     def _next_route(self, request: Request, chosen: Route, error: NodeFailure, tried: Tried) -> Route | None:
-        """The route after one that failed; None: there is no room, and a decode node may not do more by itself.
+        """The route after one that failed; None: there is no room now, and a decode node may not do more by itself.
 
         Raises ApiError when there is to be none.
         """
-        tried.failed.append(chosen.decode_node)
+        tried.failed[chosen.decode_node] = error.failure
         stage = Stage.RESERVE if isinstance(error, NodeError) else Stage.DECODE
-        tries, deaths = len(tried.failed), len(request.deaths)
+        tries, deaths = tries_of(tried.failed.values()), len(request.deaths)
         rule = rule_after(stage, error.failure, tries=tries, max_tries=self._max_tries, deaths=deaths)
         if rule.otherwise is Next.ALONE:
             tried.full = chosen
@@ -139,9 +155,11 @@ class Dispatcher:
         try:
             return self._decider.route(request, tried.failed)
         except Unavailable:
-            if tried.full is None:
-                raise
-            return self._alone_if_spared(tried.full)
+            if tried.full is not None:
+                return self._alone_if_spared(tried.full)
+            if Failure.AWAY in tried.failed.values():  # whoever has taken its place is about to say so
+                return None
+            raise
 
     def _alone_if_spared(self, chosen: Route) -> Route | None:
         """A full system must not turn its decode nodes into prefill nodes."""

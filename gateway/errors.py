@@ -3,6 +3,7 @@
 GatewayError
 ├── ConfigError               the configuration file is wrong; the process does not start
 │   └── CannotListen          a port that it names is not to be had
+├── WorkersFail               processes of the gateway end as often as they are started
 ├── ApiError                  becomes the client's answer, in OpenAI's shape
 │   ├── BadRequest            400: the client's own mistake, `param` names the field
 │   ├── Overloaded            429: too many requests in flight, or too much from one address
@@ -10,6 +11,7 @@ GatewayError
 │   ├── ReaderDied            500: the process that read the body did not survive it
 │   ├── KillsEngines          500: neither did two engines
 │   └── InternalError         500: an error of ours
+├── LegFailed                 HTTP with an engine; `gateway.legs` says which leg of which node it was
 └── NodeFailure               a node did not do what was asked; `gateway.retries` says what follows
     ├── NodeError             its agent, over gRPC
     ├── PrefillFailed         its engine, over HTTP
@@ -36,6 +38,14 @@ class ConfigError(GatewayError):
 
 class CannotListen(ConfigError):
     """Names the address, and why not."""
+
+
+class WorkersFail(GatewayError):
+    """A worker does not stay up, however often it is started; `status` is what it ended with."""
+
+    def __init__(self, number: int, status: int, deaths: int) -> None:
+        super().__init__(f"worker {number} ended {deaths} times, at last with status {status}: given up")
+        self.status = status
 
 
 class ApiError(GatewayError):
@@ -111,6 +121,14 @@ class InternalError(ApiError):
 
     def __init__(self) -> None:
         super().__init__(500, "Internal error.", type="server_error", code="internal_error")
+
+
+class LegFailed(GatewayError):
+    """An exchange with an engine did not come to its end: "unreachable", "connection_lost" or "timeout"."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(detail)
+        self.reason = reason
 
 
 class NodeFailure(GatewayError):

@@ -4,24 +4,22 @@ prefill leg    the client's body, max_tokens=1, not streamed, with the ticket   
 decode leg     the client's body, with the transfer id                           → the client's answer, byte for byte
 """
 
-import asyncio
-import io
 import re
 from typing import Any, Final
 
-import aiohttp
 import msgspec
 from msgspec import Raw
 
 from gateway.config import Timeouts
-from gateway.errors import DecodeFailed, PrefillFailed
+from gateway.engine_http import Answer
+from gateway.engine_pool import EnginePool
+from gateway.errors import DecodeFailed, LegFailed, PrefillFailed
 from gateway.node import Node
+from gateway.openai import NOT_JSON
 from gateway.request import PrefillOutcome, Request
 from gateway.retries import SAME_EVERYWHERE, Failure
 from transport.control.messages import TicketInfo
 
-READ_BUFFER_BYTES: Final = 256 * 1024
-MAX_WHOLE_BODY_BYTES: Final = 512 * 1024
 MAX_ERROR_BYTES: Final = 64 * 1024
 # Fields that ask for more than a prompt's KVCache; the one token that the API makes a prefill ask for is for nobody.
 NOT_FOR_PREFILL: Final = frozenset(
@@ -31,6 +29,7 @@ NOT_FOR_PREFILL: Final = frozenset(
 # The engine's own trouble, not the request's: another node may do better.
 RETRYABLE: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 MAX_LABEL_CHARS: Final = 40
+LEGS: Final = 2  # of a request at once
 # vLLM (uvicorn) closes connections after 5 s without a request. A POST that meets such a close looks like an engine that died
 # of it, and cannot be sent again unasked: so we are first, with time for a packet on its way and a busy loop.
 KEEP_ALIVE_S: Final = 3.0
@@ -58,61 +57,39 @@ _FALSE: Final = Raw(b"false")
 class DecodeAnswer:
     """The answer of a decode node that has begun: `first` are its first bytes, all of them if it is not streamed."""
 
-    def __init__(self, node: Node, response: aiohttp.ClientResponse, first: bytes, idle_s: float) -> None:
-        self.status = response.status
-        self.content_type = response.headers.get("Content-Type", "application/json")
+    def __init__(self, node: Node, answer: Answer, first: bytes) -> None:
+        self.status = answer.status
+        self.content_type = answer.content_type
         self.first = first
         self._node = node
-        self._response = response
-        self._content = response.content
-        self._idle_s = idle_s
-        self._loop = asyncio.get_running_loop()
-        self._waiting_since: float | None = None
-        self._look_at_it = self._loop.call_later(idle_s, self._look)
+        self._answer = answer
 
     async def read(self) -> bytes:
         """The next bytes after the first, b"" at the end. Raises DecodeFailed when the stream breaks or goes silent."""
-        self._waiting_since = self._loop.time()
         try:
-            return await self._content.readany()
-        except TimeoutError as error:
-            raise DecodeFailed(self._node.id, "stream_idle") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise DecodeFailed(self._node.id, "stream_broken", str(error)) from error
-        finally:
-            self._waiting_since = None
+            return await self._answer.read()
+        except LegFailed as error:
+            reason = "stream_idle" if error.reason == "timeout" else "stream_broken"
+            raise DecodeFailed(self._node.id, reason, str(error)) from error
 
     def close(self) -> None:
         """Lets go of the node: it stops if it has more to say."""
-        self._look_at_it.cancel()
-        self._response.release() if self._content.at_eof() else self._response.close()
-
-    def _look(self) -> None:
-        """Bounds the pause between two chunks with one timer, however many chunks there are."""
-        now = self._loop.time()
-        since = now if self._waiting_since is None else self._waiting_since
-        if now - since >= self._idle_s:
-            self._content.set_exception(TimeoutError(f"nothing for {self._idle_s} s"))
-        else:
-            self._look_at_it = self._loop.call_at(since + self._idle_s, self._look)
+        self._answer.close()
 
 
 class Legs:
     """HTTP to the engines, over one bounded pool of connections."""
 
-    def __init__(self, timeouts: Timeouts, max_connections: int) -> None:
+    def __init__(self, timeouts: Timeouts, max_in_flight: int) -> None:
         self.timeouts = timeouts
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=max_connections, keepalive_timeout=KEEP_ALIVE_S),
-            # A stream may last for hours; what is bounded is every wait inside it.
-            timeout=aiohttp.ClientTimeout(total=None, connect=timeouts.connect_s, sock_connect=timeouts.connect_s),
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),  # an engine's cookies are nobody's
-            read_bufsize=READ_BUFFER_BYTES,
-        )
+        self._pool = EnginePool(LEGS * max_in_flight, timeouts.connect_s, KEEP_ALIVE_S)
 
-    async def close(self) -> None:
-        await self._session.close()
+    def serve(self, max_in_flight: int) -> None:
+        """As many connections from now on as so many requests take."""
+        self._pool.limit = LEGS * max_in_flight
+
+    def close(self) -> None:
+        self._pool.close()
 
     async def prefill(self, node: Node, request: Request, ticket: TicketInfo) -> PrefillOutcome:
         """Has `node` compute the prompt and push its KVCache to the holder of `ticket`. Raises PrefillFailed."""
@@ -125,13 +102,14 @@ class Legs:
         values = _common(request, params) | {"stream": _FALSE, "max_tokens": 1}
         body = request.call.body(values, drop=NOT_FOR_PREFILL)
         try:
-            async with asyncio.timeout(self.timeouts.prefill_s), self._post(node, request, body) as response:
-                answer = await response.read()
-        except TimeoutError as error:
-            raise PrefillFailed(node.id, "timeout") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise PrefillFailed(node.id, _reason(error), str(error)) from error
-        return _outcome(node, response.status, answer)
+            answer = await self._post(node, request, body, self.timeouts.prefill_s)
+            try:
+                told = await answer.whole()
+            finally:
+                answer.close()
+        except LegFailed as error:
+            raise PrefillFailed(node.id, error.reason, str(error)) from error
+        return _outcome(node, answer.status, told)
 
     async def decode(self, node: Node, request: Request, transfer_id: str | None) -> DecodeAnswer:
         """The answer of `node`, to be closed, from its first token on. Raises DecodeFailed if none comes.
@@ -144,39 +122,41 @@ class Legs:
             params["timeout_s"] = self.timeouts.prefill_s
         body = request.call.body(_common(request, params))
         try:
-            async with asyncio.timeout(self._first_bytes_s(request)):
-                response = await self._post(node, request, body)
-                first = await self._first_bytes(node, request, response)
-        except TimeoutError as error:
-            raise DecodeFailed(node.id, "timeout") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise DecodeFailed(node.id, _reason(error), str(error)) from error
-        return DecodeAnswer(node, response, first, self.timeouts.stream_idle_s)
+            answer = await self._post(node, request, body, self._first_bytes_s(request))
+            try:
+                first = await self._first_bytes(node, request, answer)
+            except BaseException:
+                answer.close()
+                raise
+        except LegFailed as error:
+            raise DecodeFailed(node.id, error.reason, str(error)) from error
+        return DecodeAnswer(node, answer, first)
 
     def _first_bytes_s(self, request: Request) -> float:
         # An answer that is not streamed comes as a whole, so its first byte waits for its last token.
         return self.timeouts.first_token_s if request.call.stream else self.timeouts.answer_s
 
-    async def _first_bytes(self, node: Node, request: Request, response: aiohttp.ClientResponse) -> bytes:
-        try:
-            if response.status in RETRYABLE:
-                error = _error(await response.content.read(MAX_ERROR_BYTES))
-                raise DecodeFailed(node.id, _label(error, response.status), error.message)
-            if response.status != 200 or not request.call.stream:
-                return await response.read()
-            if first := await response.content.readany():
-                return first
-            raise DecodeFailed(node.id, "empty_answer")
-        except BaseException:
-            response.close()
-            raise
+    async def _first_bytes(self, node: Node, request: Request, answer: Answer) -> bytes:
+        if answer.status in RETRYABLE:
+            error = _error(await answer.whole(MAX_ERROR_BYTES))
+            raise DecodeFailed(node.id, _label(error, answer.status), error.message)
+        if answer.status != 200 or not request.call.stream:
+            return await answer.whole()
+        answer.bound_silence(self.timeouts.stream_idle_s)
+        if first := await answer.read():
+            return first
+        raise DecodeFailed(node.id, "empty_answer")
 
-    def _post(self, node: Node, request: Request, body: bytes) -> Any:
+    async def _post(self, node: Node, request: Request, body: bytes, within_s: float) -> Answer:
         assert node.info is not None
-        headers = {"Content-Type": "application/json", "X-Request-Id": request.leg_id, **request.trace_headers}
-        # aiohttp sends a file in pieces and lets others run in between, bytes all at once.
-        data = io.BytesIO(body) if len(body) > MAX_WHOLE_BODY_BYTES else body
-        return self._session.post(node.info.engine_url + request.call.endpoint, data=data, headers=headers)
+        headers = "".join(f"{name}: {value}\r\n" for name, value in request.trace_headers.items())
+        return await self._pool.post(
+            node.info.engine_url,
+            request.call.endpoint,
+            f"X-Request-Id: {request.leg_id}\r\n{headers}",
+            body,
+            within_s,
+        )
 
 
 def _common(request: Request, params: dict[str, Any]) -> dict[str, Any]:
@@ -194,7 +174,7 @@ def _outcome(node: Node, status: int, answer: bytes) -> PrefillOutcome:
         raise PrefillFailed(node.id, code, error.message, Failure.REQUEST if others_too else None)
     try:
         outcome = _PREFILL.decode(answer).kv_transfer_params
-    except msgspec.MsgspecError as error:
+    except NOT_JSON as error:
         raise PrefillFailed(node.id, "bad_answer", str(error)) from error
     if outcome is None or not outcome.delivered:
         raise PrefillFailed(node.id, (outcome and outcome.reason) or "not_delivered")
@@ -204,14 +184,10 @@ def _outcome(node: Node, status: int, answer: bytes) -> PrefillOutcome:
 def _error(body: bytes) -> _EngineError:
     try:
         return _ERROR.decode(body).error
-    except msgspec.MsgspecError:
+    except NOT_JSON:
         return _EngineError(message=body[:200].decode(errors="replace"))
 
 
 def _label(error: _EngineError, status: int) -> str:
     """The engine's code as a metric label: short, and of few characters."""
     return _UNFIT.sub("_", str(error.code or status))[:MAX_LABEL_CHARS]
-
-
-def _reason(error: Exception) -> str:
-    return "unreachable" if isinstance(error, aiohttp.ClientConnectorError) else "connection_lost"

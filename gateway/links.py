@@ -16,13 +16,20 @@ from msgspec.structs import replace
 
 from gateway.agent import LinkLoad
 from gateway.node import Node
+from gateway.request import PrefillOutcome
 from planner.decisions.breaker import Breakers, State
+from planner.decisions.coding import CodingEstimate
 from planner.decisions.lines import shared_line
 from planner.decisions.views import ClusterKind, LinkView, Role
 
 log = logging.getLogger("prfaas.gateway.links")
 
+PRFAAS: Final = ClusterKind.PRFAAS.value
 PATH_FAILED: Final = "peer_lost"  # what a sender says of a receiver that it had no connection to for its peer timeout
+
+
+# What senders report and were promised; those that cannot send; pairs without a way; what coding makes of bytes.
+_Seen = tuple[tuple[tuple[LinkLoad | None, int], ...], tuple[str, ...], tuple[tuple[str, str], ...], float]
 
 
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +47,7 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     promised_bytes: float
     rtt_s: float
     congested: bool
+    coded_ratio: float  # coded over plain bytes, while the link binds
 
 
 class Links:
@@ -61,6 +69,8 @@ class Links:
         self._lost: dict[
             tuple[str, str], tuple[str, ...]
         ] = {}  # by path that failed: who was not reached, the latest last
+        self._coding: dict[tuple[str, str], CodingEstimate] = {}  # by (source, destination)
+        self._viewed: dict[tuple[str, str], tuple[_Seen, LinkView]] = {}  # the last views, and what they were made of
 
     @property
     def num_failed(self) -> int:
@@ -77,13 +87,16 @@ class Links:
         senders: dict[str, list[Node]] = defaultdict(list)
         destinations: dict[str, None] = {}
         for node in self._nodes:
-            if not node.connected or node.info is None:
+            info = node.info
+            if info is None or not node.connected:
                 continue
-            if node.info.cluster_kind == ClusterKind.PRFAAS:
-                senders[node.info.cluster].append(node)
+            if info.cluster_kind == PRFAAS:
+                senders[info.cluster].append(node)
             else:
-                destinations[node.info.cluster] = None
-        return [self._view(source, to, sending) for source, sending in senders.items() for to in destinations]
+                destinations[info.cluster] = None
+        viewed = {(source, to): self._view(source, to, senders[source]) for source in senders for to in destinations}
+        self._viewed = viewed
+        return [view for _, view in viewed.values()]
 
     def is_up(self, sender: Node, receiver: Node) -> bool:
         """Whether anything may be sent that way. Within a cluster there is no link that could fail."""
@@ -95,26 +108,49 @@ class Links:
         """Senders that do not reach that node, although they reach others of its cluster."""
         return {sender for sender, lost in self._pairs.not_up() if lost == receiver}
 
-    def _view(self, source: str, destination: str, senders: Sequence[Node]) -> LinkView:
-        cut_off = [node.id for node in senders if not self._breakers.up(node.id, destination)]
+    def _view(self, source: str, destination: str, senders: Sequence[Node]) -> tuple["_Seen", LinkView]:
+        not_up = self._breakers.not_up()
+        cut_off = tuple(node.id for node in senders if (node.id, destination) in not_up) if not_up else ()
         able = [node for node in senders if node.id not in cut_off] if cut_off else senders
-        seen: list[LinkView] = []
-        unseen_bytes = 0  # promised by nodes that have not sent there yet: of the line they can say nothing
-        for node in able:
-            promised_bytes = node.promised_bytes[destination]
-            if (load := node.link_to(destination)) is None:
-                unseen_bytes += promised_bytes
-            else:
-                seen.append(_seen_by_sender(source, load, promised_bytes))
+        made_of = (
+            tuple([(node.link_to(destination), node.promised_bytes.get(destination, 0)) for node in able]),
+            cut_off,
+            self._lost_pairs(source, destination),
+            self._coded_ratio(source, destination),
+        )
+        known = self._viewed.get((source, destination))
+        # Nodes report now and then, decisions come in between.
+        if known is not None and known[0] == made_of:
+            return known
+        return made_of, self._line(source, destination, made_of)
+
+    def _line(self, source: str, destination: str, made_of: "_Seen") -> LinkView:
+        loads, cut_off, lost, coded_ratio = made_of
+        seen = [_seen_by_sender(source, load, promised) for load, promised in loads if load is not None]
+        # Promised by nodes that have not sent there yet: of the line they can say nothing.
+        unseen_bytes = sum(promised for load, promised in loads if load is None)
         line = shared_line(seen) if seen else LinkView(source=source, destination=destination)
         return replace(
             line,
-            up=bool(able),
-            cut_off=tuple(cut_off),
-            lost=self._lost_pairs(source, destination),
+            up=bool(loads),
+            cut_off=cut_off,
+            lost=lost,
             available_bytes_per_s=line.available_bytes_per_s or self._unmeasured_bytes_per_s or None,
             promised_bytes=line.promised_bytes + unseen_bytes,
+            coded_ratio=coded_ratio,
         )
+
+    def _coded_ratio(self, source: str, destination: str) -> float:
+        known = self._coding.get((source, destination))
+        return 1.0 if known is None else round(known.ratio(self._clock()), 2)
+
+    def learn_coding(self, sender: Node, receiver: Node, outcome: PrefillOutcome) -> None:
+        """What a transfer over a link was made of: what the next one will be, once the link binds."""
+        if sender.cluster == receiver.cluster or not outcome.delivered:
+            return
+        path, waited_s = (sender.cluster, receiver.cluster), outcome.delivered_s - outcome.prefill_end_s
+        known = self._coding.setdefault(path, CodingEstimate())
+        known.observe(outcome.bytes_total, outcome.bytes_saved, waited_s, self._clock())
 
     def _lost_pairs(self, source: str, destination: str) -> tuple[tuple[str, str], ...]:
         if not (pairs := self._pairs.not_up()):
@@ -143,6 +179,7 @@ class Links:
                 promised_bytes=view.promised_bytes,
                 rtt_s=view.rtt_s,
                 congested=view.congested,
+                coded_ratio=view.coded_ratio,
             )
             for view in self.views()
         ]
@@ -241,6 +278,8 @@ class Links:
         """Nodes without a name of `by_id` are gone for good."""
         self._breakers.forget(by_id.keys() | {node.cluster for node in self._nodes})
         self._pairs.forget(by_id)
+        clusters = {node.cluster for node in self._nodes}
+        self._coding = {path: known for path, known in self._coding.items() if clusters.issuperset(path)}
         self._lost = {
             path: tuple(each for each in lost if each in by_id) for path, lost in self._lost.items() if path[0] in by_id
         }

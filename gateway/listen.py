@@ -30,7 +30,7 @@ def client_connections(config: GatewayConfig, descriptors: int) -> int:
     """How many connections of clients may be open, so that everything else gets its descriptors out of so many."""
     free = descriptors - 2 * config.max_in_flight - OTHER_DESCRIPTORS
     possible = max(descriptors // 4, free)
-    wanted = config.strangers.max_connections
+    wanted = config.strangers.divided(config.workers).max_connections
     if wanted > possible:
         log.warning("max_connections=%d: only %d of %d descriptors are free for them", wanted, possible, descriptors)
     return min(wanted or possible, possible)
@@ -50,8 +50,10 @@ class Listener:
         self._server = server
 
     @classmethod
-    async def start(cls, app: web.Application, gate: Gate, host: str, port: int, idle_s: float) -> "Listener":
-        """Listens on `host:port` (0: any free port). Raises CannotListen."""
+    async def start(
+        cls, app: web.Application, gate: Gate, host: str, port: int, idle_s: float, *, is_shared: bool = False
+    ) -> "Listener":
+        """Listens on `host:port` (0: any free port), `is_shared` with others that do so, too. Raises CannotListen."""
         # A client that leaves ends its request here and on the nodes.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
@@ -67,13 +69,17 @@ class Listener:
             )
 
         try:
-            server = await loop.create_server(connection, host, port, backlog=BACKLOG)
+            server = await loop.create_server(connection, host, port, backlog=BACKLOG, reuse_port=is_shared or None)
         except OSError as error:
             await runner.cleanup()
             reason = os.strerror(error.errno) if error.errno else str(error)
             raise CannotListen(f"cannot listen on {host}:{port}: {reason}; choose another port") from error
         bound_host, bound_port = server.sockets[0].getsockname()[:2]
         return cls(runner, server, f"http://{f'[{bound_host}]' if ':' in bound_host else bound_host}:{bound_port}")
+
+    def close_port(self) -> None:
+        """Takes no more connections; those there are go on."""
+        self._server.close()
 
     async def close(self) -> None:
         """Stops listening, and ends what is under way."""

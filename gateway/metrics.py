@@ -1,15 +1,22 @@
 """What Prometheus is told. Values are handed in; no other module of the gateway knows the library."""
 
-from collections.abc import Collection, Mapping
+import os
+from collections import Counter as Tally
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Final, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client.registry import Collector
 
 from gateway.links import LinkStatus
 from gateway.node import Node
 from gateway.request import Request, cached_tokens
-from planner.decisions.estimates import Error
+from planner.decisions.accuracy import Error
+from planner.decisions.plan import LivePlan
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 TTFT_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -17,9 +24,12 @@ TBT_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32
 E2E_BUCKETS_S: Final = (0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 TOKEN_BUCKETS: Final = tuple(float(2**power) for power in range(21))  # to 1M; what `prfaas-plan fit --metrics` reads
 LAG_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5)
+OVERLOADED: Final = 429
+WASTED: Final = {OVERLOADED: "refused", 499: "left"}  # by status; else the request failed
 
 
 M = TypeVar("M", bound=MetricWrapperBase)
+L = TypeVar("L", bound=tuple[str, ...])
 
 
 class Children(dict[tuple[str, ...], M]):
@@ -34,11 +44,43 @@ class Children(dict[tuple[str, ...], M]):
         return child
 
 
-class Metrics:
-    """The gateway's instruments, in a registry of their own."""
+def kept(request: Request) -> str:
+    """What came of a stream's promises; "" of what is no stream: nobody saw its tokens come."""
+    ttft_s, tbt_s, service = request.timeline.ttft_s, request.tbt_s, request.service
+    if not request.call.stream or ttft_s is None or request.stream_error:
+        return ""
+    if ttft_s > min(service.ttft_s, service.deadline_s):
+        return "late_first_token"
+    return "slow_tokens" if tbt_s is not None and tbt_s > service.tbt_s else "kept"
 
-    def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
+
+def keep_in(directory: Path, worker: int) -> None:
+    """This process's instruments live in files of `directory` from now on; to be called before the first one is made."""
+    # The library reads its directory from the environment, and has files by process id unless it is told another number.
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(directory)
+    values.ValueClass = values.MultiProcessValue(lambda: worker)  # type: ignore[no-untyped-call]
+
+
+def forget_gauges(directory: Path, worker: int) -> None:
+    """A worker has ended: what it had open is not open any more."""
+    mark_process_dead(worker, str(directory))  # type: ignore[no-untyped-call]
+
+
+class Metrics:
+    """The gateway's instruments, in a registry of their own.
+
+    Workers keep theirs in files of one `directory` (`keep_in`): the page of any of them adds all up. What a worker counted
+    stays when it has died; another one in its place counts on.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        registry = CollectorRegistry()
+        self._page = registry
+        if directory is not None:
+            self._page = CollectorRegistry()
+            MultiProcessCollector(self._page, str(directory))  # type: ignore[no-untyped-call]
+        self._seen = _Seen()
+        self._page.register(self._seen)
         self._requests = Children(
             Counter("prfaas_requests", "Finished requests", ["route", "reason", "status"], registry=registry)
         )
@@ -70,6 +112,14 @@ class Metrics:
         self._prompt_tokens = Children(
             Counter("prfaas_prompt_tokens", "Prompt tokens by where they came from", ["source"], registry=registry)
         )
+        self._readings = Children(
+            Counter(
+                "prfaas_prompt_readings",
+                "Prompts read: continued from where an earlier one ended, or as a whole for a reason",
+                ["how"],
+                registry=registry,
+            )
+        )
         self._uncached = Histogram(
             "prfaas_uncached_prompt_tokens",
             "Prompt tokens that had to be computed",
@@ -95,7 +145,10 @@ class Metrics:
             "prfaas_connections_turned_away", "Connections that the gateway closed, by listener and reason",
             ["listener", "reason"], registry=registry,
         )  # fmt: skip
-        self.connections = Gauge("prfaas_connections", "Open connections, by listener", ["listener"], registry=registry)
+        self.connections = Gauge(
+            "prfaas_connections", "Open connections, by listener", ["listener"], registry=registry,
+            multiprocess_mode="livesum",
+        )  # fmt: skip
         self._moves = Counter(
             "prfaas_prefix_moves", "Prefixes sent from node to node, by what for and outcome", ["reason", "outcome"],
             registry=registry,
@@ -103,6 +156,24 @@ class Metrics:
         self._moved_bytes = Counter(
             "prfaas_prefix_moved_bytes", "KVCache sent to move prefixes", ["reason"], registry=registry
         )
+        self._refused = Children(
+            Counter(
+                "prfaas_refusals", "Requests that were sent away for load, by class and binding stage",
+                ["service_class", "reason"], registry=registry,
+            )
+        )  # fmt: skip
+        self._wasted = Children(
+            Counter(
+                "prfaas_wasted_prefill_seconds", "Prefill computed for requests whose answer never began, by why",
+                ["reason"], registry=registry,
+            )
+        )  # fmt: skip
+        self._promises = Children(
+            Counter(
+                "prfaas_promises", "Streams of classes that are promised something, by what came of it",
+                ["service_class", "outcome"], registry=registry,
+            )
+        )  # fmt: skip
         self._lag = Histogram(
             "prfaas_event_loop_lag_seconds", "Delay of the event loop", registry=registry, buckets=LAG_BUCKETS_S
         )
@@ -110,57 +181,42 @@ class Metrics:
             "prfaas_link_failures", "Times that a link between clusters was found dead", ["source", "destination"],
             registry=registry,
         )  # fmt: skip
-        self._links = Gauge(
-            "prfaas_link_senders", "Nodes that may send over a link, by the state of their breaker (closed: in use)",
-            ["source", "destination", "state"], registry=registry,
-        )  # fmt: skip
-        self._estimates = Gauge(
-            "prfaas_prefill_estimate_error_ratio", "|predicted / seen - 1| of the latest prefill times",
-            ["cluster", "stat"], registry=registry,
-        )  # fmt: skip
-        self.known_blocks = Gauge(
-            "prfaas_known_blocks", "Blocks that nodes have cached, as far as this gateway has heard", registry=registry
+        self._plans = Counter(
+            "prfaas_plans", "Plans that were applied, or refused with a reason", ["outcome"], registry=registry
         )
-        self.in_flight = Gauge("prfaas_requests_in_flight", "Requests being served", registry=registry)
+        self._plan_polls = Counter(
+            "prfaas_plan_polls", "Questions to the plan service, by what came of them", ["outcome"], registry=registry
+        )
+        self.in_flight = Gauge(
+            "prfaas_requests_in_flight", "Requests being served", registry=registry, multiprocess_mode="livesum"
+        )
         self.waiting = Gauge(
-            "prfaas_requests_waiting", "Requests that wait for room on a decode node", registry=registry
+            "prfaas_requests_waiting",
+            "Requests that wait for room on a decode node",
+            registry=registry,
+            multiprocess_mode="livesum",
         )
-        self._nodes = Gauge("prfaas_nodes", "Nodes by role and state", ["cluster", "role", "state"], registry=registry)
-        self._egress = Gauge(
-            "prfaas_node_egress_bytes", "KVCache bytes a node said it has sent", ["cluster", "node"], registry=registry
-        )
 
-    def observe_nodes(self, nodes: Collection[Node]) -> None:
-        """Takes down what the nodes say of themselves."""
-        self._nodes.clear()
-        self._egress.clear()
-        for node in nodes:
-            cluster = node.info.cluster if node.info else "unknown"
-            self._nodes.labels(cluster, node.role, node.state).inc()
-            self._egress.labels(cluster, node.id).set(node.load.egress_bytes_total)
+    def plan_polled(self, outcome: str) -> None:
+        self._plan_polls.labels(outcome).inc()
 
-    def observe_links(self, links: Collection[LinkStatus]) -> None:
-        """Takes down which links are in use."""
-        self._links.clear()
-        for link in links:
-            for state in link.senders.values():
-                self._links.labels(link.source, link.destination, state).inc()
-
-    def observe_estimates(self, errors: Mapping[str, Error]) -> None:
-        """Takes down how wrong predicted prefill times were."""
-        self._estimates.clear()
-        for cluster, error in errors.items():
-            self._estimates.labels(cluster, "mean").set(error.mean)
-            self._estimates.labels(cluster, "p90").set(error.p90)
+    def plan_offered(self, outcome: str) -> None:
+        self._plans.labels(outcome).inc()
 
     def finished(self, request: Request, status: int, code: str = "none") -> None:
         """Counts a request that is over, however it ended; `code` is why, if it was not even routed."""
         route = request.route_label
         self._requests[route, request.reason_label if request.route else code, str(status)].inc()
-        if outcome := request.outcome:  # it has travelled, whatever came of the answer
-            self._kv_bytes[route, request.destination, outcome.link or "unknown"].inc(outcome.bytes_total)
+        if sent := request.outcome:  # it has travelled, whatever came of the answer
+            self._kv_bytes[route, request.destination, sent.link or "unknown"].inc(sent.bytes_total)
+        if request.wasted_prefill_s:
+            self._wasted[WASTED.get(status, "failed"),].inc(request.wasted_prefill_s)
+        if status == OVERLOADED and code != "none":
+            self._refused[request.service.name, code].inc()
         if status != 200:
             return
+        if request.service.promises and (outcome := kept(request)):
+            self._promises[request.service.name, outcome].inc()
         timeline = request.timeline
         # An answer that is not streamed comes as a whole: its first byte says nothing about its first token.
         if request.call.stream and timeline.ttft_s is not None:
@@ -179,6 +235,10 @@ class Metrics:
         self._prompt_tokens["computed",].inc(max(0, request.prompt.num_tokens - cached))
         self._uncached.observe(max(0, request.prompt.num_tokens - cached))
         self._output.observe(request.output_tokens)
+
+    def read(self, how: str) -> None:
+        """Counts a prompt that was read."""
+        self._readings[how,].inc()
 
     def rejected(self, code: str, status: int) -> None:
         """Counts a request that was answered with an error before any decision."""
@@ -212,4 +272,68 @@ class Metrics:
 
     def render(self) -> bytes:
         """The text exposition."""
-        return generate_latest(self.registry)
+        return generate_latest(self._page)
+
+    # What is looked up when somebody asks, as this process sees it
+
+    def observe_nodes(self, nodes: Collection[Node]) -> None:
+        """Takes down what the nodes say of themselves."""
+        counts, egress = Tally[tuple[str, str, str]](), dict[tuple[str, str], float]()
+        for node in nodes:
+            cluster = node.info.cluster if node.info else "unknown"
+            counts[cluster, node.role, node.state] += 1
+            egress[cluster, node.id] = node.load.egress_bytes_total
+        self._seen.note("prfaas_nodes", "Nodes by role and state", ("cluster", "role", "state"), counts)
+        self._seen.note(
+            "prfaas_node_egress_bytes", "KVCache bytes a node said it has sent", ("cluster", "node"), egress
+        )
+
+    def observe_links(self, links: Collection[LinkStatus]) -> None:
+        """Takes down which links are in use."""
+        senders = Tally(
+            (link.source, link.destination, str(state)) for link in links for state in link.senders.values()
+        )
+        what = "Nodes that may send over a link, by the state of their breaker (closed: in use)"
+        self._seen.note("prfaas_link_senders", what, ("source", "destination", "state"), senders)
+
+    def observe_estimates(self, errors: Mapping[tuple[str, str], Error]) -> None:
+        """Takes down how wrong predictions were, by what was predicted, and of what."""
+        stats = {(*kind, name): getattr(error, name) for kind, error in errors.items() for name in ("mean", "p90")}
+        what = "|predicted / seen - 1| of the latest predictions, by what was predicted"
+        self._seen.note("prfaas_estimate_error_ratio", what, ("what", "of", "stat"), stats)
+
+    def observe_plan(self, plan: LivePlan | None, at: float) -> None:
+        """Takes down which plan is followed; `at` is seconds since the epoch."""
+        version, age_s = (plan.version, max(0.0, at - plan.made_at)) if plan is not None else (0, 0.0)
+        self._seen.note("prfaas_plan_version", "Version of the plan followed, 0: none", (), {(): version})
+        self._seen.note("prfaas_plan_age_seconds", "Age of the plan followed, 0: none", (), {(): age_s})
+
+    def observe_index(self, blocks: int) -> None:
+        """Takes down what is known of the nodes' caches."""
+        what = "Blocks that nodes have cached, as far as this gateway has heard"
+        self._seen.note("prfaas_known_blocks", what, (), {(): blocks})
+
+    def observe_workers(self, states: Mapping[str, int], restarts: int) -> None:
+        """Takes down how the processes of this gateway are."""
+        by_state = {(state,): count for state, count in states.items()}
+        self._seen.note("prfaas_workers", "Processes of this gateway, by state", ("state",), by_state)
+        family = CounterMetricFamily("prfaas_worker_restarts", "Workers that died and were started again")
+        family.add_metric((), restarts)
+        self._seen.families["prfaas_worker_restarts"] = family
+
+
+class _Seen(Collector):
+    """Gauges of which each look replaces the one before."""
+
+    def __init__(self) -> None:
+        self.families: dict[str, Metric] = {}
+
+    def note(self, name: str, what: str, labels: tuple[str, ...], series: Mapping[L, float]) -> None:
+        """What `name` is now, by the values of its labels."""
+        family = GaugeMetricFamily(name, what, labels=labels)
+        for values_of, value in series.items():
+            family.add_metric(values_of, value)
+        self.families[name] = family
+
+    def collect(self) -> Iterable[Metric]:
+        return list(self.families.values())

@@ -76,6 +76,10 @@ class Moves:
         """Waits for what is under way."""
         await self._tasks.join(self._timeout_s)
 
+    def left_out(self, move: Move, why: str) -> None:
+        """A move that could have been made is not; it is counted."""
+        self._metrics.moved(move.reason, why)
+
     async def make(self, move: Move, patience_s: float) -> str:
         """How it ended: OK, LATE, or the reason to count. Requests for one prefix share one move."""
         task = self._running.get(move.key) or self.start(move)

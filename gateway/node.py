@@ -2,9 +2,18 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 from gateway.agent import AgentClient, LinkLoad, NodeInfo, NodeLoad
+from gateway.underway import Underway
+from hybrid_cache.index import Holding
 from planner.decisions.estimates import PrefillShare
+from planner.decisions.views import ClusterKind, NodeView, Role
+
+KINDS: Final = {
+    kind.value: kind for kind in ClusterKind
+}  # an enum's own look-up is slow, and every node is viewed per prompt
+ROLES: Final = {role.value: role for role in Role}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,6 +23,12 @@ class Work:
     tokens: int = 0
     destination: str = ""
     promised_bytes: int = 0
+
+
+class Shared(Protocol):
+    """Where other processes see what this one has under way on a node."""
+
+    def pend(self, sign: int, work: Work) -> None: ...
 
 
 class Node:
@@ -28,7 +43,11 @@ class Node:
         self.pending_tokens = 0
         self.pending_requests = 0
         self.prefill_share = PrefillShare()
+        self.shared: Shared | None = None  # with workers beside this one, whose work is then in these numbers, too
+        self._own_requests = self._foreign = self._beyond = 0
         self.promised_bytes: Counter[str] = Counter()  # by destination cluster, of requests that were sent here
+        self.underway = Underway()
+        self._viewed: tuple[tuple[Any, ...], NodeView] | None = None  # the last view, and what it was made of
 
     def __repr__(self) -> str:
         return f"<Node {self.id} {self.role} {self.state}, {self.pending_requests} pending>"
@@ -61,7 +80,60 @@ class Node:
 
     def link_to(self, cluster: str) -> LinkLoad | None:
         """What it last said of its egress to a cluster; None if it has sent nothing there yet."""
-        return next((link for link in self.load.links if link.peer == cluster), None)
+        for link in self.load.links:
+            if link.peer == cluster:
+                return link
+        return None
+
+    def view(self, holding: Holding, max_running: int, now: float, promised_tokens: int = 0) -> NodeView:
+        """This node as a decision sees it that is about a prompt of which it holds `holding`; it must have been described.
+
+        Once it has computed what it computes now, it will hold `promised_tokens`.
+        """
+        load, share = self.load, self.prefill_share.at(now)
+        made_of = (
+            load,
+            self.info,
+            holding,
+            self.pending_tokens,
+            self.pending_requests,
+            share,
+            max_running,
+            promised_tokens,
+        )
+        # Of two prompts, most nodes hold as much: the system prompt, or nothing.
+        if self._viewed is not None and self._viewed[0] == made_of:
+            return self._viewed[1]
+        assert self.info is not None
+        hit = holding.hit
+        cached_tokens = max(hit.num_tokens, promised_tokens)
+        seen = NodeView(
+            node_id=self.info.node_id,
+            cluster=self.info.cluster,
+            kind=KINDS[self.info.cluster_kind],
+            role=ROLES[self.info.role],
+            queued_tokens=max(load.queued_tokens, self.pending_tokens),
+            running=max(load.running, self.pending_requests - load.waiting),
+            waiting=load.waiting,
+            max_running=max_running,
+            cached_tokens=cached_tokens,
+            attention_tokens=hit.attention_tokens,
+            immovable_tokens=cached_tokens - holding.movable_tokens,
+            prefill_share=share,
+        )
+        self._viewed = made_of, seen
+        return seen
+
+    def reported(self, load: NodeLoad) -> None:
+        """What its agent says now; of what it has beyond ours, only what two reports agree on is another gateway's."""
+        beyond = max(0, load.running + load.waiting - self.pending_requests)  # ours do not end here and there at once
+        self._foreign, self._beyond = min(beyond, self._beyond), beyond
+        self.load = load
+
+    @property
+    def others(self) -> int:
+        """Requests here that are not this process's: other workers', other gateways'."""
+        return self._foreign + max(0, self.pending_requests - self._own_requests)
 
     def take(self, work: Work) -> None:
         """Counts a request's work here; `give_back` the same when it is over."""
@@ -71,9 +143,12 @@ class Node:
         self._pend(-1, work)
 
     def _pend(self, sign: int, work: Work) -> None:
+        self._own_requests += sign
         self.pending_requests += sign
         self.pending_tokens += sign * work.tokens
         if work.promised_bytes:
             self.promised_bytes[work.destination] += sign * work.promised_bytes
             if not self.promised_bytes[work.destination]:
                 del self.promised_bytes[work.destination]
+        if self.shared is not None:
+            self.shared.pend(sign, work)

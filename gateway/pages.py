@@ -1,19 +1,34 @@
 """What is no generation: the model list and health for clients, metrics and records for operators."""
 
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Final
 
 import msgspec
 from aiohttp import web
 
 from gateway.admit import Admission
+from gateway.board import State
 from gateway.clusters import Clusters
 from gateway.connections import JSON
+from gateway.decide import Decider
 from gateway.errors import ApiError, BadRequest, Unavailable
 from gateway.links import Links
 from gateway.metrics import CONTENT_TYPE, Metrics
+from gateway.offered import LoadReport
 from gateway.records import Records
-from planner.decisions.estimates import LearnedCost
+from gateway.seat import Alone, Seat
+from gateway.siblings import Siblings, lines_of
+from planner.decisions.plan import LivePlan
 
+
+class _Identified(msgspec.Struct, frozen=True):
+    """What a record is asked for by."""
+
+    id: str
+
+
+_ID: Final = msgspec.json.Decoder(_Identified)
 Page = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -24,18 +39,26 @@ class Pages:
         self,
         clusters: Clusters,
         links: Links,
-        cost: LearnedCost,
+        decider: Decider,
         admission: Admission,
         metrics: Metrics,
         records: Records,
+        load: LoadReport,
+        plan: Callable[[], LivePlan | None],
+        seat: Alone | Seat,
+        siblings: Siblings | None,
         started_at: int,
     ) -> None:
         self._clusters = clusters
         self._links = links
-        self._cost = cost
+        self._decider = decider
         self._admission = admission
         self._metrics = metrics
         self._records = records
+        self._load = load
+        self._plan = plan
+        self._seat = seat
+        self._siblings = siblings
         self._started_at = started_at
 
     def for_clients(self) -> dict[str, Page]:
@@ -48,6 +71,7 @@ class Pages:
             "/metrics": self._prometheus,
             "/prfaas/requests": self._requests,
             "/prfaas/links": self._all_links,
+            "/prfaas/load": self._all_load,
         }
         return own | self._health()
 
@@ -79,28 +103,58 @@ class Pages:
             raise Unavailable("The gateway is shutting down.", "draining")
         if not self._clusters.is_ready:
             raise Unavailable("No decode node is ready.", "no_decode_node")
+        workers = self._seat.states()
+        if workers.get(State.WITHOUT_NODES):  # the port is theirs, too
+            raise Unavailable("A worker of this gateway sees no decode node that is ready.", "worker_not_ready")
         states = {node.id: node.state for node in self._clusters.nodes}
-        return _json({"status": "ok", "nodes_ready": list(states.values()).count("ready"), "nodes": states})
+        health = {"status": "ok", "nodes_ready": list(states.values()).count("ready"), "nodes": states}
+        return _json(health | {"workers_ready": workers.get(State.READY, 0)} if workers else health)
 
     async def _prometheus(self, http: web.Request) -> web.Response:
         self._metrics.observe_nodes(self._clusters.nodes)
         self._metrics.observe_links(self._links.status())
-        self._metrics.observe_estimates(self._cost.errors())
+        self._metrics.observe_estimates(self._decider.errors())
+        self._metrics.observe_plan(self._plan(), datetime.now(UTC).timestamp())
         index = self._clusters.index
-        self._metrics.known_blocks.set(len(index) if index is not None else 0)
+        self._metrics.observe_index(len(index) if index is not None else 0)
+        if workers := self._seat.states():
+            by_name = {state.name.lower(): count for state, count in workers.items()}
+            self._metrics.observe_workers(by_name, self._seat.restarts)
         return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _all_links(self, http: web.Request) -> web.Response:
         return _json({"data": self._links.status()})
 
+    async def _all_load(self, http: web.Request) -> web.Response:
+        """What was asked for since `?boot=ID&uncached=SEQ&outputs=SEQ`, and the clusters as they are."""
+        uncached, outputs = (_sequence(http, name) for name in ("uncached", "outputs"))
+        return _json(self._load.after(http.query.get("boot", ""), uncached, outputs))
+
     async def _requests(self, http: web.Request) -> web.Response:
         """Finished requests as JSON lines: those after `?since=SEQ`, those with `?id=ID`."""
-        since, wanted = http.query.get("since", "0"), http.query.get("id")
-        if not (since.isascii() and since.isdecimal()):
-            raise BadRequest("since must be the seq of a record.", param="since", code="invalid_value")
-        records = [record for record in self._records.since(int(since)) if wanted in (None, record.id)]
-        lines = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
-        return web.Response(body=lines, headers={"Content-Type": "application/jsonl"})
+        since, wanted = _sequence(http, "since"), http.query.get("id")
+        lines = await self._lines_after(since)
+        if wanted is not None:
+            lines = [line for line in lines if _ID.decode(line).id == wanted]
+        return web.Response(
+            body=b"".join(line + b"\n" for line in lines), headers={"Content-Type": "application/jsonl"}
+        )
+
+    async def _lines_after(self, seq: int) -> list[bytes]:
+        if self._siblings is None:
+            return [line for _, line in lines_of(self._records, seq)]
+        lines, silent = await self._siblings.records(seq)
+        for _ in range(silent):
+            self._metrics.fallback("worker_silent")
+        return [line for _, line in lines]
+
+
+def _sequence(http: web.Request, name: str) -> int:
+    """A cursor in the query; 0 without one. Raises BadRequest."""
+    text = http.query.get(name, "0")
+    if not (text.isascii() and text.isdecimal() and len(text) < 20):
+        raise BadRequest(f"{name} must be a sequence number.", param=name, code="invalid_value")
+    return int(text)
 
 
 def _json(value: object) -> web.Response:

@@ -7,15 +7,19 @@ from typing import Any, Final, cast
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from gateway.errors import ApiError, BadRequest
 from gateway.openai import NOT_JSON, Call, ChatOptions, Endpoint, bad_field, parse
 from hybrid_cache.chains import ChainCache
+from prompts.conversations import Conversations
 from prompts.errors import BadPrompt
 from prompts.reading import Chat, chat_tokens, completion_tokens
 from prompts.segments import TokenArray
 from prompts.tokenizer import TextTokenizer
 
+# What the text of a chat depends on, beside its messages.
+SAID: Final[tuple[str, ...]] = ("tools", "documents", "chat_template_kwargs", "add_generation_prompt")
 _PROMPT: Final = msgspec.json.Decoder(str | list[int | str | list[int]])
 _MESSAGES: Final = msgspec.json.Decoder(list[dict[str, Any]])
 _LIST: Final = msgspec.json.Decoder(list[Any] | None)
@@ -30,11 +34,15 @@ class Hashing(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A prompt as the clusters know it. `hashes` are those of the full blocks of its first N-1 tokens."""
+    """A prompt as the clusters know it. `hashes` are those of the full blocks of its first N-1 tokens.
+
+    `how` it was read, for a metric: "continued" from where an earlier body had ended, or why as a whole.
+    """
 
     num_tokens: int
     hashes: list[bytes]
     digest: bytes
+    how: str = "completion"
 
     @property
     def transfer_tokens(self) -> int:
@@ -50,19 +58,28 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     hashing: Hashing
 
 
+class PromptMemory:
+    """A tokenizer, and what it and its readers remember of earlier prompts: all in its cache, which tenants share fairly."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.conversations = Conversations(tokenizer)
+        self.chains = ChainCache(tokenizer.cache)
+
+
 def read_call(
-    endpoint: Endpoint, body: bytes, model: Model, tokenizer: TextTokenizer, chains: ChainCache
+    endpoint: Endpoint, body: bytes, model: Model, memory: PromptMemory, tenant: bytes = b""
 ) -> tuple[Call, Prompt]:
     """The call that `body` makes of `model`, and its prompt. Raises ApiError, BadRequest above all."""
     call = parse(endpoint, body)
     check_name(call, model)
-    tokens = prompt_tokens(call, tokenizer)
+    tokens, how = prompt_tokens(call, memory, tenant)
     if not len(tokens):
         raise _invalid(endpoint.prompt_field, "the prompt is empty")
     check_length(call, len(tokens), model.max_model_len)
     hashing = model.hashing
-    chain = chains.chain(tokens, hashing.block_size, hashing.salt)
-    return call, Prompt(len(tokens), chain.hashes, chain.digest)
+    chain = memory.chains.chain(tokens, hashing.block_size, hashing.salt, tenant)
+    return call, Prompt(len(tokens), chain.hashes, chain.digest, how)
 
 
 def check_name(call: Call, model: Model) -> None:
@@ -86,18 +103,20 @@ def check_length(call: Call, num_tokens: int, max_model_len: int) -> None:
     )
 
 
-def prompt_tokens(call: Call, tokenizer: TextTokenizer) -> TokenArray:
-    """The tokens that the prompt of `call` stands for. Raises BadRequest."""
+def prompt_tokens(call: Call, memory: PromptMemory, tenant: bytes) -> tuple[TokenArray, str]:
+    """The tokens that the prompt of `call` stands for, and how they were found. Raises BadRequest."""
     try:
-        return _chat(call, tokenizer) if call.endpoint is Endpoint.CHAT else _completion(call, tokenizer)
+        if call.endpoint is Endpoint.CHAT:
+            return _chat(call, memory, tenant)
+        return _completion(call, memory.tokenizer, tenant), "completion"
     except BadPrompt as error:
         raise BadRequest(error.message, param=error.param, code=error.code) from error
 
 
-def _chat(call: Call, tokenizer: TextTokenizer) -> TokenArray:
+def _chat(call: Call, memory: PromptMemory, tenant: bytes) -> tuple[TokenArray, str]:
     options = cast(ChatOptions, call.options)
     chat = Chat(
-        messages=_field(call, "messages", _MESSAGES),
+        messages=(),
         tools=_field(call, "tools", _LIST),
         documents=_field(call, "documents", _LIST),
         add_generation_prompt=options.add_generation_prompt,
@@ -105,12 +124,18 @@ def _chat(call: Call, tokenizer: TextTokenizer) -> TokenArray:
         add_special_tokens=options.add_special_tokens,
         chat_template_kwargs=_field(call, "chat_template_kwargs", _OBJECT),
     )
-    return chat_tokens(chat, tokenizer)
+    raw = call.fields.get("messages")
+    said = {name: bytes(call.fields[name]) for name in SAID if name in call.fields}
+    read = memory.conversations.tokens(b"" if raw is None else bytes(raw), said, chat, tenant)
+    if read.tokens is not None:
+        return read.tokens, read.how
+    chat = replace(chat, messages=_field(call, "messages", _MESSAGES))
+    return chat_tokens(chat, memory.tokenizer, tenant), read.how
 
 
-def _completion(call: Call, tokenizer: TextTokenizer) -> TokenArray:
+def _completion(call: Call, tokenizer: TextTokenizer, tenant: bytes) -> TokenArray:
     prompt = _field(call, "prompt", _PROMPT)
-    tokens = completion_tokens(prompt, tokenizer, add_special_tokens=call.options.add_special_tokens)
+    tokens = completion_tokens(prompt, tokenizer, add_special_tokens=call.options.add_special_tokens, tenant=tenant)
     if len(tokens) and int(np.max(tokens)) > tokenizer.max_token_id:
         raise _invalid("prompt", f"token ids must be in [0, {tokenizer.max_token_id}]")
     return tokens

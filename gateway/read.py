@@ -19,10 +19,9 @@ import numpy as np
 
 from gateway.errors import ApiError, ReaderDied
 from gateway.openai import Call, Endpoint
-from gateway.prompts import Model, Prompt, read_call
+from gateway.prompts import Model, Prompt, PromptMemory, read_call
 from gateway.reading_process import LENGTHS, Question, answered, header_of
 from gateway.tasks import TaskSet
-from hybrid_cache.chains import ChainCache
 from prompts.tokenizer import TextTokenizer
 
 log = logging.getLogger("prfaas.gateway.read")
@@ -40,7 +39,7 @@ class Reader:
 
     def __init__(self, tokenizer: TextTokenizer, tasks: TaskSet, *, threads: int = 2, timeout_s: float = 120.0) -> None:
         self._tokenizer = tokenizer
-        self._chains = ChainCache()
+        self._memory = PromptMemory(tokenizer)
         self._tasks = tasks
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenise")
@@ -52,16 +51,16 @@ class Reader:
         """Processes that wait for a long body."""
         return len(self._idle)
 
-    async def read(self, endpoint: Endpoint, body: bytes, model: Model) -> tuple[Call, Prompt]:
-        """The call that `body` makes, and its prompt. Raises ApiError."""
+    async def read(self, endpoint: Endpoint, body: bytes, model: Model, tenant: bytes = b"") -> tuple[Call, Prompt]:
+        """The call that `body` makes, and its prompt; nothing is remembered for anybody but `tenant`. Raises ApiError."""
         if len(body) <= TINY_BODY_BYTES:
-            return read_call(endpoint, body, model, self._tokenizer, self._chains)
+            return read_call(endpoint, body, model, self._memory, tenant)
         if len(body) <= SHORT_BODY_BYTES or (len(body) <= LONG_BODY_BYTES and _is_mostly_text(body)):
-            loop, chains = asyncio.get_running_loop(), self._chains
-            return await loop.run_in_executor(self._threads, read_call, endpoint, body, model, self._tokenizer, chains)
+            loop, memory = asyncio.get_running_loop(), self._memory
+            return await loop.run_in_executor(self._threads, read_call, endpoint, body, model, memory, tenant)
         await self._turns.acquire()
         # A task of its own: should the client leave, the process still gets its question whole, and its answer is taken.
-        asking = self._tasks.start(self._ask(endpoint, body, model), "read", expected=(ApiError,))
+        asking = self._tasks.start(self._ask(endpoint, body, model, tenant), "read", expected=(ApiError,))
         return await asyncio.shield(asking)
 
     async def close(self) -> None:
@@ -72,12 +71,12 @@ class Reader:
         finally:
             self._threads.shutdown(wait=True, cancel_futures=True)
 
-    async def _ask(self, endpoint: Endpoint, body: bytes, model: Model) -> tuple[Call, Prompt]:
+    async def _ask(self, endpoint: Endpoint, body: bytes, model: Model, tenant: bytes) -> tuple[Call, Prompt]:
         process: ReadingProcess | None = None
         try:
             async with asyncio.timeout(self._timeout_s):
                 process = await self._process()
-                header, data = await process.ask(header_of(Question(endpoint, model), len(body)), body)
+                header, data = await process.ask(header_of(Question(endpoint, model, tenant), len(body)), body)
             self._idle.append(process)
             process = None
             # Its hashes may be a hundred thousand objects.

@@ -21,8 +21,7 @@ import msgspec
 
 from gateway.errors import ApiError
 from gateway.openai import Call, Endpoint, call_of
-from gateway.prompts import Model, Prompt, read_call
-from hybrid_cache.chains import ChainCache
+from gateway.prompts import Model, Prompt, PromptMemory, read_call
 from hybrid_cache.hashing import split_hashes
 from prompts.tokenizer import Blueprint, TextTokenizer
 
@@ -34,6 +33,7 @@ class Question(msgspec.Struct, frozen=True, tag=True):
 
     endpoint: Endpoint
     model: Model
+    tenant: bytes
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
@@ -42,6 +42,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     num_tokens: int
     hashes: bytes
     digest: bytes
+    how: str
     fields: list[tuple[str, int]]
 
 
@@ -74,32 +75,35 @@ def answered(header: bytes, data: bytearray, endpoint: Endpoint) -> tuple[Call, 
     for name, size in answer.fields:
         fields[name] = msgspec.Raw(view[start : start + size])
         start += size
-    return call_of(endpoint, fields), Prompt(answer.num_tokens, split_hashes(answer.hashes), answer.digest)
+    return call_of(endpoint, fields), Prompt(answer.num_tokens, split_hashes(answer.hashes), answer.digest, answer.how)
 
 
 def serve(connection: socket.socket) -> None:
     """Answers questions until the other end closes."""
     with connection, connection.makefile("rb") as incoming:
         try:
-            tokenizer = TextTokenizer.build(_BLUEPRINT.decode(_frame(incoming)[0]))
-            chains = ChainCache()
+            memory = PromptMemory(TextTokenizer.build(_BLUEPRINT.decode(_frame(incoming)[0])))
             while True:
                 header, body = _frame(incoming)
-                for part in _answer(_QUESTION.decode(header), body, tokenizer, chains):
+                for part in _answer(_QUESTION.decode(header), body, memory):
                     connection.sendall(part)
         except (EOFError, ConnectionError):
             return  # the gateway has no more to ask
 
 
-def _answer(question: Question, body: bytes, tokenizer: TextTokenizer, chains: ChainCache) -> Iterable[bytes]:
+def _answer(question: Question, body: bytes, memory: PromptMemory) -> Iterable[bytes]:
     try:
-        call, prompt = read_call(question.endpoint, body, question.model, tokenizer, chains)
+        call, prompt = read_call(question.endpoint, body, question.model, memory, question.tenant)
     except ApiError as error:
         return [header_of(Refusal(error.status, error.message, error.param, error.code))]
     values = [bytes(raw) for raw in call.fields.values()]
     sizes = [len(value) for value in values]
     answer = Answer(
-        prompt.num_tokens, b"".join(prompt.hashes), prompt.digest, list(zip(call.fields, sizes, strict=True))
+        prompt.num_tokens,
+        b"".join(prompt.hashes),
+        prompt.digest,
+        prompt.how,
+        list(zip(call.fields, sizes, strict=True)),
     )
     return [header_of(answer, sum(sizes)), *values]
 

@@ -1,24 +1,25 @@
 """The last requests that ended, for whoever wants to look: a bounded ring, read by sequence number."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
 
 from gateway.request import Request, RequestRecord, record_of
 
 
 class Records:
-    """Keeps `limit` records. Sequence numbers start at 1 and never repeat while the gateway runs."""
+    """Keeps `limit` records. Sequence numbers start at 1 and never repeat while the gateway runs, whoever gives them out."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, next_seq: Callable[[], int] | None = None) -> None:
+        self.limit = limit
         self._ring: deque[RequestRecord] = deque(maxlen=limit)
-        self._last_seq = 0
+        self._next_seq = next_seq or count(1).__next__
 
     def __len__(self) -> int:
         return len(self._ring)
 
     def add(self, request: Request, status: int, error: str = "") -> RequestRecord:
-        self._last_seq += 1
-        record = record_of(request, self._last_seq, status, error)
+        record = record_of(request, self._next_seq(), status, error)
         self._ring.append(record)
         return record
 

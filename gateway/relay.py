@@ -4,8 +4,7 @@ Once a byte of a stream has left, an error can only be told in the stream: as it
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
 from aiohttp import web
@@ -13,6 +12,7 @@ from aiohttp import web
 from gateway.accounts import Accounts
 from gateway.connections import Connection
 from gateway.errors import ApiError, DecodeFailed
+from gateway.reply import Date, Reply
 from gateway.request import Request
 from gateway.run import Attempt
 from gateway.tasks import TaskSet
@@ -22,15 +22,19 @@ OUTCOME_WAIT_S: Final = 2.0  # the prefill's own report is a round trip behind t
 EVENT_END: Final = b"\n\n"
 COMMENT: Final = b":\n\n"  # clients of SSE ignore it
 
-PIECE_BYTES: Final = 128 * 1024  # of a whole answer: more than aiohttp writes without waiting for the client
+PIECE_BYTES: Final = 128 * 1024  # of a whole answer: more than a transport holds without asking to wait for the client
 
 Read = Callable[[], Awaitable[bytes]]
 
 
-class Writable(Protocol):
-    """A stream that has begun."""
+class Offered(Protocol):
+    """An answer on its way to a client."""
 
-    async def write(self, data: bytes) -> None: ...
+    def offer(self, data: bytes) -> bool:
+        """Sends `data`; whether the client is behind."""
+
+    async def taken(self) -> None:
+        """Waits until it no longer is."""
 
 
 class Relay:
@@ -40,6 +44,7 @@ class Relay:
         self._accounts = accounts
         self._tasks = tasks
         self._clock = clock
+        self._date = Date()
 
     async def send(self, http: web.Request, request: Request, attempt: Attempt) -> web.StreamResponse:
         """Relays all of the answer."""
@@ -53,23 +58,13 @@ class Relay:
             return await self._stream(http, request, attempt, headers)
         body = answer.first if answer.status != 200 else await self._whole(request, attempt)
         request.completion_tokens = completion_tokens(body)
-        if len(body) <= PIECE_BYTES:
-            # Head and body in one write.
-            short = web.Response(status=answer.status, headers=headers, body=body)
-            await short.prepare(http)
-            with offering(request, self._clock):
-                await short.write_eof()
-            self._accounts.relayed(request)
-            return short
-        response = web.StreamResponse(status=answer.status, headers=headers)
-        response.content_length = len(body)
-        await response.prepare(http)
-        for start in range(0, len(body), PIECE_BYTES):
-            with offering(request, self._clock):
-                await response.write(body[start : start + PIECE_BYTES])
-        await response.write_eof()
-        self._accounts.relayed(request)
-        return response
+        reply = Reply(http, answer.status, headers, self._date, len(body))
+        last = max(0, len(body) - 1) // PIECE_BYTES * PIECE_BYTES
+        for start in range(0, last, PIECE_BYTES):
+            if reply.offer(body[start : start + PIECE_BYTES]):
+                await waited_for(reply, request, self._clock)
+        await self._end(reply, request, body[last:])
+        return reply
 
     async def _whole(self, request: Request, attempt: Attempt) -> bytes:
         self._accounts.notice_recompute(request, attempt.answer.first)
@@ -79,46 +74,40 @@ class Relay:
         self, http: web.Request, request: Request, attempt: Attempt, headers: dict[str, str]
     ) -> web.StreamResponse:
         headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        stream = web.StreamResponse(status=200, headers=headers)
-        await stream.prepare(http)
+        reply = Reply(http, 200, headers, self._date)
+        connection = http.protocol
+        assert isinstance(connection, Connection)
+
+        def probe() -> None:
+            """Lets the connection find out whether a client that has closed its half still listens."""
+            if request.is_between_events:  # else the rest of one follows at once
+                reply.offer(COMMENT)
+
+        connection.probe_stream = probe
         try:
-            with self._probed(http, stream, request):
-                await pass_on(self._reading(request, attempt), stream, request, self._clock)
+            await pass_on(self._reading(request, attempt), reply, request, self._clock)
         except DecodeFailed as error:
-            await self._end_with(stream, request, f"The decode node failed: {error.reason}.", error.reason, error)
+            self._tell(reply, request, f"The decode node failed: {error.reason}.", error.reason, error)
         except ConnectionResetError:
             raise  # the client has left
         except Exception as error:
             self._tasks.unforeseen("relay", error)
-            await self._end_with(stream, request, "Internal error.", "internal_error", error)
-        with offering(request, self._clock):
-            await stream.write_eof()
-        self._accounts.relayed(request)
-        return stream
-
-    @contextmanager
-    def _probed(self, http: web.Request, stream: web.StreamResponse, request: Request) -> Iterator[None]:
-        """Lets the connection find out whether a client that has closed its half still listens."""
-
-        def probe() -> None:
-            if request.is_between_events:  # else the rest of one follows at once
-                self._tasks.start(stream.write(COMMENT), "probe", expected=(ConnectionError,))
-
-        connection = http.protocol
-        assert isinstance(connection, Connection)
-        connection.probe_stream = probe
-        try:
-            yield
+            self._tell(reply, request, "Internal error.", "internal_error", error)
         finally:
             connection.probe_stream = None
+        await self._end(reply, request)
+        return reply
 
-    async def _end_with(
-        self, stream: web.StreamResponse, request: Request, message: str, code: str, error: Exception
-    ) -> None:
+    def _tell(self, reply: Reply, request: Request, message: str, code: str, error: Exception) -> None:
         request.stream_error = str(error) or code
         failure = ApiError(502, message, type="server_error", code=code)
-        with offering(request, self._clock):
-            await stream.write(b"data: " + failure.body() + EVENT_END)
+        reply.offer(b"data: " + failure.body() + EVENT_END)
+
+    async def _end(self, reply: Reply, request: Request, rest: bytes = b"") -> None:
+        request.writing_since = self._clock()
+        await reply.write_eof(rest)
+        request.writing_since = None
+        self._accounts.relayed(request)
 
     def _reading(self, request: Request, attempt: Attempt) -> Read:
         """Reads the answer from its first byte; what the client should not be the only one to learn is noticed."""
@@ -142,23 +131,21 @@ class Relay:
         return UsagePatch(read, lambda: cached_tokens(attempt)).read
 
 
-async def pass_on(read: Read, stream: Writable, request: Request, clock: Callable[[], float]) -> None:
-    """Writes all that is read."""
+async def pass_on(read: Read, reply: Offered, request: Request, clock: Callable[[], float]) -> None:
+    """Offers all that is read."""
     while chunk := await read():
         request.events += chunk.count(EVENT_END)
-        # Before it is written: it has left when the write waits for the client, and others may write then.
+        # Before it is offered: it has left when the client has to be waited for, and others may write then.
         request.is_between_events = chunk.endswith(EVENT_END)
-        request.writing_since = clock()
-        await stream.write(chunk)
-        request.writing_since = None
+        if reply.offer(chunk):
+            await waited_for(reply, request, clock)
 
 
-@contextmanager
-def offering(request: Request, clock: Callable[[], float]) -> Iterator[None]:
+async def waited_for(reply: Offered, request: Request, clock: Callable[[], float]) -> None:
     """The time in which a client has to take what it is offered, or loses its place."""
     request.writing_since = clock()
     try:
-        yield
+        await reply.taken()
     finally:
         request.writing_since = None
 
@@ -167,10 +154,12 @@ async def cached_tokens(attempt: Attempt) -> int | None:
     """What the prefill reused, or None when the decode node knows better."""
     if attempt.delivery is None:
         return None
-    done, _ = await asyncio.wait([attempt.delivery], timeout=OUTCOME_WAIT_S)
-    if not done or attempt.delivery.cancelled() or attempt.delivery.exception() is not None:
+    delivery = attempt.delivery
+    if not delivery.done():
+        await asyncio.wait([delivery], timeout=OUTCOME_WAIT_S)
+    if not delivery.done() or delivery.cancelled() or delivery.exception() is not None:
         return None
-    outcome = attempt.delivery.result()
+    outcome = delivery.result()
     return outcome.cached_tokens if outcome else None
 
 

@@ -22,10 +22,18 @@ MAX_TRACKED: Final = 256  # prefixes per cluster whose demand is followed: a tic
 class Replicas:
     """Follows demand and has hot prefixes copied."""
 
-    def __init__(self, clusters: Clusters, moves: Moves, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        clusters: Clusters,
+        moves: Moves,
+        clock: Callable[[], float],
+        pays: Callable[[Move], bool] = lambda move: True,
+    ) -> None:
+        """`pays` says whether a copy is worth its way now."""
         self._clusters = clusters
         self._moves = moves
         self._clock = clock
+        self._pays = pays
         self._stores: dict[str, PrefixStore] = {}
 
     async def run(self) -> None:
@@ -55,7 +63,16 @@ class Replicas:
                     source, target = nodes[decision.source], nodes[decision.target]
                     hashes, num_tokens = decision.hashes, decision.num_tokens
                     num_bytes = store.index.layout.kv_bytes(num_tokens)
-                    self._moves.start(Move(source, target, hashes, num_tokens, num_bytes, decision.reason))
+                    self._copy(Move(source, target, hashes, num_tokens, num_bytes, decision.reason))
+
+    def _copy(self, move: Move) -> None:
+        """In what requests leave: they move prefixes, too, and those are waited for."""
+        if len(self._moves):
+            self._moves.left_out(move, "not_idle")
+        elif not self._pays(move):
+            self._moves.left_out(move, "not_worth_it")
+        else:
+            self._moves.start(move)
 
     def _store(self, cluster: str) -> PrefixStore | None:
         index = self._clusters.index

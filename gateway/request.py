@@ -7,6 +7,7 @@ import msgspec
 from gateway.clusters import ServedModel
 from gateway.openai import Call
 from gateway.prompts import Prompt
+from planner.decisions.classes import UNPROMISED, ServiceClass
 from planner.decisions.routing import Route
 
 
@@ -61,6 +62,16 @@ class PrefillOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True)
+class Stay:
+    """An accepted request as decode will have it, or has it."""
+
+    expected: float  # when its first token was predicted to come
+    since: float | None = None  # it decodes
+    node: str = ""
+    beside: int = 0  # requests that decoded there by then, itself included
+
+
+@dataclass(slots=True)
 class Request:
     """A call on its way. `id` is the client's or ours; `leg_id` is ours and unique, for what nodes key by it."""
 
@@ -70,9 +81,14 @@ class Request:
     prompt: Prompt
     served: ServedModel
     timeline: Timeline
+    service: ServiceClass = UNPROMISED
     trace_headers: dict[str, str] = field(default_factory=dict)
     route: Route | None = None
+    plan_version: int = 0  # of the plan under which it was last routed; 0: none
+    stay: Stay | None = None
     prefill_node: str = ""
+    prefilling_since: float | None = None  # a prefill leg is under way
+    wasted_prefill_s: float = 0.0  # computed for an answer that never began
     destination: str = ""  # the cluster that its KVCache was sent to
     is_remote: bool = False  # whether that node, which may not be the one first chosen, is in a PrfaaS cluster
     outcome: PrefillOutcome | None = None
@@ -95,6 +111,14 @@ class Request:
     def output_tokens(self) -> int:
         """Tokens of the answer; of a stream without usage a little more: role and end are events, too."""
         return self.completion_tokens if self.completion_tokens is not None else max(0, self.events - 1)
+
+    @property
+    def tbt_s(self) -> float | None:
+        """Mean time from token to token of a whole stream."""
+        first, last, tokens = self.timeline.first_token, self.timeline.last_token, max(self.events, self.output_tokens)
+        if not self.call.stream or first is None or last is None or tokens < 2:
+            return None
+        return (last - first) / (tokens - 1)
 
     @property
     def is_answered(self) -> bool:
@@ -122,6 +146,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     arrived_s: float  # on the gateway's own clock: differences mean something, the value does not
     endpoint: str
     stream: bool
+    service_class: str
     route: str
     target: str
     reason: str
@@ -132,13 +157,17 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     cached: int
     output_tokens: int
     threshold: float
+    plan: int  # the version followed when it was routed; 0: none
     fallbacks: list[str]
     ttft_s: float | None
+    predicted_ttft_s: float | None  # as routing saw it, from then on
+    wasted_prefill_s: float
     e2e_s: float | None
     bytes: int
     link: str
     fetched_from: str
     bytes_saved: int  # of `bytes`, by coding on the way
+    predicted_bytes: int  # that the decision expected to cross a link, coding included
     codecs: dict[str, int]  # bytes by codec; "int8" and "fp8" mean that the answer was decoded from quantised KVCache
     overlap: float | None
     kv_ready_minus_prefill_end_s: float | None
@@ -166,6 +195,7 @@ def record_of(request: Request, seq: int, status: int, error: str = "") -> Reque
         arrived_s=round(timeline.arrived, 6),
         endpoint=request.call.endpoint,
         stream=request.call.stream,
+        service_class=request.service.name,
         route=request.route_label,
         target=str(route.target) if route else "none",
         reason=request.reason_label,
@@ -176,13 +206,17 @@ def record_of(request: Request, seq: int, status: int, error: str = "") -> Reque
         cached=cached,
         output_tokens=request.output_tokens,
         threshold=route.threshold_tokens if route else 0.0,
+        plan=request.plan_version,
         fallbacks=list(request.fallbacks),
         ttft_s=_rounded(timeline.ttft_s),
+        predicted_ttft_s=_rounded(max(route.ttft_s, route.link_s)) if route else None,
+        wasted_prefill_s=round(request.wasted_prefill_s, 6),
         e2e_s=_rounded(timeline.e2e_s),
         bytes=sent,
         link=outcome.link if outcome else "",
         fetched_from=request.fetched_from,
         bytes_saved=outcome.bytes_saved if outcome else 0,
+        predicted_bytes=round(route.coded_bytes) if route else 0,
         codecs=outcome.codecs if outcome else {},
         overlap=round(outcome.bytes_before_prefill_end / sent, 6) if outcome and sent else None,
         kv_ready_minus_prefill_end_s=_rounded(timeline.kv_wait_s),

@@ -6,11 +6,12 @@
                                                    landed stays
     decode     an engine for the answer            new ticket                the request is refused
 
-A failure that every node would repeat is tried nowhere else. An engine that dies under a request may have died of it: such a
-request is tried once more elsewhere, whatever the stage, and then refused.
+A node that has left its role, or the system, since it was chosen has not failed: that is no try. A failure that every node
+would repeat is tried nowhere else. An engine that dies under a request may have died of it: such a request is tried once more
+elsewhere, whatever the stage, and then refused.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -35,6 +36,7 @@ class Failure(StrEnum):
     DIED = "died"  # the same, and its engine is gone
     TIMEOUT = "timeout"
     FULL = "full"  # well, but without room
+    AWAY = "away"  # well, but about to leave its role or the system, or in another role already
     TROUBLE = "trouble"  # the node's own, which another may not have
     REQUEST = "request"  # the request's: every node would say the same
 
@@ -62,6 +64,7 @@ RULES: Final[Mapping[tuple[Stage, Failure], Rule]] = MappingProxyType(
         (Stage.RESERVE, Failure.UNREACHABLE): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
         (Stage.RESERVE, Failure.TIMEOUT): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
         (Stage.RESERVE, Failure.FULL): Rule(Next.ELSEWHERE, Next.ALONE),
+        (Stage.RESERVE, Failure.AWAY): Rule(Next.ELSEWHERE, Next.REFUSE),
         (Stage.RESERVE, Failure.TROUBLE): Rule(Next.ELSEWHERE, Next.REFUSE),
         (Stage.RESERVE, Failure.REQUEST): Rule(Next.ALONE, Next.ALONE),
         (Stage.PREFILL, Failure.UNREACHABLE): Rule(Next.ELSEWHERE, Next.RECOMPUTE, suspect=True),
@@ -69,6 +72,7 @@ RULES: Final[Mapping[tuple[Stage, Failure], Rule]] = MappingProxyType(
         (Stage.PREFILL, Failure.DIED): Rule(Next.ELSEWHERE, Next.RECOMPUTE, suspect=True),
         (Stage.PREFILL, Failure.TIMEOUT): Rule(Next.ELSEWHERE, Next.RECOMPUTE),
         (Stage.PREFILL, Failure.FULL): Rule(Next.ELSEWHERE, Next.RECOMPUTE),
+        (Stage.PREFILL, Failure.AWAY): Rule(Next.ELSEWHERE, Next.RECOMPUTE),
         (Stage.PREFILL, Failure.TROUBLE): Rule(Next.ELSEWHERE, Next.RECOMPUTE),
         (Stage.PREFILL, Failure.REQUEST): Rule(Next.RECOMPUTE, Next.RECOMPUTE),
         (Stage.DECODE, Failure.UNREACHABLE): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
@@ -76,6 +80,7 @@ RULES: Final[Mapping[tuple[Stage, Failure], Rule]] = MappingProxyType(
         (Stage.DECODE, Failure.DIED): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
         (Stage.DECODE, Failure.TIMEOUT): Rule(Next.ELSEWHERE, Next.REFUSE),
         (Stage.DECODE, Failure.FULL): Rule(Next.ELSEWHERE, Next.REFUSE),
+        (Stage.DECODE, Failure.AWAY): Rule(Next.ELSEWHERE, Next.REFUSE),
         (Stage.DECODE, Failure.TROUBLE): Rule(Next.ELSEWHERE, Next.REFUSE),
         (Stage.DECODE, Failure.REQUEST): Rule(Next.REFUSE, Next.REFUSE),
     }
@@ -93,6 +98,9 @@ _FAILURES: Final = MappingProxyType(
         "engine_died": Failure.DIED,
         "timeout": Failure.TIMEOUT,
         "no_capacity": Failure.FULL,
+        "converting": Failure.AWAY,
+        "wrong_role": Failure.AWAY,
+        "draining": Failure.AWAY,
     }
 )
 
@@ -102,6 +110,11 @@ def failure_of(reason: str) -> Failure:
     if reason in SAME_EVERYWHERE:
         return Failure.REQUEST
     return _FAILURES.get(reason, Failure.TROUBLE)
+
+
+def tries_of(failures: Iterable[Failure]) -> int:
+    """How many tries these count as: who is away has tried nothing."""
+    return sum(failure is not Failure.AWAY for failure in failures)
 
 
 def rule_after(stage: Stage, failure: Failure, *, tries: int, max_tries: int, deaths: int) -> Rule:

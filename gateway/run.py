@@ -20,13 +20,18 @@ from gateway.legs import DecodeAnswer, Legs
 from gateway.links import Links, is_path_failure
 from gateway.moves import OK, Move, Moves, prefix_of
 from gateway.node import Node
+from gateway.refuse import Refusals
 from gateway.request import PrefillOutcome, Request
 from gateway.reserve import Hold
-from gateway.retries import Failure, Next, Stage, rule_after
+from gateway.retries import Failure, Next, Stage, rule_after, tries_of
 from gateway.tasks import TaskSet
 from planner.decisions.routing import Route
 
 log = logging.getLogger("prfaas.gateway.run")
+
+# For a prefix that is being computed: the time predicted for all that comes before the first token may be this wrong.
+PATIENCE: Final = 2.0
+LEAST_PATIENCE_S: Final = 1.0
 
 PAUSE_S: Final = (
     1.0  # before full prefill nodes are asked again, where the decode node has no time for the prompt either
@@ -52,6 +57,7 @@ class Runner:
         legs: Legs,
         moves: Moves,
         decider: Decider,
+        refusals: Refusals,
         accounts: Accounts,
         tasks: TaskSet,
         max_tries: int,
@@ -62,6 +68,7 @@ class Runner:
         self._legs = legs
         self._moves = moves
         self._decider = decider
+        self._refusals = refusals
         self._accounts = accounts
         self._tasks = tasks
         self._max_tries = max_tries
@@ -74,6 +81,7 @@ class Runner:
         """The attempt, once its decode node answers. Raises NodeFailure, or ApiError for what no node can mend."""
         decode = self._clusters.by_id(chosen.decode_node)
         if hold is None:
+            self._refusals.decoding(request, decode.id)
             answer = await self._ask(decode, request, None)
             try:
                 yield Attempt(answer)
@@ -110,7 +118,8 @@ class Runner:
     async def _deliver(self, request: Request, chosen: Route, hold: Hold, booking: Booking) -> PrefillOutcome | None:
         """Gets the KVCache to the decode node, by one prefill node or another. None: it computes the prompt itself."""
         await self._fetch(request, chosen)
-        failed: set[str] = set()
+        await self._until_computed(request, chosen, booking)
+        failed: dict[str, Failure] = {}
         pauses = 0
         way: Route | None = chosen
         while way is not None:
@@ -119,7 +128,7 @@ class Runner:
                 outcome = await self._prefill(way, request, hold, booking)
             except (PrefillFailed, NodeError) as error:
                 booking.prefilled()
-                failed.add(way.prefill_node)
+                failed[way.prefill_node] = error.failure
                 way = self._next_way(request, chosen, error, failed)
                 full = way is None and error.failure is Failure.FULL
                 if full and pauses < self._max_pauses and not self._decider.may_compute(chosen.decode_node):
@@ -130,6 +139,7 @@ class Runner:
             else:
                 booking.prefilled()
                 self._accounts.delivered(request, outcome, hold.nodes[0])
+                self._refusals.computed(request, chosen.decode_node)
                 return outcome
         await self._stop_waiting(request, chosen, hold, booking)
         return None
@@ -144,7 +154,9 @@ class Runner:
         try:
             outcome = await self._legs.prefill(node, request, hold.ticket)
             self._links.arrived(node, decode)
+            self._links.learn_coding(node, decode, outcome)
             self._decider.learn(node, outcome)
+            self._decider.learn_arrival(request, way, node, decode)
             return outcome
         except PrefillFailed as error:
             if is_path_failure(error.reason, node, decode, receiver):
@@ -153,11 +165,17 @@ class Runner:
                 raise PrefillFailed(node.id, "engine_died") from error
             raise
 
-    def _next_way(self, request: Request, chosen: Route, error: NodeFailure, failed: set[str]) -> Route | None:
+    def _next_way(
+        self, request: Request, chosen: Route, error: NodeFailure, failed: dict[str, Failure]
+    ) -> Route | None:
         """Who prefills next, None for nobody. Raises KillsEngines."""
         self._accounts.fell_back(request, f"prefill_{error.reason}", error)
         rule = rule_after(
-            Stage.PREFILL, error.failure, tries=len(failed), max_tries=self._max_tries, deaths=len(request.deaths)
+            Stage.PREFILL,
+            error.failure,
+            tries=tries_of(failed.values()),
+            max_tries=self._max_tries,
+            deaths=len(request.deaths),
         )
         if rule.suspect:
             self._clusters.suspect(error.node)
@@ -168,6 +186,16 @@ class Runner:
                 raise KillsEngines(request.deaths)
             case _:
                 return None
+
+    async def _until_computed(self, request: Request, chosen: Route, booking: Booking) -> None:
+        """Waits while the prefill node computes for another request what this one goes on from."""
+        if booking.awaited is None:
+            return
+        try:
+            async with asyncio.timeout(LEAST_PATIENCE_S + PATIENCE * chosen.ttft_s):
+                await booking.awaited.done.wait()
+        except TimeoutError:
+            self._accounts.fell_back(request, "prefix_late")
 
     async def _fetch(self, request: Request, chosen: Route) -> None:
         """Gets the prefill node the prefix that another node has for it. Without it there is more to compute, no more."""
@@ -213,12 +241,16 @@ async def _unless_it_fails(
 
 
 async def _cancel(task: "asyncio.Task[PrefillOutcome | None]") -> None:
-    task.cancel()
-    await asyncio.wait([task])
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task])
 
 
 async def hang_up(asking: "asyncio.Task[DecodeAnswer]") -> None:
     """Ends the decode leg, whether it is still being asked or has answered; also for who does not wait until it has."""
+    if asking.done():
+        _let_go(asking)
+        return
     asking.add_done_callback(_let_go)
     asking.cancel()
     await asyncio.wait([asking])

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,6 +15,8 @@ from gateway.accounts import Accounts
 from gateway.admit import Admission
 from gateway.agent import AgentClient
 from gateway.app import FrontDoor, Rooms, build_app, build_operators_app
+from gateway.board import State
+from gateway.classes import Classes
 from gateway.clusters import Clusters
 from gateway.config import GatewayConfig
 from gateway.connections import Gate
@@ -23,19 +26,22 @@ from gateway.errors import ConfigError
 from gateway.legs import Legs
 from gateway.links import Links
 from gateway.listen import OPERATORS, Listener, client_connections, descriptor_limit, raise_descriptor_limit
-from gateway.metrics import Metrics
 from gateway.moves import Moves
+from gateway.offered import LoadReport, Offered
 from gateway.pages import Pages
+from gateway.plan import Follower
 from gateway.probes import Probes
 from gateway.read import Reader
 from gateway.receive import Receiver
-from gateway.records import Records
+from gateway.refuse import Refusals
 from gateway.relay import Relay
 from gateway.replicas import Replicas
 from gateway.reserve import Reservations
 from gateway.run import Runner
+from gateway.seat import ORPHANED, Alone, Seat
 from gateway.tasks import TaskSet
 from gateway.waiting import WaitingLine
+from planner.decisions.decoding import LearnedSteps
 from planner.decisions.estimates import LearnedCost
 from prompts.tokenizer import TextTokenizer
 
@@ -43,6 +49,7 @@ log = logging.getLogger("prfaas.gateway")
 
 BEAT_S: Final = 0.25
 CLOSE_S: Final = 1.0
+NODES_S: Final = 5.0  # that a worker waits for its nodes before it takes connections
 PROBE_TIMEOUT_S: Final = 10.0  # of a link: twice what a sender waits for a connection
 
 
@@ -54,12 +61,15 @@ class Gateway:
     door: FrontDoor
     admission: Admission
     decider: Decider
+    refusals: Refusals
+    legs: Legs
     line: WaitingLine
     clusters: Clusters
     links: Links
     replicas: Replicas | None
     url: str
     metrics_url: str
+    listeners: Sequence[Listener]
 
     def __repr__(self) -> str:
         return f"<Gateway {self.url} [{self.admission.in_flight} in flight]>"
@@ -69,22 +79,38 @@ class Gateway:
         possible = self.config.with_changes_of(config)
         self.decider.configure(possible)
         self.admission.limit = possible.max_in_flight
-        self.line.limit = possible.max_waiting
+        self.legs.serve(possible.max_in_flight)
+        self.refusals.configure(possible)
+        self.line.configure(possible.max_waiting, possible.admission.ageing_s)
+        self.door.classes = Classes(possible.classes, possible.admission.default_class)
         logging.getLogger().setLevel(possible.log_level.upper())
         self.config = possible
         return possible.differences(config)
 
+    def leave_ports(self) -> None:
+        """Takes no more connections; those there are go on. Another gateway may have the ports."""
+        for listener in self.listeners:
+            listener.close_port()
+
 
 @asynccontextmanager
 async def running(
-    config: GatewayConfig, tokenizer: TextTokenizer, clock: Callable[[], float]
+    config: GatewayConfig, tokenizer: TextTokenizer, clock: Callable[[], float], seat: Alone | Seat | None = None
 ) -> AsyncIterator[Gateway]:
-    """A gateway that answers inside the block."""
-    metrics = Metrics()
+    """A gateway that answers inside the block, or the worker of one that has this seat."""
+    seat = seat or Alone()
+    metrics = seat.metrics
+    strangers = config.strangers.divided(seat.workers)
     now = asyncio.get_running_loop().time
     chores, watches, afterwards, requests = (TaskSet(metrics.unforeseen) for _ in range(4))
     agents = [AgentClient(node.agent, config.timeouts.rpc_s, config.identity, node.name) for node in config.nodes]
-    cost = LearnedCost(config.routing.prefill_tokens_per_s)
+    steps = LearnedSteps()
+    cost = LearnedCost(config.routing.prefill_tokens_per_s, steps=steps)
+
+    def on_renamed(node_id: str) -> None:
+        cost.forget(node_id)
+        refusals.forget(node_id)
+
     clusters = Clusters(
         agents,
         clock,
@@ -92,29 +118,40 @@ async def running(
         decode_slots=config.routing.decode_slots,
         tasks=watches,
         on_lost=metrics.node_lost,
-        on_renamed=cost.forget,
+        on_renamed=on_renamed,
+        catch_up=seat.catch_up,
     )
+    seat.join(clusters.nodes)
+    refusals = Refusals(config, clusters, steps, clock)
     links = Links(clusters.nodes, clock, config.routing.link_bytes_per_s, metrics.link_failed)
-    records = Records(config.kept_records)
-    accounts = Accounts(metrics, records, clock)
+    records = seat.records(config.kept_records)
+    offered = Offered()
+    accounts = Accounts(metrics, records, offered, clock)
     decider = Decider(config, clusters, links, cost, clock)
-    legs = Legs(config.timeouts, max_connections=2 * config.max_in_flight)
+    follower = Follower(config.plan, decider.follow, metrics)
+    follower.begin()
+    legs = Legs(config.timeouts, config.max_in_flight)
     moves = Moves(
         metrics,
         afterwards,
         clock,
-        limit=config.routing.max_moves,
+        limit=max(1, config.routing.max_moves // seat.workers),
         timeout_s=config.routing.move_timeout_s,
         on_moved=decider.learn_move,
         on_failed=decider.learn_late_move,
     )
-    replicas = Replicas(clusters, moves, clock) if config.routing.replicate else None
-    admission = Admission(config.max_in_flight, metrics.in_flight.set)
+    replicas = Replicas(clusters, moves, clock, decider.pays) if config.routing.replicate else None
+    admission = Admission(config.max_in_flight, metrics.in_flight.set, seat.in_flight)
     line = WaitingLine(
-        clock, limit=config.max_waiting, patience_s=config.timeouts.room_s, on_change=metrics.waiting.set
+        clock,
+        limit=config.max_waiting,
+        patience_s=config.timeouts.room_s,
+        ageing_s=config.admission.ageing_s,
+        on_change=metrics.waiting.set,
+        room=seat.waiting,
     )
     rooms = Rooms(
-        receiver=Receiver(config.strangers, config.max_body_bytes, config.timeouts.body_s, now),
+        receiver=Receiver(strangers, config.max_body_bytes, config.timeouts.body_s, now),
         admission=admission,
         reader=Reader(tokenizer, afterwards, threads=config.tokenise_threads, timeout_s=config.timeouts.read_s),
         dispatcher=Dispatcher(
@@ -122,10 +159,20 @@ async def running(
             decider,
             Reservations(clusters, afterwards, config.timeouts.reservation_ttl_s),
             Runner(
-                clusters, links, legs, moves, decider, accounts, requests, config.max_attempts, config.timeouts.room_s
+                clusters,
+                links,
+                legs,
+                moves,
+                decider,
+                refusals,
+                accounts,
+                requests,
+                config.max_attempts,
+                config.timeouts.room_s,
             ),
             accounts,
             replicas,
+            refusals,
             line,
             clock,
             config.max_attempts,
@@ -134,33 +181,73 @@ async def running(
         accounts=accounts,
     )
     door = FrontDoor(config, rooms, clusters, metrics, requests, clock)
-    pages = Pages(clusters, links, cost, admission, metrics, records, int(datetime.now(UTC).timestamp()))
+    load = LoadReport(
+        uuid.uuid4().hex, offered, clusters, links, lambda: decider.setting, lambda: follower.plan,
+        config.routing.decode_slots,
+    )  # fmt: skip
     gates = [
-        Gate("clients", client_connections(config, descriptor_limit()), config.strangers, metrics, now),
-        Gate("operators", OPERATORS, config.strangers, metrics, now),
+        Gate("clients", client_connections(config, descriptor_limit()), strangers, metrics, now),
+        Gate("operators", OPERATORS, strangers, metrics, now),
     ]
     clusters.start()
-    chores.keep(lambda: _heartbeat(door, gates, clock), "heartbeat")
+    if config.plan.url:
+        chores.keep(follower.run, "plan")
     chores.keep(Probes(links, afterwards, PROBE_TIMEOUT_S).run, "probes")
     if replicas:
         chores.keep(replicas.run, "replicas")
     async with AsyncExitStack() as stack:
         stack.push_async_callback(rooms.reader.close)
         stack.push_async_callback(clusters.close)
-        stack.push_async_callback(legs.close)
+        stack.callback(legs.close)
         stack.push_async_callback(afterwards.join, max(config.timeouts.rpc_s, config.routing.move_timeout_s))
         stack.push_async_callback(requests.join, CLOSE_S)
         stack.push_async_callback(chores.cancel)
-        idle_s = config.strangers.idle_s
-        clients = await Listener.start(build_app(door, pages), gates[0], config.host, config.port, idle_s)
+        siblings = await stack.enter_async_context(seat.siblings(records))
+        pages = Pages(
+            clusters,
+            links,
+            decider,
+            admission,
+            metrics,
+            records,
+            load,
+            lambda: follower.plan,
+            seat,
+            siblings,
+            int(datetime.now(UTC).timestamp()),
+        )
+        if siblings is not None:  # the others serve meanwhile; who comes here first should be served, too
+            await clusters.wait_for(lambda: clusters.is_ready, NODES_S)
+        idle_s, is_shared = strangers.idle_s, siblings is not None
+        port = config.port if seat.port is None else seat.port
+        clients = await Listener.start(build_app(door, pages), gates[0], config.host, port, idle_s, is_shared=is_shared)
         stack.push_async_callback(clients.close)
-        metrics_url = f"{clients.url}/metrics"
+        metrics_url, listeners = f"{clients.url}/metrics", [clients]
         if config.metrics_port:
             app = build_operators_app(door, pages)
-            operators = await Listener.start(app, gates[1], config.host, config.metrics_port, idle_s)
+            operators = await Listener.start(
+                app, gates[1], config.host, config.metrics_port, idle_s, is_shared=is_shared
+            )
             stack.push_async_callback(operators.close)
             metrics_url = f"{operators.url}/metrics"
-        yield Gateway(config, door, admission, decider, line, clusters, links, replicas, clients.url, metrics_url)
+            listeners.append(operators)
+        seat.be(_state(door))
+        chores.keep(lambda: _heartbeat(door, gates, clock, seat), "heartbeat")
+        yield Gateway(
+            config,
+            door,
+            admission,
+            decider,
+            refusals,
+            legs,
+            line,
+            clusters,
+            links,
+            replicas,
+            clients.url,
+            metrics_url,
+            listeners,
+        )
 
 
 async def serve(
@@ -168,10 +255,11 @@ async def serve(
     tokenizer: TextTokenizer,
     announce: Callable[[str], None],
     read_again: Callable[[], GatewayConfig],
+    seat: Alone | Seat | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then until the running requests have ended; a second signal ends them too.
 
-    SIGHUP has the configuration read again.
+    SIGHUP has the configuration read again. A worker whose parent is gone leaves its ports to whoever comes next.
     """
     loop = asyncio.get_running_loop()
     stop, stop_now = asyncio.Event(), asyncio.Event()
@@ -182,8 +270,14 @@ async def serve(
     raise_descriptor_limit()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    async with running(config, tokenizer, loop.time) as gateway:
+
+    def on_orphaned(gateway: Gateway) -> None:
+        gateway.leave_ports()
+        stop.set()
+
+    async with running(config, tokenizer, loop.time, seat) as gateway:
         loop.add_signal_handler(signal.SIGHUP, _reload, gateway, read_again)
+        loop.add_signal_handler(ORPHANED, on_orphaned, gateway)
         announce(f"gateway ready url={gateway.url}")
         await stop.wait()
         log.info("stopping: %d requests in flight", gateway.admission.in_flight)
@@ -211,7 +305,7 @@ def _reload(gateway: Gateway, read_again: Callable[[], GatewayConfig]) -> None:
         log.info("SIGHUP: configuration reloaded")
 
 
-async def _heartbeat(door: FrontDoor, gates: list[Gate], clock: Callable[[], float]) -> None:
+async def _heartbeat(door: FrontDoor, gates: list[Gate], clock: Callable[[], float], seat: Alone | Seat) -> None:
     """Measures how late the event loop is, and ends what nobody reads and connections nobody uses."""
     while True:
         due = clock() + BEAT_S
@@ -220,3 +314,10 @@ async def _heartbeat(door: FrontDoor, gates: list[Gate], clock: Callable[[], flo
         door.end_stalled(clock())
         for gate in gates:
             gate.sweep()
+        seat.be(_state(door))
+
+
+def _state(door: FrontDoor) -> State:
+    if door.rooms.admission.is_draining:
+        return State.DRAINING
+    return State.READY if door.clusters.is_ready else State.WITHOUT_NODES

@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import msgspec
 
+from gateway.openai import NOT_JSON
+
 MARK: Final = b'"prompt_tokens"'  # cannot stand inside a JSON string: its quotes would be escaped there
 RECOMPUTED: Final = b'"recomputed"'
 EVENT_END: Final = b"\n\n"
@@ -29,7 +31,7 @@ def with_cached_tokens(body: bytes, cached_tokens: int | None) -> bytes:
     """The JSON object `body` with the number in its usage (None: as it is) and without what is not the client's."""
     try:
         fields = _FIELDS.decode(body)
-    except msgspec.MsgspecError:
+    except NOT_JSON:
         return body  # no object of ours to change
     params = fields.pop("kv_transfer_params", None)
     recomputed = params is not None and bool((msgspec.json.decode(params) or {}).get("recomputed"))

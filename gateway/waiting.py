@@ -5,19 +5,24 @@ The line is as long as it may be, and nobody stands in it who would not get thro
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from math import inf
 from typing import Final
 
 from gateway.errors import Overloaded
-from planner.decisions.admission import Drain
+from gateway.places import OwnPlaces, Places
+from planner.decisions.classes import UNPROMISED, ServiceClass
+from planner.decisions.waiting import Drain, Line
 
 ASK_AGAIN_S: Final = 0.25
 
 
 class WaitingLine:
-    """First come, first served. At most `limit` wait, each for `patience_s` in all."""
+    """By priority, then by whose time is up. At most `limit` wait, each for `patience_s` in all.
+
+    With workers, `room` is shared: `limit` holds for all their lines together, the order for each line.
+    """
 
     def __init__(
         self,
@@ -25,23 +30,33 @@ class WaitingLine:
         *,
         limit: int,
         patience_s: float,
+        ageing_s: float = inf,
         on_change: Callable[[int], None] = lambda length: None,
+        room: Places | None = None,
     ) -> None:
-        self.limit = limit
         self.patience_s = patience_s
         self.drain = Drain()
         self._clock = clock
         self._on_change = on_change
-        self._places: deque[Place] = deque()
+        self._limit = limit
+        self._room = room or OwnPlaces()
+        self._line: Line[Place] = Line(limit, ageing_s)
         self._freed = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._line)
+
+    def __contains__(self, place: object) -> bool:
+        return place in self._line
+
+    def configure(self, limit: int, ageing_s: float) -> None:
+        """Other rules for whoever comes from now on."""
+        self._limit, self._line.ageing_s = limit, ageing_s
 
     @contextmanager
-    def place(self) -> Iterator["Place"]:
+    def place(self, service: ServiceClass = UNPROMISED, arrived: float | None = None) -> Iterator["Place"]:
         """For one request; it stands in the line from its first `wait` on, until it leaves or the block ends."""
-        place = Place(self)
+        place = Place(self, service, inf if arrived is None else arrived + service.deadline_s)
         try:
             yield place
         finally:
@@ -51,70 +66,120 @@ class WaitingLine:
         """A request has ended: whoever is first may ask again."""
         self._freed.set()
 
-    def _join(self, place: "Place") -> None:
-        expected_s = self.drain.wait_s(len(self))
-        if len(self) >= self.limit or (self.drain.is_known and expected_s > self.patience_s):
-            raise self._refusal(expected_s)
-        if not self._places:
-            self.drain.on_line(self._clock())
-        self._places.append(place)
+    def expected_s(self, service: ServiceClass) -> float:
+        """Predicted wait of a request of that class that joined now; 0 while nobody waits or nothing is known."""
+        if not len(self) or not self.drain.is_known:
+            return 0.0
+        now = self._clock()
+        return self.drain.wait_s(self._line.ahead_of(service.priority, now + self.patience_s, now))
+
+    def join(self, place: "Place") -> None:
+        """At its place in the order. Raises Overloaded."""
+        now = self._clock()
+        place.due = min(now + self.patience_s, place.deadline)
+        expected_s = self.drain.wait_s(self._line.ahead_of(place.service.priority, place.due, now))
+        if self.drain.is_known and now + expected_s > place.due:
+            raise self.refusal(place, expected_s)
+        if not self._line:
+            self.drain.on_line(now)
+        # With no room left, here or in another line, only the place of somebody in this one is to be had.
+        self._line.limit = len(self) + self._room.take(self._limit)
+        joined = self._line.join(place, now, priority=place.service.priority, due=place.due)
+        if not joined.accepted:
+            raise self.refusal(place, expected_s)
+        if joined.displaced is not None:
+            joined.displaced.is_displaced = True
+            joined.displaced.woken.set()
         self._on_change(len(self))
 
-    def _leave(self, place: "Place") -> None:
-        if place in self._places:
-            self._places.remove(place)
-            self._on_change(len(self))
-            self._freed.set()  # there may be room for one more
-            if self._places:
-                self._places[0].is_first.set()
-
-    async def _turn(self, place: "Place", deadline: float) -> None:
-        """Until `place` is the first and may ask again."""
+    async def turn(self, place: "Place") -> None:
+        """Until `place` is the first and may ask again. Raises Overloaded when that will not be."""
         try:
-            async with asyncio.timeout(deadline - self._clock()):
-                while self._places[0] is not place:
-                    place.is_first.clear()
-                    await place.is_first.wait()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(ASK_AGAIN_S):
-                        await self._freed.wait()
-                self._freed.clear()
+            async with asyncio.timeout(place.due - self._clock()):
+                while not await self._is_due(place):
+                    pass
         except TimeoutError:
             self._leave(place)
-            raise self._refusal(self.drain.wait_s(len(self))) from None
+            raise self.refusal(place, self.drain.wait_s(len(self))) from None
+        if place.is_displaced:
+            raise self.refusal(place, self.drain.wait_s(len(self)))
 
-    def _refusal(self, retry_after_s: float) -> Overloaded:
-        return Overloaded(
-            f"No decode node has room and {len(self)} requests wait for it. Please retry.",
-            "no_room",
-            retry_after_s=retry_after_s,
-        )
+    async def _is_due(self, place: "Place") -> bool:
+        """Whether `place`, once it was the first, is so still when room has become free or a moment has gone by."""
+        while not place.is_displaced and not self._is_first(place):
+            self._wake_first()
+            place.woken.clear()
+            await place.woken.wait()
+        if place.is_displaced:
+            return True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ASK_AGAIN_S):
+                await self._freed.wait()
+        if self._is_first(place):  # nobody of a higher priority has come meanwhile, whose room it would be
+            self._freed.clear()
+            return True
+        return False
+
+    def _is_first(self, place: "Place") -> bool:
+        return self._line.first(self._clock()) is place
+
+    def served(self, place: "Place") -> None:
+        """It has got its room."""
+        if place in self:
+            self.drain.on_turn(self._clock())
+            self._leave(place)
+
+    def refusal(self, place: "Place", retry_after_s: float) -> Overloaded:
+        """What somebody is told who gets no place, or loses it."""
+        waiting = f"{len(self)} requests wait for it"
+        if place.is_displaced:
+            message, code = (
+                f"No decode node has room and requests of a higher priority have come; {waiting}",
+                "displaced",
+            )
+        elif place.due >= place.deadline:
+            message, code = f"No decode node will have room before the deadline of its class; {waiting}", "deadline"
+        else:
+            message, code = f"No decode node has room and {waiting}", "no_room"
+        return Overloaded(f"{message}. Please retry.", code, retry_after_s=retry_after_s)
+
+    def _leave(self, place: "Place") -> None:
+        if self._line.leave(place):
+            self._room.give_back()
+            self._on_change(len(self))
+            self._freed.set()  # there may be room for one more
+            self._wake_first()
+
+    def _wake_first(self) -> None:
+        if (first := self._line.first(self._clock())) is not None:
+            first.woken.set()
 
 
 class Place:
     """One request's place."""
 
-    def __init__(self, line: WaitingLine) -> None:
-        self.is_first = asyncio.Event()
+    def __init__(self, line: WaitingLine, service: ServiceClass, deadline: float) -> None:
+        self.service = service
+        self.deadline = deadline
+        self.due = inf
+        self.woken = asyncio.Event()
+        self.is_displaced = False
         self._line = line
-        self._deadline: float | None = None
+        self._has_joined = False
 
     @property
     def stands(self) -> bool:
         """Whether it is in the line."""
-        return self in self._line._places
+        return self in self._line
 
     async def wait(self) -> None:
         """Until it is this request's turn to ask for room. Raises Overloaded, with the time after which to come again."""
-        line = self._line
-        if self._deadline is None:
-            line._join(self)
-            self._deadline = line._clock() + line.patience_s
-        await line._turn(self, self._deadline)
+        if not self._has_joined:
+            self._line.join(self)
+            self._has_joined = True
+        await self._line.turn(self)
 
     def served(self) -> None:
-        """It has got its room."""
-        line = self._line
-        if self.stands:
-            line.drain.on_turn(line._clock())
-            line._leave(self)
+        """It has got its room; should that be lost, it joins anew."""
+        self._line.served(self)
+        self._has_joined = False

@@ -4,19 +4,18 @@ Tokens are taken in chunks of whole blocks. A chunk is known by the chunk before
 compared: nothing rests on a hash that could collide.
 """
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from hashlib import sha256
 from itertools import count
-from threading import Lock
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
 from hybrid_cache.hashing import Tokens, block_hashes, chain_root, digest_root, token_bytes
 
 CHUNK_BLOCKS: Final = 64
-MAX_TOKENS: Final = 8_000_000  # remembered; 4.5 bytes each with blocks of 64
+DIGEST_BYTES: Final = 256  # of a digest that can be gone on with
+HASH_BYTES: Final = 72  # of a block's hash, as an object in a list
 TOKEN_BYTES: Final = 4
 
 
@@ -33,18 +32,22 @@ class _Chunk(NamedTuple):
     digesting: Any  # the digest up to and including this chunk, to be copied
 
 
+class Memory(Protocol):
+    """Keeps values by tenant and key, as long as there is room. Shared by threads."""
+
+    def get(self, tenant: bytes, key: Hashable) -> Any: ...
+    def put(self, tenant: bytes, key: Hashable, value: Any, num_bytes: int) -> None: ...
+
+
 class ChainCache:
-    """Chunks of prompts seen before, least recently used first out. Shared by threads."""
+    """Chunks of prompts seen before, each tenant's own, in a memory that may hold other things, too."""
 
-    def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
-        self.max_tokens = max_tokens
+    def __init__(self, memory: Memory) -> None:
         self.hits = 0
-        self._held_bytes = 0
-        self._chunks: OrderedDict[tuple[Any, bytes], _Chunk] = OrderedDict()
+        self._memory = memory
         self._numbers = count(1)
-        self._lock = Lock()
 
-    def chain(self, tokens: Tokens, block_size: int, salt: bytes) -> Chain:
+    def chain(self, tokens: Tokens, block_size: int, salt: bytes, tenant: bytes = b"") -> Chain:
         """`block_hashes(tokens[:-1], …)` and `tokens_digest(tokens, salt)`."""
         data = token_bytes(tokens)
         step = CHUNK_BLOCKS * block_size * TOKEN_BYTES
@@ -53,7 +56,12 @@ class ChainCache:
         digesting, hashes, start = sha256(digest_root(salt)), list[bytes](), 0
         while start + step < len(data):  # the last token is in no block
             key = (before, data[start : start + step])
-            chunk = self._get(key) or self._put(key, parent, digesting, block_size, salt)
+            chunk: _Chunk | None = self._memory.get(tenant, key)
+            if chunk is None:
+                chunk = self._new(key[1], parent, digesting, block_size, salt)
+                self._memory.put(tenant, key, chunk, step + DIGEST_BYTES + CHUNK_BLOCKS * HASH_BYTES)
+            else:
+                self.hits += 1
             hashes += chunk.hashes
             before, parent, digesting = chunk.number, chunk.hashes[-1], chunk.digesting
             start += step
@@ -63,21 +71,8 @@ class ChainCache:
         hashes += block_hashes(np.frombuffer(rest, np.dtype("<u4"))[:-1], block_size, salt, parent)
         return Chain(hashes, digesting.digest())
 
-    def _get(self, key: tuple[Any, bytes]) -> _Chunk | None:
-        with self._lock:
-            if (chunk := self._chunks.get(key)) is not None:
-                self.hits += 1
-                self._chunks.move_to_end(key)
-            return chunk
-
-    def _put(self, key: tuple[Any, bytes], parent: bytes, digesting: Any, block_size: int, salt: bytes) -> _Chunk:
+    def _new(self, data: bytes, parent: bytes, digesting: Any, block_size: int, salt: bytes) -> _Chunk:
         digesting = digesting.copy()
-        digesting.update(key[1])
-        hashes = block_hashes(np.frombuffer(key[1], np.dtype("<u4")), block_size, salt, parent)
-        with self._lock:
-            chunk = self._chunks[key] = _Chunk(next(self._numbers), hashes, digesting)
-            self._held_bytes += len(key[1])
-            while self._held_bytes > self.max_tokens * TOKEN_BYTES:
-                (_, data), _ = self._chunks.popitem(last=False)
-                self._held_bytes -= len(data)
-        return chunk
+        digesting.update(data)
+        hashes = block_hashes(np.frombuffer(data, np.dtype("<u4")), block_size, salt, parent)
+        return _Chunk(next(self._numbers), hashes, digesting)

@@ -4,26 +4,29 @@ Nodes that agree so far are asked together, so a look costs what the prompt and 
 what the number of nodes does. Answers are those of `lookup.longest_common_hit`, node by node; a test holds them together.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import compress, repeat
+from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import Final
 
-Holders = Mapping[bytes, int]  # of one group: which nodes hold a block
-CHUNK_BLOCKS: Final = 512  # looked at in one go: a few dozen microseconds
+from hybrid_cache.holders import Holders
+
+CHUNK_BLOCKS: Final = 256  # looked at in one go: some ten microseconds
 
 
 def leading_blocks(
     groups: Sequence[Holders], nodes: int, hashes: Sequence[bytes], limit: int
 ) -> Iterator[tuple[int, int]]:
     """(length, nodes) for all of `nodes`, whose holdings must be prefix-closed: binary searches that part where answers do."""
+    parts, others = groups[0].parts, groups[1:]
     searches = [(0, limit, nodes)]  # [0, low) is held by all of them, block `high` by none (or it is the limit)
     while searches:
         low, high, some = searches.pop()
         while low < high:
             middle = (low + high) // 2
-            held = some
-            for holders in groups:
-                held &= holders.get(hashes[middle], 0)
+            at = hashes[middle]
+            held = some & parts[at[0]].get(at, 0)  # the innermost step of a decision: no call more than needed
+            for holders in others:
+                held &= holders.get(at)
             if held == some:
                 low = middle + 1
             elif not held:
@@ -34,58 +37,64 @@ def leading_blocks(
         yield low, some
 
 
-def unbroken_blocks(
-    groups: Sequence[Holders], nodes: Sequence[int], hashes: Sequence[bytes], limit: int
-) -> dict[int, int]:
-    """Leading blocks that each of `nodes` holds, by its bits (one per medium), whatever is missing behind them."""
-    lengths = dict.fromkeys(nodes, limit)
-    for holders in groups:
-        alive = {bits for bits in nodes if lengths[bits]}
-        for start in range(0, limit, CHUNK_BLOCKS):
-            alive = {bits for bits in alive if lengths[bits] > start}
-            if not alive:
-                break
-            held = list(map(holders.get, hashes[start : min(limit, start + CHUNK_BLOCKS)], repeat(0)))
-            kinds = set(held)  # few: neighbours in a prompt have the same holders
-            for bits in alive:
-                if 0 in map(bits.__and__, kinds):
-                    first = next(i for i, kind in enumerate(held) if not kind & bits)
-                    lengths[bits] = min(lengths[bits], start + first)
-    return lengths
+def unbroken_blocks(groups: Sequence[Holders], bits: int, hashes: Sequence[bytes], start: int, limit: int) -> int:
+    """Leading blocks that a node holds in any of its media, whatever is missing behind them; [0, `start`) it does hold."""
+    while start < limit:
+        stop = min(limit, start + CHUNK_BLOCKS)
+        for holders in groups:
+            held = map(bits.__and__, holders.of_all(hashes[start:stop]))
+            stop = next((at for at, some in enumerate(held, start) if not some), stop)
+        if stop < min(limit, start + CHUNK_BLOCKS):
+            return stop
+        start = stop
+    return limit
 
 
 class Snapshots:
-    """Lengths, in blocks, at which any node has states of a prompt: found from the end on, as far as they are asked for."""
+    """Lengths, in blocks, at which any node has states of a prompt: looked for only where somebody asks."""
 
-    def __init__(self, groups: Sequence[Holders], hashes: Sequence[bytes], limit: int) -> None:
+    def __init__(self, groups: Sequence[Holders], hashes: Sequence[bytes]) -> None:
         self._groups = groups
         self._hashes = hashes
-        self._start = limit
-        self._found: list[tuple[int, list[int]]] = []  # longest first, with who holds it of each group
+        self._chunks: dict[int, _Chunk] = {}
+        self._ends: dict[int, list[int]] = {}  # who holds the state of each group, by length
 
     def longest(self, bits: int, limit: int) -> int:
         """The longest length at most `limit` of which a node holds the states of every group, in any of its media."""
-        for length, held in self._from_the_end():
-            if length <= limit and 0 not in map(bits.__and__, held):
-                return length
+        if not limit:
+            return 0
+        # Where its attention ends, a prompt ended; so there it mostly has a state, too. And many end where others do.
+        if (held := self._ends.get(limit)) is None:
+            held = self._ends[limit] = [holders.get(self._hashes[limit - 1]) for holders in self._groups]
+        if 0 not in map(bits.__and__, held):
+            return limit
+        for number in range((limit - 1) // CHUNK_BLOCKS, -1, -1):
+            chunk = self._chunks.get(number) or self._look_at(number)
+            if bits & chunk.anybody:
+                for length, held in chunk.found:
+                    if length <= limit and 0 not in map(bits.__and__, held):
+                        return length
         return 0
 
-    def _from_the_end(self) -> Iterator[tuple[int, list[int]]]:
-        at = 0
-        while True:
-            while at < len(self._found):
-                yield self._found[at]
-                at += 1
-            if not self._start:
-                return
-            self._look_further()
-
-    def _look_further(self) -> None:
-        stop, self._start = self._start, max(0, self._start - CHUNK_BLOCKS)
+    def _look_at(self, number: int) -> "_Chunk":
+        start = number * CHUNK_BLOCKS
+        some = self._hashes[start : start + CHUNK_BLOCKS]
         first, *others = self._groups
-        held = list(map(first.get, self._hashes[self._start : stop], repeat(0)))
-        for index in list(compress(range(len(held)), held))[::-1]:
-            block = self._start + index
-            of_others = [group.get(self._hashes[block], 0) for group in others]
+        chunk = self._chunks[number] = _Chunk()
+        held = first.of_all(some)
+        for at in list(compress(range(len(held)), held))[::-1]:
+            of_others = [group.get(some[at]) for group in others]
             if all(of_others):
-                self._found.append((block + 1, [held[index], *of_others]))
+                chunk.found.append((start + at + 1, [held[at], *of_others]))
+                chunk.anybody |= held[at]
+        return chunk
+
+
+class _Chunk:
+    """Some of a prompt's blocks: lengths with states, the longest first, with who holds them of each group."""
+
+    __slots__ = ("anybody", "found")
+
+    def __init__(self) -> None:
+        self.anybody = 0  # holders of any of them
+        self.found: list[tuple[int, list[int]]] = []

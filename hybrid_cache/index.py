@@ -3,20 +3,25 @@
 The view may be late. That costs a miss or a worse route; what a node really serves, the node's own cache decides.
 Memory is bounded: past `max_blocks` the blocks heard of first are forgotten. A block on a node's SSD counts as held: the node
 reads it back before the request that needs it. So does a block in an engine's own cache: the engine finds it there itself, but
-nobody can send it to another node.
+nobody can send it to another node. Attention is taken to be prefix-closed in a node's memory, and so in an engine's cache: vLLM
+gives a request's blocks back from the end on and drops those first that came back first. On an SSD anything may be missing.
+
+A node that is dropped serves no hit from then on: its bit is nobody's. The bit is taken out of the table in steps (`tidy`), and
+given to another one only after that; a snapshot that comes meanwhile is stored under a new one.
 """
 
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Medium
 from hybrid_cache.everyone import Snapshots, leading_blocks, unbroken_blocks
+from hybrid_cache.holders import PARTS, Holders
 from hybrid_cache.layout import ModelLayout
 from hybrid_cache.lookup import MISS, PrefixHit, longest_common_hit
 
 DEFAULT_MAX_BLOCKS = 4_000_000
+TIDY_WORK: Final = 2048  # of one step, in blocks taken out: about a millisecond
 ANYWHERE: Final = tuple(Medium)
 MOVABLE: Final = (Medium.MEMORY, Medium.SSD)
 
@@ -39,31 +44,39 @@ class PrefixIndex:
             raise ValueError(f"max_blocks must be positive, not {max_blocks}")
         self.layout = layout
         self.max_blocks = max_blocks
-        self._holders: tuple[dict[bytes, int], ...] = tuple({} for _ in layout.groups)
+        self._holders: tuple[Holders, ...] = tuple(Holders() for _ in layout.groups)
         self._bits: dict[tuple[str, Medium], int] = {}
+        self._nodes: list[tuple[str, _Media, _Media | None]] | None = None  # made of the bits, until these change
+        self._closed = 0
+        self._dead_bits = 0  # of who is gone; still in the table
+        self._tidying = 0  # those of them that are being taken out now
+        self._found: list[bytes] = []  # blocks of the part at hand that are theirs
+        self._tidied_parts = 0  # of all groups' tables, one after the other
         self.forgotten_blocks = 0
 
     def __repr__(self) -> str:
         return f"PrefixIndex({len(self)} blocks, nodes {sorted(self.nodes())})"
 
     def __len__(self) -> int:
-        """Blocks known, each (group, hash) once however many nodes hold it."""
+        """Blocks in the table, each (group, hash) once however many nodes hold it; those of dropped nodes until tidied."""
         return sum(map(len, self._holders))
 
     @property
     def memory_bytes(self) -> int:
         """Size of the tables and the hashes in them (holders of up to 30 nodes are small integers, shared or 28 bytes)."""
         hashes = sum(sys.getsizeof(block_hash) for holders in self._holders for block_hash in holders)
-        return hashes + sum(sys.getsizeof(holders) for holders in self._holders)
+        return hashes + sum(holders.table_bytes for holders in self._holders)
 
     def nodes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(node_id for node_id, _ in self._bits))
 
     def apply(self, node_id: str, event: CacheEvent) -> None:
         """Takes in what a node reported. Events about groups that the layout has not are a ValueError."""
+        self.tidy()  # garbage cannot grow faster than it goes, whoever else tidies or not
         if isinstance(event, CacheCleared):
             self._clear(node_id, tuple(Medium) if event.medium is None else (event.medium,))
             self._bit(node_id, Medium.MEMORY)
+            self.tidy()
             return
         if not 0 <= event.group < len(self._holders):
             raise ValueError(f"node {node_id!r} reports group {event.group}; the layout has {len(self._holders)}")
@@ -71,22 +84,54 @@ class PrefixIndex:
             case BlocksStored(group=group, hashes=hashes, medium=medium):
                 self._store(self._holders[group], self._bit(node_id, medium), hashes)
             case BlocksRemoved(group=group, hashes=hashes, medium=medium):
-                self._remove(self._holders[group], self._bit(node_id, medium), hashes)
+                self._holders[group].remove(hashes, self._bit(node_id, medium))
 
     def drop(self, node_id: str) -> None:
-        """Forgets a node: it is gone, or will send a snapshot."""
+        """Forgets a node: it is gone, or will send a snapshot. What is left of it in the table goes by `tidy`."""
         self._clear(node_id, tuple(Medium))
+        self.tidy()
+
+    def tidy(self) -> int:
+        """One step of taking dropped nodes out of the table: the work done, 0 when there is nothing left to do.
+
+        The work of a step is TIDY_WORK or one part of the table more, in blocks taken out; one that is looked at is a tenth.
+        """
+        work = 0
+        self._tidying = self._tidying or self._dead_bits
+        while self._tidying and work < TIDY_WORK:
+            group, part = divmod(self._tidied_parts, PARTS)
+            holders = self._holders[group]
+            if not self._found:
+                entries = holders.parts[part]
+                self._found = [block_hash for block_hash, nodes in entries.items() if nodes & self._tidying]
+                work += 1 + len(entries) // 10
+            found, self._found = self._found[:TIDY_WORK], self._found[TIDY_WORK:]
+            holders.remove(found, self._tidying)
+            work += len(found)
+            if not self._found:
+                self._next_part()
+        return work
+
+    def _next_part(self) -> None:
+        self._tidied_parts += 1
+        if self._tidied_parts == PARTS * len(self._holders):
+            self._dead_bits &= ~self._tidying
+            self._tidying = self._tidied_parts = 0
 
     def match(
         self, node_id: str, hashes: Sequence[bytes], num_tokens: int, media: Sequence[Medium] = ANYWHERE
     ) -> PrefixHit:
         """What `node_id` can probably reuse of a prompt's first `num_tokens` tokens, out of these media."""
-        bits = sum([self._bits.get((node_id, medium), 0) for medium in media])
-        if not bits:
+        held_in = _Media.of({medium: bit for medium in media if (bit := self._bits.get((node_id, medium)))})
+        if not held_in.bits:
             return MISS
-        held = tuple(_HeldBy(holders, bits) for holders in self._holders)
-        if bits != self._bits.get((node_id, Medium.MEMORY)):  # in the others, blocks may be missing anywhere
-            hashes = hashes[: self._leading(held, hashes[: num_tokens // self.layout.block_size])]
+        held = tuple(_HeldBy(holders, held_in.bits) for holders in self._holders)
+        if len(held_in.closed) > 1 or held_in.has_holes:
+            full = [self._holders[group] for group in self.layout.full_groups]
+            limit = min(num_tokens // self.layout.block_size, len(hashes))
+            hashes = hashes[
+                : held_in.attention(full, _lengths(full, sum(held_in.closed), hashes, limit), hashes, limit)
+            ]
         return longest_common_hit(self.layout, held, hashes, num_tokens)
 
     def match_all(self, hashes: Sequence[bytes], num_tokens: int) -> dict[str, "Holding"]:
@@ -97,39 +142,43 @@ class PrefixIndex:
                 hit = self.match(node_id, hashes, num_tokens)
                 found[node_id] = Holding(hit, self.movable_tokens(node_id, hashes, hit))
             return found
-        names: dict[str, dict[Medium, int]] = {}
-        for (node_id, medium), bit in self._bits.items():
-            names.setdefault(node_id, {})[medium] = bit
-        limit = min(num_tokens // self.layout.block_size, len(hashes))
-        lengths = self._lengths(names, hashes, limit)
-        states = [self._holders[group] for group in self.layout.state_groups]
-        longest = max(lengths.values(), default=0)
-        snapshots = Snapshots(states, hashes, longest) if states else None
         size = self.layout.block_size
-        for node_id, media in names.items():
-            attention = lengths[node_id]
-            agreed = snapshots.longest(sum(media.values()), attention) if snapshots and attention else attention
-            hit = PrefixHit(agreed * size, attention * size)
-            movable = agreed * size
-            if agreed and Medium.ENGINE in media:
-                movable = self.match(node_id, hashes, hit.num_tokens, MOVABLE).num_tokens
-            found[node_id] = Holding(hit, movable)
+        limit = min(num_tokens // size, len(hashes))
+        full = [self._holders[group] for group in self.layout.full_groups]
+        states = [self._holders[group] for group in self.layout.state_groups]
+        longest = Snapshots(states, hashes).longest if states else _any_length
+        nodes, closed = self._known()
+        lengths = _lengths(full, closed, hashes, limit)
+        same: dict[tuple[int, int, int], Holding] = {}  # most nodes hold as much
+        for node_id, media, movable in nodes:
+            attention = media.attention(full, lengths, hashes, limit)
+            agreed = others = longest(media.bits, attention) if attention else 0
+            if agreed and movable is not None:
+                others = longest(movable.bits, min(agreed, movable.attention(full, lengths, hashes, limit)))
+            key = (agreed, attention, others)
+            if (holding := same.get(key)) is None:
+                holding = same[key] = Holding(PrefixHit(agreed * size, attention * size), others * size)
+            found[node_id] = holding
         return found
 
-    def _lengths(
-        self, names: Mapping[str, Mapping[Medium, int]], hashes: Sequence[bytes], limit: int
-    ) -> dict[str, int]:
-        """Leading blocks of which each node holds the attention."""
-        full = [self._holders[group] for group in self.layout.full_groups]
-        closed = {media[Medium.MEMORY]: name for name, media in names.items() if list(media) == [Medium.MEMORY]}
-        open_ = {sum(media.values()): name for name, media in names.items() if list(media) != [Medium.MEMORY]}
-        lengths = {open_[bits]: length for bits, length in unbroken_blocks(full, list(open_), hashes, limit).items()}
-        for length, nodes in leading_blocks(full, sum(closed), hashes, limit) if closed else ():
-            while nodes:
-                bit = nodes & -nodes
-                lengths[closed[bit]] = length
-                nodes ^= bit
-        return lengths
+    def _known(self) -> tuple[list[tuple[str, "_Media", "_Media | None"]], int]:
+        """Every node with its media, and those of them that others can be sent from where they differ; all closed bits."""
+        if self._nodes is None:
+            names: dict[str, dict[Medium, int]] = {}
+            for (node_id, medium), bit in self._bits.items():
+                names.setdefault(node_id, {})[medium] = bit
+            self._nodes = [
+                (
+                    node_id,
+                    _Media.of(media),
+                    _Media.of({each: media[each] for each in MOVABLE if each in media})
+                    if Medium.ENGINE in media
+                    else None,
+                )
+                for node_id, media in names.items()
+            ]
+            self._closed = sum(sum(media.closed) for _, media, _ in self._nodes)
+        return self._nodes, self._closed
 
     def movable_tokens(self, node_id: str, hashes: Sequence[bytes], hit: PrefixHit) -> int:
         """How much of `hit` the node can send to another one."""
@@ -137,47 +186,66 @@ class PrefixIndex:
             return hit.num_tokens
         return self.match(node_id, hashes, hit.num_tokens, MOVABLE).num_tokens
 
-    def _leading(self, held: Sequence["_HeldBy"], hashes: Sequence[bytes]) -> int:
-        """Blocks of the prompt up to the first that some full-attention group lacks."""
-        full = [held[group] for group in self.layout.full_groups]
-        missing = (i for i, block_hash in enumerate(hashes) if any(block_hash not in group for group in full))
-        return next(missing, len(hashes))
-
     def _bit(self, node_id: str, medium: Medium) -> int:
         key = (node_id, medium)
         if key not in self._bits:
-            used = sum(self._bits.values())
+            used = sum(self._bits.values()) | self._dead_bits
             self._bits[key] = ~used & (used + 1)  # the lowest bit nobody has
+            self._nodes = None
         return self._bits[key]
 
     def _clear(self, node_id: str, media: Sequence[Medium]) -> None:
-        bits = sum(self._bits.pop((node_id, medium), 0) for medium in media)
-        if not bits:
-            return
-        for holders in self._holders:
-            self._remove(holders, bits, [block_hash for block_hash, nodes in holders.items() if nodes & bits])
+        self._nodes = None
+        self._dead_bits |= sum(self._bits.pop((node_id, medium), 0) for medium in media)
 
-    def _store(self, holders: dict[bytes, int], bit: int, hashes: Sequence[bytes]) -> None:
-        for block_hash in hashes:
-            holders[block_hash] = holders.get(block_hash, 0) | bit
+    def _store(self, holders: Holders, bit: int, hashes: Sequence[bytes]) -> None:
+        holders.add(hashes, bit)
         excess = len(self) - self.max_blocks
         if excess > 0:
-            self._forget(excess)
+            # One group at a time, the largest; what is left over goes with the next call.
+            largest = max(self._holders, key=len)
+            excess = min(excess, len(largest))
+            largest.forget(excess)
+            self.forgotten_blocks += excess
 
-    def _remove(self, holders: dict[bytes, int], bit: int, hashes: Sequence[bytes]) -> None:
-        for block_hash in hashes:
-            left = holders.get(block_hash, 0) & ~bit
-            if left:
-                holders[block_hash] = left
-            else:
-                holders.pop(block_hash, None)
 
-    def _forget(self, count: int) -> None:
-        # One group at a time, the largest; what is left over goes with the next call.
-        largest = max(self._holders, key=lambda holders: len(holders))
-        for block_hash in list(islice(largest, count)):
-            del largest[block_hash]
-            self.forgotten_blocks += 1
+class _Media(NamedTuple):
+    """Some media of one node, as bits: all of them, those that are prefix-closed, and whether there are others."""
+
+    bits: int
+    closed: tuple[int, ...]
+    has_holes: bool
+
+    @classmethod
+    def of(cls, media: Mapping[Medium, int]) -> Self:
+        closed = tuple(bit for medium, bit in media.items() if medium is not Medium.SSD)
+        return cls(sum(media.values()), closed, Medium.SSD in media)
+
+    def attention(
+        self, full: Sequence[Holders], lengths: Mapping[int, int], hashes: Sequence[bytes], limit: int
+    ) -> int:
+        """Leading blocks whose attention is here; `lengths` are those of each closed bit."""
+        longest = 0
+        for bit in self.closed:
+            if (length := lengths[bit]) > longest:
+                longest = length
+        return unbroken_blocks(full, self.bits, hashes, longest, limit) if self.has_holes else longest
+
+
+def _lengths(full: Sequence[Holders], closed: int, hashes: Sequence[bytes], limit: int) -> dict[int, int]:
+    """Leading blocks whose attention is held, by each of the bits `closed`."""
+    lengths: dict[int, int] = {}
+    for length, bits in leading_blocks(full, closed, hashes, limit) if closed else ():
+        while bits:
+            bit = bits & -bits
+            lengths[bit] = length
+            bits ^= bit
+    return lengths
+
+
+def _any_length(bits: int, limit: int) -> int:
+    """Of a model without states, every length is one to go on from."""
+    return limit
 
 
 class _HeldBy:
@@ -185,9 +253,9 @@ class _HeldBy:
 
     __slots__ = ("bits", "holders")
 
-    def __init__(self, holders: dict[bytes, int], bits: int) -> None:
+    def __init__(self, holders: Holders, bits: int) -> None:
         self.holders = holders
         self.bits = bits
 
     def __contains__(self, block_hash: object) -> bool:
-        return bool(self.holders.get(block_hash, 0) & self.bits)  # type: ignore[call-overload]
+        return bool(self.holders.get(block_hash) & self.bits)  # type: ignore[arg-type]

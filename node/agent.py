@@ -61,7 +61,7 @@ class NodeAgent:
         self._socket_dir = OwnedDirectory(Path(tempfile.gettempdir()))
         self.socket = EngineSocket(self._socket_dir.path / "engine.sock", self)
         self.links = Links(config, use_shm=config.transport == "auto" and os.access(SHM_DIR, os.W_OK), rdma=rdma)
-        self.supervisor = EngineSupervisor(config, self.socket.path, self.engine_log, now, self._publish_description)
+        self.supervisor = EngineSupervisor(config, self.socket.path, self.engine_log, now, self.publish_description)
         self.arena: Arena | None = None
         self._taking: asyncio.Future[Arena] | None = None
         self.pages: Pages | None = None
@@ -82,7 +82,8 @@ class NodeAgent:
         self._engine_tasks = Tasks(self.failures)  # end with the engine's connection
         self._integrity = PacedCheck(now)
         self._hello: m.Hello | None = None
-        self._engine_load = m.LoadReport(running=0, waiting=0, queued_tokens=0)
+        self.engine_load = m.LoadReport(running=0, waiting=0, queued_tokens=0)
+        self.conversions = role.conversions(self, now)
 
     # Life
 
@@ -108,7 +109,7 @@ class NodeAgent:
         self.draining = True
         if self._engine:
             self._engine.send(m.Drain())
-        self._publish_description()
+        self.publish_description()
         deadline = self._now() + timeout_s
         while not self.is_idle() and self._now() < deadline:  # noqa: ASYNC110 many owners, and no hurry
             await asyncio.sleep(POLL_S)
@@ -154,7 +155,7 @@ class NodeAgent:
         """Whether nothing runs, is sent or lands."""
         jobs_idle = not self.producer or self.producer.is_idle()
         landings_idle = not self.consumer or self.consumer.is_idle()
-        engine_idle = self._engine is None or not (self._engine_load.running or self._engine_load.waiting)
+        engine_idle = self._engine is None or not (self.engine_load.running or self.engine_load.waiting)
         return jobs_idle and landings_idle and engine_idle
 
     async def _keep_house(self) -> None:
@@ -206,13 +207,13 @@ class NodeAgent:
             self._engine_tasks.start("engine's cache events", partial(self._follow_engine_cache, pages.layout))
         else:  # it listened before it said Hello
             self._takes_requests()
-        self._publish_description()
+        self.publish_description()
 
     async def _await_http(self, url: str) -> None:
         await serves(url)  # `_end_silent_engine` says how long that may take
         self._takes_requests()
         log.info("engine serves node=%s url=%s", self.config.node_id, url)
-        self._publish_description()
+        self.publish_description()
 
     def _takes_requests(self) -> None:
         self._engine_serves = True
@@ -251,7 +252,13 @@ class NodeAgent:
             self.pages = pages
             if self.config.ssd_dir:
                 self.tasks.start("SSD tier", pages.open_ssd)
-            self.producer = Producer(pages, self.links, self.config.room_timeout_s, self._now)
+            self.producer = Producer(
+                pages,
+                self.links,
+                self.config.room_timeout_s,
+                self._now,
+                lambda: self.role.admit_leg(self.conversions.standing),
+            )
             self.consumer = Consumer(pages, self.links, self.config.lease_s, self._now)
             self.landings = self.role.landings(self.consumer)
             self.contexts = Contexts(pages, self._now)
@@ -276,7 +283,7 @@ class NodeAgent:
                 self.producer.end(message, engine)
                 self.landings.end(message, engine)
             case m.LoadReport():
-                self._engine_load = message
+                self.engine_load = message
                 self.events.publish(pb.NodeEvent(load=self.load()))
             case m.Hello():
                 raise AssertionError("Hello goes to on_hello")
@@ -297,8 +304,8 @@ class NodeAgent:
             self._engine_tasks.cancel()
             self._forget_engine_cache()
             self._alone_since = self._now()
-            self._engine_load = m.LoadReport(running=0, waiting=0, queued_tokens=0)
-            self._publish_description()
+            self.engine_load = m.LoadReport(running=0, waiting=0, queued_tokens=0)
+            self.publish_description()
 
     # For the control service
 
@@ -339,16 +346,17 @@ class NodeAgent:
         if self.draining:
             return pb.NODE_STATE_DRAINING
         if self._engine_serves:
-            return pb.NODE_STATE_READY
+            converting = self.conversions.standing.is_converting
+            return pb.NODE_STATE_CONVERTING if converting else pb.NODE_STATE_READY
         starting = self._engine is not None or self.pages is None
         return pb.NODE_STATE_STARTING if starting and not self.supervisor.gave_up else pb.NODE_STATE_ENGINE_DOWN
 
     def load(self) -> pb.Load:
         """Queues and links right now."""
         return pb.Load(
-            running=self._engine_load.running,
-            waiting=self._engine_load.waiting,
-            queued_tokens=self._engine_load.queued_tokens,
+            running=self.engine_load.running,
+            waiting=self.engine_load.waiting,
+            queued_tokens=self.engine_load.queued_tokens,
             sending=self.producer.sending if self.producer else 0,
             landing=self.consumer.landing if self.consumer else 0,
             egress_bytes_total=self.links.bytes_sent,
@@ -363,11 +371,12 @@ class NodeAgent:
             node_id=config.node_id,
             cluster=config.cluster,
             cluster_kind=config.cluster_kind,
-            role=config.role,
+            role=self.conversions.standing.role,
             state=self.state(),
             model_id=config.model_name,
             load=self.load(),
             boot_id=self.boot_id,
+            conversion=self.conversions.report(),
         )
         if hello:
             description.engine_pid = hello.engine_pid if self._engine else 0
@@ -395,7 +404,7 @@ class NodeAgent:
             event.snapshot.groups.extend(as_message(stored).stored for stored in self._engine_cache.snapshot())
         return event
 
-    def _publish_description(self) -> None:
+    def publish_description(self) -> None:
         self.events.publish(pb.NodeEvent(description=self.describe()))
 
 

@@ -52,6 +52,10 @@ class Child:
         """SIGTERM, if it still runs."""
         self._process.terminate()
 
+    def send(self, number: signal.Signals) -> None:
+        """A signal, if it still runs."""
+        self._process.send_signal(number)
+
     async def wait(self) -> int:
         """Its returncode, once it has ended."""
         if (status := self._process.poll()) is not None:

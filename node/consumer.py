@@ -52,6 +52,7 @@ class Incoming:
     state: LandingState = LandingState.RESERVED
     landing: Landing | None = None
     receiving: bool = False
+    prefix_only: bool = False  # no engine waits for it
     reusable: bool = True  # once it has landed: it is prefix cache, and so may be what is computed on top of it
     last_progress: int = 0
 
@@ -77,6 +78,7 @@ class Consumer:
         self._lease_s = lease_s
         self._now = now
         self.incoming: dict[str, Incoming] = {}  # by transfer id
+        self._decodes_beginning = 0
         self._committed: deque[str] = deque(maxlen=MAX_REMEMBERED)  # Commit may be asked again
         self.counts = ConsumerCounts()
 
@@ -84,6 +86,11 @@ class Consumer:
     def landing(self) -> int:
         """Transfers expected or arriving."""
         return sum(entry.receiving for entry in self.incoming.values())
+
+    @property
+    def expects_decodes(self) -> bool:
+        """Whether a reservation is for an engine that will decode, or one that waits for an SSD will be."""
+        return bool(self._decodes_beginning) or any(not entry.prefix_only for entry in self.incoming.values())
 
     def is_idle(self) -> bool:
         """Whether no reservation holds pages."""
@@ -107,7 +114,11 @@ class Consumer:
 
     async def reserve_settled(self, request: pb.ReserveRequest) -> tuple[str, bytes, Reservation]:
         """`reserve`, after an SSD has given back what it can; the pages may be written into. Raises NodeRefusal."""
-        await self._pages.bring_back_for_landing(request.block_hashes, request.num_tokens)
+        self._decodes_beginning += not request.prefix_only
+        try:
+            await self._pages.bring_back_for_landing(request.block_hashes, request.num_tokens)
+        finally:
+            self._decodes_beginning -= not request.prefix_only
         reserved = self.reserve(request)
         try:
             await self._pages.settled()
@@ -126,7 +137,15 @@ class Consumer:
             transfer_id, split_hashes(request.block_hashes), request.num_tokens, Purpose.LANDING
         )
         landed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        entry = Incoming(transfer_id, reservation, request.tokens_digest, self._now() + ttl_s, ttl_s, landed)
+        entry = Incoming(
+            transfer_id,
+            reservation,
+            request.tokens_digest,
+            self._now() + ttl_s,
+            ttl_s,
+            landed,
+            prefix_only=request.prefix_only,
+        )
         try:
             self._expect(entry, secret, exact=self._wants_exact(request.prefix_only))
         except BaseException:

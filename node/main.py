@@ -61,7 +61,8 @@ async def _run(config: NodeConfig, role: Role, read_again: Callable[[], NodeConf
         if not await _engine_came(agent, stop):
             return EXIT_ENGINE_FAILED
         if not stop.is_set():
-            print(f"node ready id={config.node_id} role={config.role} engine={agent.describe().engine_url}", flush=True)
+            about = agent.describe()
+            print(f"node ready id={about.node_id} role={about.role} engine={about.engine_url}", flush=True)
         status = await _serve_until_told(agent, stop)
         if not await agent.drain(config.drain_timeout_s):
             log.error("drain timed out node=%s", config.node_id)

@@ -48,6 +48,7 @@ class NodeCollector(Collector):
         ready = GaugeMetricFamily("prfaas_node_ready", "1 when the node takes requests")
         ready.add_metric([], float(description.state == pb.NODE_STATE_READY))
         yield ready
+        yield from _role(description.conversion, self._agent.conversions.counts)
         restarts = CounterMetricFamily("prfaas_engine_restarts", "Times the engine was started again")
         restarts.add_metric([], self._agent.supervisor.restarts)
         yield restarts
@@ -97,6 +98,16 @@ class NodeCollector(Collector):
             "cache",
             consumer.quantised,
         )
+
+
+def _role(conversion: pb.Conversion, ended: Mapping[str, int]) -> Iterator[Metric]:
+    role = GaugeMetricFamily("prfaas_node_role", "1 for what the node does", labels=["role"])
+    role.add_metric([conversion.role], 1.0)
+    yield role
+    epoch = GaugeMetricFamily("prfaas_node_role_epoch", "Of the newest command to change the role")
+    epoch.add_metric([], conversion.epoch)
+    yield epoch
+    yield _counter("prfaas_conversions", "Commands to change the role, by how they ended", "outcome", ended)
 
 
 def _security(config: NodeConfig) -> Iterator[Metric]:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from hybrid_cache import hashing
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 SSD_RETRY_S = 5.0
 SSD_SAVE_S = 10.0
 MEDIA = {Medium.MEMORY: pb.MEDIUM_MEMORY, Medium.SSD: pb.MEDIUM_SSD, Medium.ENGINE: pb.MEDIUM_ENGINE}
+
+PART_HASHES = 16_384  # of a long snapshot, in one message
 
 MAX_TOKENS = 1 << 24
 """Longer than any context; a length beyond it is a mistake, and must not make us build lists of its size."""
@@ -247,6 +249,20 @@ class Pages:
 def _close_unused(opening: "asyncio.Future[DiskTier]") -> None:
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close()
+
+
+def in_parts(snapshot: pb.NodeEvent) -> Iterator[pb.NodeEvent]:
+    """A snapshot as a short one and more of the same behind it: whoever takes in a long message does nothing else meanwhile."""
+    step = PART_HASHES * hashing.HASH_BYTES
+    if snapshot.ByteSize() < step:
+        yield snapshot
+        return
+    yield pb.NodeEvent(snapshot=pb.CacheSnapshot())
+    for stored in snapshot.snapshot.groups:
+        hashes = stored.hashes
+        for start in range(0, len(hashes), step):
+            part = pb.BlocksStored(group=stored.group, hashes=hashes[start : start + step], medium=stored.medium)
+            yield pb.NodeEvent(stored=part)
 
 
 def as_message(event: CacheEvent) -> pb.NodeEvent:

@@ -144,8 +144,18 @@ class ProducerCounts:
 class Producer:
     """All prefill jobs of a node."""
 
-    def __init__(self, pages: Pages, links: Links, room_timeout_s: float, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        pages: Pages,
+        links: Links,
+        room_timeout_s: float,
+        now: Callable[[], float],
+        admit_leg: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`admit_leg` raises NodeRefusal when the node takes no prefill for another one."""
         self._pages = pages
+        self._admit_leg = admit_leg
+        self._legs_beginning = 0
         self._links = links
         self._room_timeout_s = room_timeout_s
         self._now = now
@@ -166,6 +176,11 @@ class Producer:
         """Transfers on their way."""
         return sum(job.pushing for job in self._jobs.values()) + len(self._leaving) + len(self._prefixes)
 
+    @property
+    def has_legs(self) -> bool:
+        """Whether a prefill for another node is computed, or leaves, or waits for pages."""
+        return bool(self._legs_beginning or self._leaving) or any(job.kind == LEG for job in self._jobs.values())
+
     def is_idle(self) -> bool:
         """Whether nothing holds pages or waits for some."""
         return not (self._jobs or self._begins or self._leaving or self._prefixes)
@@ -182,14 +197,26 @@ class Producer:
         self._begins.start(key, lambda: self._begin(key, message, owner, reply), noting)
 
     async def _begin(self, key: JobKey, message: m.BeginPrefill, owner: object, reply: Reply) -> m.JobPages:
-        if message.ticket is not None:
-            self._check_ticket(message, message.ticket)
-        reservation = await self._reserve(message)
-        job = PrefillJob(message.job, owner, reservation, reply, self._now())
-        if message.ticket is not None:
-            self._open_push(job, message.ticket)
+        if message.ticket is None:
+            reservation = await self._reserve(message)
+            job = PrefillJob(message.job, owner, reservation, reply, self._now())
+        else:
+            job = await self._begin_leg(message, message.ticket, owner, reply)
         self._jobs[key] = job
-        return job_pages(message.job, reservation)
+        return job_pages(message.job, job.reservation)
+
+    async def _begin_leg(
+        self, message: m.BeginPrefill, ticket: m.TicketInfo, owner: object, reply: Reply
+    ) -> PrefillJob:
+        self._admit_leg()
+        self._check_ticket(message, ticket)
+        self._legs_beginning += 1
+        try:
+            job = PrefillJob(message.job, owner, await self._reserve(message), reply, self._now())
+        finally:
+            self._legs_beginning -= 1
+        self._open_push(job, ticket)
+        return job
 
     async def _reserve(self, message: m.BeginPrefill) -> Reservation:
         name, hashes = f"prefill-{next(self._ids)}", split_hashes(message.hashes)

@@ -1,4 +1,4 @@
-"""What a kind of cluster brings to the agent: which reservations it takes, and what its engines may do with what landed."""
+"""What a kind of cluster brings to the agent: which requests it takes, what engines do with what landed, who changes its role."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -8,10 +8,23 @@ from typing import Protocol
 from node.answers import Reply
 from node.config import NodeConfig
 from node.consumer import Consumer
+from node.producer import Producer
+from node.tasks import Tasks
 from transport.control import messages as m
 from transport.control.proto import node_pb2 as pb
 
-Admit = Callable[[NodeConfig, pb.ReserveRequest], None]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What a node does now. One that is converting does nothing new in either role."""
+
+    node_id: str
+    role: str
+    is_converting: bool = False
+
+
+Admit = Callable[[Standing, pb.ReserveRequest], None]
+AdmitLeg = Callable[[Standing], None]
 
 
 class Landings(Protocol):
@@ -26,10 +39,44 @@ class Landings(Protocol):
     def engine_gone(self, owner: object) -> None: ...
 
 
+class Convertible(Protocol):
+    """What a conversion sees of its node."""
+
+    config: NodeConfig
+    tasks: Tasks
+    producer: Producer | None
+    consumer: Consumer | None
+
+    engine_load: m.LoadReport
+
+    def state(self) -> pb.NodeState: ...
+    def describe(self) -> pb.NodeDescription: ...
+    def publish_description(self) -> None: ...
+
+
+class Conversions(Protocol):
+    """The role that a node holds, and its way to another one. `counts` are conversions by how they ended."""
+
+    counts: Counter[str]
+
+    @property
+    def standing(self) -> Standing: ...
+
+    async def convert(self, request: pb.ConvertRequest) -> pb.Conversion:
+        """Takes a command up. Raises NodeRefusal."""
+        ...
+
+    def report(self) -> pb.Conversion:
+        """The newest command, and how it stands."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """One kind of cluster. `admit` raises NodeRefusal for reservations that it does not take."""
+    """One kind of cluster. `admit` and `admit_leg` raise NodeRefusal for reservations and prefill legs that it does not take."""
 
     kind: str
     admit: Admit
+    admit_leg: AdmitLeg
     landings: Callable[[Consumer], Landings]
+    conversions: Callable[[Convertible, Callable[[], float]], Conversions]

@@ -12,7 +12,7 @@ from node.agent import NodeAgent
 from node.broadcast import WatcherTooSlow
 from node.contexts import as_message
 from node.errors import NodeRefusal
-from node.pages import split_hashes
+from node.pages import in_parts, split_hashes
 from transport.control.credentials import server_credentials
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
@@ -37,6 +37,9 @@ STATUS_OF_REFUSAL = {
     "no_route": grpc.StatusCode.UNAVAILABLE,
     "push_failed": grpc.StatusCode.UNAVAILABLE,
     "wrong_role": grpc.StatusCode.FAILED_PRECONDITION,
+    "converting": grpc.StatusCode.UNAVAILABLE,
+    "cannot_convert": grpc.StatusCode.FAILED_PRECONDITION,
+    "stale_epoch": grpc.StatusCode.FAILED_PRECONDITION,
     "layout_mismatch": grpc.StatusCode.FAILED_PRECONDITION,
 }
 
@@ -56,7 +59,7 @@ class NodeService(rpc.NodeAgentServicer):
 
     async def Reserve(self, request: pb.ReserveRequest, context: grpc.aio.ServicerContext) -> pb.Ticket:
         try:
-            self._agent.role.admit(self._agent.config, request)
+            self._agent.role.admit(self._agent.conversions.standing, request)
             consumer = self._agent.ready_consumer()
             transfer_id, secret, reservation = await consumer.reserve_settled(request)
         except NodeRefusal as exc:
@@ -109,8 +112,8 @@ class NodeService(rpc.NodeAgentServicer):
         seq = 0
         # Snapshot and subscription happen in one step of the loop, so no event is missed or seen twice.
         with self._agent.events.watch() as watcher:
-            first = [pb.NodeEvent(description=self._agent.describe()), self._agent.snapshot_event()]
-            for event in first:
+            first, snapshot = pb.NodeEvent(description=self._agent.describe()), self._agent.snapshot_event()
+            for event in (first, *in_parts(snapshot)):
                 event.seq = seq = seq + 1
                 yield event
             while True:
@@ -142,6 +145,12 @@ class NodeService(rpc.NodeAgentServicer):
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.Done:
         ended = await self._agent.drain(request.timeout_s or self._agent.config.drain_timeout_s)
         return pb.Done(ok=ended, reason="" if ended else "requests still run")
+
+    async def Convert(self, request: pb.ConvertRequest, context: grpc.aio.ServicerContext) -> pb.Conversion:
+        try:
+            return await self._agent.conversions.convert(request)
+        except NodeRefusal as exc:
+            await _refuse(context, exc)
 
 
 async def _refuse(context: grpc.aio.ServicerContext, refusal: NodeRefusal) -> NoReturn:

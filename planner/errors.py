@@ -4,6 +4,7 @@ PlannerError
 ├── NoReadyNode        routing: nothing can decode the request
 ├── InputError         a configuration, profile or trace names the field, the value and what would do
 │   └── OutsideProfile a length beyond the profiled points, without leave to extrapolate
+├── Refused            a change of the plan that cannot be made now
 └── Infeasible         no plan meets the constraints; says which one and the nearest change that would
 """
 
@@ -22,6 +23,10 @@ class InputError(PlannerError, ValueError):
 
 class OutsideProfile(InputError):
     """A length lies outside the profiled points."""
+
+
+class Refused(PlannerError):
+    """A change of the plan that cannot be made now; the message says why."""
 
 
 class Infeasible(PlannerError):

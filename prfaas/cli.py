@@ -1,4 +1,4 @@
-"""The command line: `prfaas demo|up|gateway|node|certificates|model`."""
+"""The command line: `prfaas demo|up|gateway|node|convert|certificates|model`."""
 
 import argparse
 import asyncio
@@ -14,7 +14,7 @@ from rich.console import Console
 
 import prfaas
 from node.command_line import add_node_arguments, config_from, split_engine_args
-from prfaas.errors import CertificateError, PrfaasError, TopologyError
+from prfaas.errors import CertificateError, ConversionError, PrfaasError, TopologyError
 from transport.control.settings import mapped
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.run(arguments)
     except PrfaasError as exc:
         print(f"prfaas {arguments.command}: {exc}", file=sys.stderr)
-        return EXIT_BAD_CONFIG if isinstance(exc, TopologyError | CertificateError) else EXIT_FAILED
+        return EXIT_BAD_CONFIG if isinstance(exc, TopologyError | CertificateError | ConversionError) else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return status
@@ -73,11 +73,16 @@ def _parser() -> argparse.ArgumentParser:
     gateway.add_argument(
         "-c", "--config", required=True, metavar="FILE.toml", help="configuration with a [gateway] table"
     )
+    gateway.add_argument(
+        "--workers", type=_within(1, 64), metavar="N", help="processes that answer on its port, instead of the file's"
+    )
     gateway.set_defaults(run=_gateway)
 
     node = commands.add_parser("node", help="run one node: agent and engine; what follows -- is the engine's own")
     add_node_arguments(node)
     node.set_defaults(run=_node)
+
+    _add_convert(commands.add_parser("convert", help="have a node of a PD cluster change its role, while it serves"))
 
     certificates = commands.add_parser(
         "certificates", help="make an authority of your own and certificates for nodes and gateways"
@@ -103,6 +108,24 @@ def _add_topology(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("node", metavar="NODE", help="its node_id, or host:port of its agent")
+    parser.add_argument("--to", required=True, choices=["prefill", "decode"], help="the role that it is to have")
+    parser.add_argument(
+        "-c", "--config", type=Path, default=STATE_DIR / "up" / "gateway.toml", metavar="FILE.toml",
+        help="a gateway's file, which says who else is there (default: that of `prfaas up`, %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--drain-timeout", type=_seconds, default=0.0, metavar="S",
+        help="after so long it stays what it was (default: the node's drain_timeout_s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--verify-timeout", type=_seconds, default=0.0, metavar="S", help="the same for its engine's answer (default: 30)"
+    )  # fmt: skip
+    parser.add_argument("--force", action="store_true", help="even the last ready node of its role in its cluster")
+    parser.set_defaults(run=_convert)
+
+
 def _add_model(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     build = actions.add_parser("build", help="write a seeded model with a byte-level tokenizer to a directory")
@@ -123,6 +146,16 @@ def _within(low: int, high: int) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 < value <= 86400.0:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds above 0, up to a day")
+    return value
 
 
 def _console() -> Console:
@@ -210,6 +243,8 @@ def run_until_done(main: Coroutine[Any, Any, bool], on_signal: Callable[[], None
 def _welcome(system: "System") -> list[str]:
     model, url = system.topology.model.served_name, system.api_url
     lines = ["", f"API      {url}/v1   (model {model!r})", f"metrics  {url}/metrics"]
+    if system.plan_url:
+        lines.append(f"plan     prfaas-plan show --url {system.plan_url}")
     lines += [f"         {node.metrics_url}/metrics   ({name})" for name, node in system.nodes.items()]
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 16}}'
     noise = [] if system.topology.model.path else ["No trained model answers: expect noise, not language."]
@@ -227,7 +262,8 @@ def _gateway(arguments: argparse.Namespace) -> int:
     _hear_no_hang_up()
     from gateway.cli import main as gateway_main
 
-    return gateway_main(["-c", arguments.config])
+    workers = [] if arguments.workers is None else ["--workers", str(arguments.workers)]
+    return gateway_main(["-c", arguments.config, *workers])
 
 
 def _node(arguments: argparse.Namespace) -> int:
@@ -246,6 +282,20 @@ def _node(arguments: argparse.Namespace) -> int:
     else:
         from pd_cluster.role import PD as role
     return run(config, role, lambda: config_from(arguments, arguments.engine_args))
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from planner.decisions.views import Role
+    from prfaas.convert import Wish, convert
+
+    wish = Wish(
+        node=arguments.node,
+        role=Role(arguments.to),
+        drain_timeout_s=arguments.drain_timeout,
+        verify_timeout_s=arguments.verify_timeout,
+        force=arguments.force,
+    )
+    return run_until_done(convert(wish, arguments.config, _telling(_console())))
 
 
 def _hear_no_hang_up() -> None:

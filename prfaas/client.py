@@ -2,7 +2,9 @@
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -13,7 +15,12 @@ STREAM_TIMEOUT_S = 300.0
 
 
 class RequestFailed(PrfaasError):
-    """The API answered with an error, or the stream broke off."""
+    """The API answered with an error, or the stream broke off. `status` is the answer's (0: there was none), `code` why."""
+
+    def __init__(self, message: str, status: int = 0, code: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
 
 
 @dataclass(slots=True)
@@ -34,17 +41,27 @@ class Completion:
         return int((self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
 
-async def complete(session: aiohttp.ClientSession, api_url: str, body: dict[str, Any], request_id: str) -> Completion:
+async def complete(
+    session: aiohttp.ClientSession,
+    api_url: str,
+    body: dict[str, Any],
+    request_id: str,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> Completion:
     """Streams one /v1/completions call to its end. Raises RequestFailed."""
     body = {**body, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
     started_at = time.monotonic()
     timeout = aiohttp.ClientTimeout(total=STREAM_TIMEOUT_S)
     try:
         async with session.post(
-            f"{api_url}/v1/completions", json=body, headers={"x-request-id": request_id}, timeout=timeout
+            f"{api_url}/v1/completions", json=body, headers={"x-request-id": request_id, **headers}, timeout=timeout
         ) as answer:
             if answer.status != 200:
-                raise RequestFailed(f"{request_id}: HTTP {answer.status}: {(await answer.text())[:300]}")
+                raise RequestFailed(
+                    f"{request_id}: HTTP {answer.status}: {(await answer.text())[:300]}",
+                    answer.status,
+                    answer.headers.get("x-prfaas-rejected", ""),
+                )
             result = Completion(request_id, answer.headers.get("x-prfaas-route", ""))
             async for line in answer.content:
                 if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":

@@ -3,6 +3,7 @@
 PrfaasError            printed without a traceback
 ├── TopologyError      the topology file is wrong: names the key, the value and what is allowed
 ├── CertificateError   certificates cannot be made there
+├── ConversionError    a node cannot be asked to change its role, or should not be
 └── StartError         a process did not come up, or a port is taken
 """
 
@@ -17,6 +18,10 @@ class TopologyError(PrfaasError):
 
 class CertificateError(PrfaasError):
     """The folder cannot be written, or what it holds is no authority."""
+
+
+class ConversionError(PrfaasError):
+    """Names the node and what speaks against it."""
 
 
 class StartError(PrfaasError):

@@ -1,9 +1,10 @@
-"""A running system: nodes, then the gateway, ended in reverse order."""
+"""A running system: nodes, a plan service if there is to be one, then the gateway; ended gateway first, nodes last."""
 
 import asyncio
 import dataclasses
 import fcntl
 import os
+import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -84,6 +85,8 @@ class System:
         self._report = report
         self.nodes: dict[str, Node] = {}
         self.gateway: Process | None = None
+        self.plan: Process | None = None
+        self.plan_url = ""
         self.api_url = ""
         self._lock: RunLock | None = None
 
@@ -113,6 +116,8 @@ class System:
                     group.create_task(self.start_node(config))
         except* StartError as failures:
             raise failures.exceptions[0] from None
+        if self.topology.plan is not None:
+            await self.start_plan()
         await self.start_gateway()
         await self.wait_ready(len(self.nodes))
 
@@ -150,6 +155,7 @@ class System:
         table: dict[str, Any] = {
             "tokenizer_dir": str(self.topology.tokenizer_dir),
             "served_model": self.topology.model.served_name,
+            **self._followed_plan(),
             **self.topology.gateway,
             "nodes": [_agent(node) for node in self.nodes.values()],
         }
@@ -159,7 +165,45 @@ class System:
         await self.gateway.start()
         self.api_url = (await self.gateway.line("gateway ready ", GATEWAY_START_S))["url"]
         self._report(f"  {'gateway':<10} {self.api_url}")
+        self._tell_plan()
         return self.gateway
+
+    def _followed_plan(self) -> Mapping[str, Any]:
+        """What a gateway's file says of the plan service, if there is one."""
+        if self.topology.plan is None:
+            return {}
+        plan = {"url": self.plan_url, "plan_file": str(self._run_dir.absolute() / "followed-plan.json")}
+        return {"plan": plan | {key: self.topology.plan[key] for key in ("token_file",) if key in self.topology.plan}}
+
+    async def start_plan(self) -> Process:
+        """Starts the plan service; it hears of the gateway when there is one. Raises StartError."""
+        path = self._write_plan()
+        self.plan = Process("plan", ["-m", "planner", "serve", "-c", str(path)], self._run_dir / "plan.log")
+        await self.plan.start()
+        self.plan_url = (await self.plan.line("plan service ready ", GATEWAY_START_S))["url"]
+        self._report(f"  {'plan':<10} {self.plan_url}")
+        return self.plan
+
+    def _write_plan(self) -> Path:
+        assert self.topology.plan is not None
+        table = {"state_dir": str(self._run_dir.absolute() / "plan"), **self.topology.plan}
+        if self.plan_url:
+            table["port"] = _port_of(self.plan_url)
+        if self.api_url:
+            table["gateways"] = [self._operators_url()]
+        path = self._run_dir / "plan.toml"
+        path.write_text(dump_toml({"plan": table}))
+        return path
+
+    def _tell_plan(self) -> None:
+        """Has the plan service read where the gateway is."""
+        if self.plan is not None and self.plan.returncode is None:
+            self._write_plan()
+            os.kill(self.plan.pid, signal.SIGHUP)
+
+    def _operators_url(self) -> str:
+        port = self.topology.gateway.get("metrics_port", 0)
+        return f"{self.api_url.rpartition(':')[0]}:{port}" if port else self.api_url
 
     async def watch(self) -> None:
         """Starts again, at its old addresses, what ends by itself; until cancelled. Raises StartError when it is in vain."""
@@ -169,6 +213,8 @@ class System:
                 for node in self.nodes.values():
                     group.create_task(self._keep_up(node.process, partial(self._node_again, node)))
                 group.create_task(self._keep_up(self.gateway, self._gateway_again))
+                if self.plan is not None:
+                    group.create_task(self._keep_up(self.plan, self._plan_again))
         except* StartError as failures:
             raise failures.exceptions[0] from None
 
@@ -196,6 +242,14 @@ class System:
                 await self.gateway.stop(STOP_S)
             raise
 
+    async def _plan_again(self) -> Process:
+        try:
+            return await self.start_plan()
+        except (StartError, OSError):
+            if self.plan is not None:
+                await self.plan.stop(STOP_S)
+            raise
+
     async def wait_ready(self, num_nodes: int) -> None:
         """Waits until the gateway sees `num_nodes` nodes ready. Raises StartError."""
         async with aiohttp.ClientSession() as session:
@@ -218,6 +272,8 @@ class System:
         """Gateway first, so that running streams can finish; then all nodes at once."""
         if self.gateway is not None:
             await self.gateway.stop(STOP_S)
+        if self.plan is not None:
+            await self.plan.stop(STOP_S)
         await asyncio.gather(*(node.process.stop(node.config.drain_timeout_s + STOP_S) for node in self.nodes.values()))
         if self._lock is not None:
             self._lock.close()

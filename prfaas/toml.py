@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from math import isfinite
 from typing import Any
 
 
@@ -33,6 +34,8 @@ def _key(key: str) -> str:
 
 def _value(value: Any) -> str:
     # JSON's strings, numbers and booleans are TOML's; \/ and surrogates are not produced by json.dumps here.
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)  # inf and nan, as TOML has them, too
     if isinstance(value, (str, bool, int, float)):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, (list, tuple)):

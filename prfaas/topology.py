@@ -11,6 +11,9 @@ port = 8000
 [node]                        # what all nodes have in common, as in a node's own file
 cache_bytes = 268435456
 
+[plan]                        # a plan service, as in a file of its own; what the tables here say is filled in
+mode = "advisory"
+
 [[clusters]]
 name = "east"
 kind = "prfaas"
@@ -25,6 +28,7 @@ from typing import Any
 from engine.model.tiny import ARCHITECTURES
 from gateway.config import GatewayConfig
 from node.config import IDENTITY_KEYS, NodeConfig
+from planner.service.config import ServiceConfig
 from prfaas.certificates import GATEWAY_NAME, paths
 from prfaas.errors import TopologyError
 from prfaas.standin import Scale, stand_in_file
@@ -113,6 +117,7 @@ class _Document:
     links: tuple[LinkTable, ...] = ()
     gateway: Mapping[str, Any] = field(default_factory=dict)
     node: Mapping[str, Any] = field(default_factory=dict)
+    plan: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +128,7 @@ class Topology:
     gateway: Mapping[str, Any]
     nodes: tuple[NodeConfig, ...]
     tokenizer_dir: Path
+    plan: Mapping[str, Any] | None = None  # of the plan service, None: there is none
     certificates: Path | None = None  # where certificates are to be made; None: none are needed, or there are some
 
     def replace_gateway(self, **values: Any) -> "Topology":
@@ -133,7 +139,7 @@ class Topology:
 def load_topology(path: Path, state_dir: Path) -> Topology:
     """Reads and checks a file. Raises TopologyError that names the key, the value and what is allowed."""
     with in_file(path, TopologyError):
-        return _parse(_relative_to(path.parent, read_toml(path)), state_dir)
+        return _parse(_relative_to(path.parent.absolute(), read_toml(path)), state_dir)
 
 
 def _relative_to(directory: Path, document: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +152,7 @@ def _with_paths(table: Any, directory: Path) -> Any:
         return table
     paths = {
         key: str(directory / table[key])
-        for key in ("path", "profile", *IDENTITY_KEYS)
+        for key in ("path", "profile", "token_file", *IDENTITY_KEYS)
         if isinstance(table.get(key), str)
     }
     return {**table, **paths}
@@ -187,6 +193,7 @@ def _parse(table: Mapping[str, Any], state_dir: Path) -> Topology:
         gateway=gateway,
         nodes=nodes,
         tokenizer_dir=model.directory(state_dir),
+        plan=_plan(document.plan, document) if document.plan is not None else None,
         certificates=certificates,
     )
 
@@ -203,6 +210,31 @@ def _model_of(
             raise SettingsError(f"engine = {table['engine']!r}: a profile can only be emulated")
         return {"engine": "emulated", "model": str(stand_in_file(directory, cluster.hardware))}
     return {"model": model.arch if table.get("engine") == "emulated" and model.arch else str(directory)}
+
+
+def _plan(table: Mapping[str, Any], document: _Document) -> Mapping[str, Any]:
+    """What the plan service's own file would say but for its gateways and its folder."""
+    model, hardware = document.model, {cluster.kind: cluster.hardware for cluster in reversed(document.clusters)}
+    homes = [cluster.name for cluster in document.clusters if cluster.kind == "pd"]
+    known = {
+        "profile": model.profile,
+        "pd_hardware": hardware.get("pd", ""),
+        "prfaas_hardware": hardware.get("prfaas", ""),
+        "egress_gbps": sum(link.capacity_gbps for link in document.links if link.destination in homes),
+        "time_scale": model.time_scale,
+        "token_scale": model.token_scale,
+        "byte_scale": model.byte_scale,
+    }
+    filled = {**{name: value for name, value in known.items() if value}, **table}
+    if "profile" not in filled:
+        raise SettingsError(
+            "[plan]: profile is missing: a plan is made from a model's times, and [model] names no profile"
+        )
+    try:
+        build(ServiceConfig, {"state_dir": ".", **filled}, "[plan]")
+    except ValueError as exc:
+        raise SettingsError(str(exc)) from exc
+    return filled
 
 
 def _check_links(document: _Document) -> None:

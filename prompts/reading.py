@@ -31,11 +31,16 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def chat_tokens(chat: Chat, tokenizer: TextTokenizer) -> TokenArray:
-    """The tokens of a rendered chat, which spells its special tokens out itself. Raises BadPrompt."""
+def check_kwargs(chat: Chat) -> None:
+    """Raises BadPrompt for a variable of the template that is not the client's to set."""
     for name in sorted(RESERVED_KWARGS.intersection(chat.chat_template_kwargs or ())):
         param = f"chat_template_kwargs.{name}"
         raise BadPrompt(f"'{param}' cannot be set; is there a field of the request?", param=param, code="unsupported")
+
+
+def chat_tokens(chat: Chat, tokenizer: TextTokenizer, tenant: bytes = b"") -> TokenArray:
+    """The tokens of a rendered chat, which spells its special tokens out itself. Raises BadPrompt."""
+    check_kwargs(chat)
     text = tokenizer.render(
         plain_messages(chat.messages),
         tools=chat.tools,
@@ -44,16 +49,18 @@ def chat_tokens(chat: Chat, tokenizer: TextTokenizer) -> TokenArray:
         continue_final_message=bool(chat.continue_final_message),
         kwargs=chat.chat_template_kwargs,
     )
-    return tokenizer.encode(text) if chat.add_special_tokens else tokenizer.encode_rendered(text)
+    return tokenizer.encode(text) if chat.add_special_tokens else tokenizer.encode_rendered(text, tenant)
 
 
-def completion_tokens(prompt: Any, tokenizer: TextTokenizer, *, add_special_tokens: bool | None = None) -> TokenArray:
+def completion_tokens(
+    prompt: Any, tokenizer: TextTokenizer, *, add_special_tokens: bool | None = None, tenant: bytes = b""
+) -> TokenArray:
     """The tokens of one plain prompt, a text or token ids. Raises BadPrompt."""
     # A list of one prompt is that prompt; more would be several answers.
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return tokenizer.encode_rendered(prompt) if add_special_tokens is False else tokenizer.encode(prompt)
+        return tokenizer.encode_rendered(prompt, tenant) if add_special_tokens is False else tokenizer.encode(prompt)
     if not isinstance(prompt, list) or not {int}.issuperset(map(type, prompt)):
         raise _invalid("prompt", "expected one string or one list of token ids")
     try:

@@ -12,10 +12,8 @@ whole text.
 import json
 import re
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
 from os.path import commonprefix
-from threading import Lock
 from typing import Any, Final
 
 import numpy as np
@@ -24,7 +22,6 @@ from tokenizers import Tokenizer
 
 TokenArray = NDArray[np.uint32]
 
-MAX_CACHED_TOKENS: Final = 8_000_000  # of segments; 4 bytes each
 # Steps of a tokenizer that treat a text the same wherever it stands. (Metaspace and a prepending normaliser do not.)
 POSITION_FREE: Final = frozenset(
     {
@@ -39,41 +36,6 @@ POSITION_FREE: Final = frozenset(
     }
     | {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer"}
 )
-
-
-class SegmentCache:
-    """Tokens of text segments seen before, least recently used first out. Shared by worker threads."""
-
-    def __init__(self, max_tokens: int = MAX_CACHED_TOKENS) -> None:
-        self.max_tokens = max_tokens
-        self.held_tokens = 0
-        self.misses = 0
-        self._segments: OrderedDict[bytes, TokenArray] = OrderedDict()
-        self._lock = Lock()
-
-    def __len__(self) -> int:
-        return len(self._segments)
-
-    def get(self, key: bytes) -> TokenArray | None:
-        with self._lock:
-            found = self._segments.get(key)
-            if found is None:
-                self.misses += 1
-                return None
-            self._segments.move_to_end(key)
-            return found
-
-    def put(self, key: bytes, tokens: TokenArray) -> None:
-        if len(tokens) > self.max_tokens:
-            return
-        with self._lock:
-            if key in self._segments:
-                return
-            self._segments[key] = tokens
-            self.held_tokens += len(tokens)
-            while self.held_tokens > self.max_tokens:
-                _, evicted = self._segments.popitem(last=False)
-                self.held_tokens -= len(evicted)
 
 
 def cut_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:

@@ -18,6 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from prompts.appending import NEW, START, NotAppending, Parts, in_parts, split
 from prompts.errors import TemplateError
 
 Message = dict[str, Any]
@@ -67,6 +68,14 @@ class ChatTemplate:
         environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = lambda form: clock().strftime(form)
         self._compiled = environment.from_string(source)
+        self._in_parts: jinja2.Template | None = None
+        self.not_appending = ""
+        try:
+            self._in_parts = in_parts(environment, source)
+        except NotAppending as reason:
+            self.not_appending = str(reason)
+        except TEMPLATE_ERRORS:
+            self.not_appending = "unknown_form"
 
     def render(
         self,
@@ -81,16 +90,37 @@ class ChatTemplate:
         """The prompt text. Raises TemplateError when the template refuses."""
         if continue_final_message:
             messages = _marked(messages)
-        variables = {**self.special_tokens, **(kwargs or {})}
-        variables.update(
-            messages=messages, tools=tools, documents=documents, add_generation_prompt=add_generation_prompt
-        )
+        given = {"messages": messages, "tools": tools, "documents": documents}
+        text = self._render(self._compiled, given | {"add_generation_prompt": add_generation_prompt}, kwargs)
+        return _cut_at_mark(text) if continue_final_message else text
+
+    def render_from(
+        self,
+        start: int,
+        first: Message,
+        new: Sequence[Message],
+        *,
+        tools: list[Any] | None,
+        documents: list[Any] | None,
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Any] | None,
+    ) -> Parts | None:
+        """The prompt text in parts, of its messages only `new`, those from number `start` on; `first` is the first of all.
+
+        None where the parts cannot be told apart. Only for a template that is appending. Raises TemplateError.
+        """
+        assert self._in_parts is not None, self.not_appending
+        given = {"messages": [first], NEW: new, START: start, "tools": tools, "documents": documents}
+        return split(self._render(self._in_parts, given | {"add_generation_prompt": add_generation_prompt}, kwargs))
+
+    def _render(self, template: jinja2.Template, given: Mapping[str, Any], kwargs: Mapping[str, Any] | None) -> str:
         try:
-            text = self._compiled.render(variables)
-            text.encode()  # half a surrogate pair is no text
+            text = template.render({**self.special_tokens, **(kwargs or {}), **given})
+            if not text.isascii():
+                text.encode()  # half a surrogate pair is no text
         except TEMPLATE_ERRORS as error:
             raise TemplateError(str(error) or type(error).__name__) from error
-        return _cut_at_mark(text) if continue_final_message else text
+        return text
 
 
 def _marked(messages: Sequence[Message]) -> list[Message]:

@@ -11,8 +11,10 @@ import numpy as np
 from tokenizers import Tokenizer
 from xxhash import xxh3_128_digest
 
+from prompts.appending import Parts
 from prompts.errors import BadPrompt, TokenizerUnreadable
-from prompts.segments import SegmentCache, TokenArray, cut_after, cut_pattern, cuts_are_exact, token_array
+from prompts.fair_cache import FairCache
+from prompts.segments import TokenArray, cut_after, cut_pattern, cuts_are_exact, token_array
 from prompts.template import ChatTemplate, Message
 
 MIN_CACHED_CHARS: Final = 64  # a shorter segment costs less to tokenise than to remember
@@ -32,6 +34,7 @@ class Blueprint(msgspec.Struct, frozen=True, kw_only=True):
 class TextTokenizer:
     """A model directory's tokenizer and chat template, without transformers. Thread-safe.
 
+    Texts seen before are not tokenised again: their tokens are in `cache`, each tenant's own.
     `eos_token_ids` are what ends an answer: the tokenizer's EOS and those that the generation config adds (end of turn, say).
     """
 
@@ -42,7 +45,7 @@ class TextTokenizer:
         *,
         tool_template: ChatTemplate | None = None,
         eos_token_ids: Sequence[int] = (),
-        cache: SegmentCache | None = None,
+        cache: FairCache | None = None,
     ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -50,11 +53,13 @@ class TextTokenizer:
         self._template = template
         self._tool_template = tool_template or template
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
-        self.cache = SegmentCache() if cache is None else cache
+        self.cache = FairCache() if cache is None else cache
         self.max_token_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self._cut = cut_pattern(tokenizer)
         if self._cut is not None and not cuts_are_exact(tokenizer, self._cut):
             self._cut = None
+        contents = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+        self._longest_cut = max(map(len, contents), default=0)
 
     @classmethod
     def load(cls, directory: Path) -> Self:
@@ -121,18 +126,41 @@ class TextTokenizer:
         """Tokens of a plain prompt; the tokenizer's own rules say whether a BOS comes first."""
         return self._encode_whole(text, add_special_tokens=True)
 
-    def encode_rendered(self, text: str) -> TokenArray:
+    def encode_rendered(self, text: str, tenant: bytes = b"") -> TokenArray:
         """Tokens of a rendered chat, which spells its special tokens out itself."""
         if self._cut is None:
             return self._encode_whole(text, add_special_tokens=False)
-        return self._encode_segments(cut_after(self._cut, text))
+        return self._encode_segments(cut_after(self._cut, text), tenant)
+
+    def lasting_cut(self, text: str) -> int:
+        """The last place at which `text` may be cut whatever follows it; 0: none."""
+        place = 0
+        for match in self._cut.finditer(text) if self._cut is not None else ():
+            if match.start() + self._longest_cut > len(text):  # with more text, a longer one might be found here
+                break
+            place = match.end()
+        return place
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, **options: Any) -> str:
         """The prompt text of a chat. Raises BadPrompt."""
-        template = self._tool_template if tools else self._template
+        return self._template_for(bool(tools)).render(messages, tools=tools, **options)
+
+    def render_from(
+        self, start: int, first: Message, new: Sequence[Message], tools: list[Any] | None = None, **options: Any
+    ) -> Parts | None:
+        """The same in parts, of messages only the text of `new`, from number `start` on. Raises BadPrompt."""
+        return self._template_for(bool(tools)).render_from(start, first, new, tools=tools, **options)
+
+    def not_appending(self, has_tools: bool) -> str:
+        """Why the text of a longer conversation may be another from its beginning on; "": it is not."""
+        template = self._tool_template if has_tools else self._template
+        return "missing" if template is None else template.not_appending
+
+    def _template_for(self, has_tools: bool) -> ChatTemplate:
+        template = self._tool_template if has_tools else self._template
         if template is None:
             raise BadPrompt("This model has no chat template; use /v1/completions.", param="messages")
-        return template.render(messages, tools=tools, **options)
+        return template
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of an answer: special tokens are left out."""
@@ -147,7 +175,7 @@ class TextTokenizer:
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return token_array(encoding.ids)
 
-    def _encode_segments(self, segments: Sequence[str]) -> TokenArray:
+    def _encode_segments(self, segments: Sequence[str], tenant: bytes) -> TokenArray:
         parts: list[TokenArray] = []
         short = ""  # what lies between segments worth remembering is tokenised together
         # One call after the other: a batch of several wakes a pool of threads, which wait for more by spinning.
@@ -158,18 +186,18 @@ class TextTokenizer:
             if short:
                 parts.append(self._encode_whole(short, add_special_tokens=False))
                 short = ""
-            parts.append(self._encode_segment(segment))
+            parts.append(self._encode_segment(segment, tenant))
         if short or not parts:
             parts.append(self._encode_whole(short, add_special_tokens=False))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _encode_segment(self, segment: str) -> TokenArray:
+    def _encode_segment(self, segment: str, tenant: bytes) -> TokenArray:
         key = xxh3_128_digest(segment.encode())
-        tokens = self.cache.get(key)
-        if tokens is None:
-            tokens = self._encode_whole(segment, add_special_tokens=False)
-            self.cache.put(key, tokens)
-        return tokens
+        found: TokenArray | None = self.cache.get(tenant, key)
+        if found is None:
+            found = self._encode_whole(segment, add_special_tokens=False)
+            self.cache.put(tenant, key, found, found.nbytes)
+        return found
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:

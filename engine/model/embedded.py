@@ -4,9 +4,11 @@
                                                                    at a snapshot length: states -> pages, StateDone
 
 Prefill never computes logits; the last token of a prompt goes through `decode`, on whichever node samples. In fp32 the
-split into chunks moves logits by some 5e-6.
+split into chunks moves logits by some 5e-6. Who else is decoded in the same step moves nothing: that is tried with every model
+that is loaded, and a model that fails decodes one sequence at a time.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,10 +24,16 @@ from engine.identity import DigestMemory, model_files, model_identity
 from engine.model.kv_layers import SequenceCache
 from engine.model.layout_of import layout_of, probe
 from engine.model.marks import Marks
+from engine.model.together import BatchCache, run_latent_attention_by_sequence, together
 from engine.pages import JobKV
 from hybrid_cache.layout import ModelLayout
 
+log = logging.getLogger(__name__)
+
 DEFAULT_CONTEXT_TOKENS: Final = 32768
+
+PROOF_LENGTHS: Final = (2, 3, 5)  # of the sequences that show whether a model decodes in batches
+PROOF_TOKENS: Final = (1, 2)
 
 # Options of a model's forward. Without fused kernels KDA materialises masks of chunk × chunk × head_dim per chunk: chunks of
 # 16 instead of 64 make prefill 2.7 times as fast on a CPU and move logits by 3e-6.
@@ -42,6 +50,7 @@ class EmbeddedSequence:
         self.marks: Marks | None = None
         self._job: JobKV | None = None
         self._chunk_stop = 0
+        self._may_stop = False
         self._stored_states: set[int] = set()
 
     @property
@@ -49,14 +58,19 @@ class EmbeddedSequence:
         return self.marks.num_tokens if self.marks is not None else 0
 
     def begin_chunk(self, stop: int, job: JobKV | None) -> None:
-        self._job, self._chunk_stop = job, stop
+        self._job, self._chunk_stop, self._may_stop = job, stop, True
         self._stored_states.clear()
+
+    def begin_step(self) -> None:
+        """Of decoding: made together with others, and not left in the middle."""
+        self._job, self._chunk_stop, self._may_stop = None, self.num_tokens + 1, False
 
     def end_chunk(self) -> None:
         # Pure convolution layers, and models that skip the update call for one token, are final only now.
-        for number in self.cache.linear_layers():
-            if number not in self._stored_states:
-                self._on_state(number)
+        if self._job is not None:
+            for number in self.cache.linear_layers():
+                if number not in self._stored_states:
+                    self._on_state(number)
         self.num_tokens = self._chunk_stop
         self._job = None
         if self.marks is not None:
@@ -80,7 +94,7 @@ class EmbeddedSequence:
 
     def _check_cancelled(self) -> None:
         # Layers are where a running chunk can be left: exceptions pass through the model's forward.
-        if self.cancelled:
+        if self.cancelled and self._may_stop:
             raise PrefillAborted
 
 
@@ -95,6 +109,10 @@ class EmbeddedEngine:
         self.layout: Final[ModelLayout] = layout_of(self._probe, identity, dtype, block_size)
         self.max_model_len: Final = _context_tokens(model.config, max_model_len)
         self.vocab_size: Final = int(model.config.get_text_config(decoder=True).vocab_size)
+        run_latent_attention_by_sequence(model)
+        self.alone_because: Final = self._why_alone()
+        if self.alone_because:
+            log.warning("sequences decode one at a time: %s", self.alone_because)
 
     @classmethod
     def load_directory(
@@ -141,11 +159,54 @@ class EmbeddedEngine:
         self._forward(sequence, tokens)
         sequence.end_chunk()
 
-    def decode(self, sequence: EmbeddedSequence, token: int) -> Logits:
-        sequence.begin_chunk(sequence.num_tokens + 1, None)
+    def decode(self, sequences: Sequence[EmbeddedSequence], tokens: Sequence[int]) -> Sequence[Logits]:
+        if len(sequences) == 1 or self.alone_because or not all(sequence.num_tokens for sequence in sequences):
+            return [self._decode_alone(*each) for each in zip(sequences, tokens, strict=True)]
+        return self._decode_together(sequences, tokens)
+
+    def _decode_alone(self, sequence: EmbeddedSequence, token: int) -> Logits:
+        sequence.begin_step()
         logits = self._forward(sequence, [token])
         sequence.end_chunk()
         return logits[0, -1].float().numpy()
+
+    def _decode_together(self, sequences: Sequence[EmbeddedSequence], tokens: Sequence[int]) -> Sequence[Logits]:
+        for sequence in sequences:
+            sequence.begin_step()
+        with torch.inference_mode():
+            ids = torch.tensor([[token] for token in tokens], dtype=torch.long)
+            positions = torch.tensor([[sequence.num_tokens] for sequence in sequences], dtype=torch.long)
+            cache = BatchCache([sequence.cache for sequence in sequences])
+            with together(self.model, len(sequences)):
+                output = self.model(
+                    input_ids=ids,
+                    position_ids=positions,
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                    **self._options,
+                )
+        for sequence in sequences:
+            sequence.end_chunk()
+        return list(output.logits[:, -1].float().numpy())
+
+    def _why_alone(self) -> str | None:
+        """What speaks against decoding sequences together: this model, on this machine, is asked."""
+        try:
+            alone, batch = ([self._primed(length) for length in PROOF_LENGTHS] for _ in range(2))
+            for token in PROOF_TOKENS:
+                tokens = [token] * len(batch)
+                expected = [self._decode_alone(sequence, token) for sequence in alone]
+                if not np.array_equal(expected, self._decode_together(batch, tokens)):
+                    return "logits would depend on the batch"
+        except Exception as exc:  # whatever a model's code raises that has another idea of its cache
+            return f"{type(exc).__name__}: {exc}"
+        return None
+
+    def _primed(self, length: int) -> EmbeddedSequence:
+        sequence = self.new_sequence(length)
+        self.prefill(sequence, [index % self.vocab_size for index in range(length)], None)
+        return sequence
 
     def begin_answer(self, sequence: EmbeddedSequence) -> None:
         sequence.marks = Marks(sequence.cache, self.layout, sequence.num_tokens)

@@ -134,8 +134,13 @@ class EmulatedEngine:
             if kv is not None:
                 self._store(kv, layer, start, digests)
 
-    def decode(self, sequence: EmulatedSequence, token: int) -> Logits:
-        self._wait(sequence, self._times.decode_step_s)
+    def decode(self, sequences: Sequence[EmulatedSequence], tokens: Sequence[int]) -> Sequence[Logits]:
+        """One step, however many there are."""
+        if self._times.decode_step_s > 0:
+            self._sleep(self._times.decode_step_s)
+        return [self._decoded(*each) for each in zip(sequences, tokens, strict=True)]
+
+    def _decoded(self, sequence: EmulatedSequence, token: int) -> Logits:
         sequence.append([token])
         if sequence.answering and not sequence.num_tokens % self.layout.block_size:
             sequence.marked_tokens = sequence.num_tokens

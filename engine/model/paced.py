@@ -61,8 +61,9 @@ class PacedScheduler(Scheduler):
         self._admit()
         self._take_landings(now)
         self._compute(now)
-        for work in self._batch.due(now):
-            self._guarded(self._decode_one, work)
+        due = self._batch.due(now)
+        self._decode(due)
+        for work in due:
             if work in self._decoding:
                 self._batch.go_on(work, self._stand_in.steps_per_token)
         self._let_go(now)

@@ -1,6 +1,6 @@
-"""Decides what the model computes next: at most one prefill chunk, then one decode step of every running sequence.
+"""Decides what the model computes next: at most one prefill chunk, then one decode step of all running sequences.
 
-    round   | prefill chunk of one sequence | decode a | decode b | ... | a piece of a finished answer to its pages |
+    round   | prefill chunk of one sequence | decode a, b, c, ... | a piece of a finished answer to its pages |
 
 So a long prompt slows running streams by one chunk per token and no more. Among prompts the one with the least left to
 compute goes first, but every chunk that others were given counts as a chunk less: nobody waits for ever.
@@ -12,9 +12,10 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
-from engine.base import Engine
+from engine.base import Engine, Logits
 from engine.errors import EngineError, PagesInvalid, PrefillAborted, TransferError
 from engine.model.sampling import Sampled, Sampler, SamplingParams
 from engine.pages import JobKV
@@ -182,9 +183,7 @@ class Scheduler:
         self._admit()
         if self._prefilling:
             self._guarded(self._prefill_some, self._next_prefill())
-        for work in list(self._decoding):
-            if not work.aborted:
-                self._guarded(self._decode_one, work)
+        self._decode(list(self._decoding))
         self._keep_some()
 
     def fail_all(self, error: EngineError) -> None:
@@ -213,13 +212,15 @@ class Scheduler:
             action(work)
         except PrefillAborted:
             self._forget(work)
-        except EngineError as exc:
-            self._forget(work)
-            work.emit(Failed(exc))
         except Exception as exc:
-            log.exception("request %s failed in the model", work.id)
-            self._forget(work)
-            work.emit(Failed(EngineError(f"the model failed: {type(exc).__name__}: {exc}")))
+            self._fail(work, exc)
+
+    def _fail(self, work: Work, error: Exception) -> None:
+        if not isinstance(error, EngineError):
+            log.error("request %s failed in the model", work.id, exc_info=error)
+            error = EngineError(f"the model failed: {type(error).__name__}: {error}")
+        self._forget(work)
+        work.emit(Failed(error))
 
     def _forget(self, work: Work) -> None:
         for queue in (self._prefilling, self._decoding):
@@ -291,10 +292,25 @@ class Scheduler:
             params, end_tokens, Sampler(params, end_tokens), OutputText(self._tokenizer, params.stop), last_token
         )
 
-    def _decode_one(self, work: Work) -> None:
-        output = work.output
-        assert output is not None
-        logits = self._engine.decode(work.sequence, output.last_token)
+    def _decode(self, works: Sequence[Work]) -> None:
+        """One step of all. Who is aborted meanwhile gets no token of it; who has an error has it alone, but for the model's."""
+        works = [work for work in works if not work.aborted]
+        if not works:
+            return
+        try:
+            all_logits = self._engine.decode(
+                [work.sequence for work in works], [_output(work).last_token for work in works]
+            )
+        except Exception as exc:
+            for work in works:
+                self._fail(work, exc)
+            return
+        for work, logits in zip(works, all_logits, strict=True):
+            if not work.aborted:
+                self._guarded(partial(self._take_token, logits), work)
+
+    def _take_token(self, logits: Logits, work: Work) -> None:
+        output = _output(work)
         sampled = output.sampler.sample(logits, work.sequence.num_tokens)
         output.last_token = sampled.token
         output.count += 1
@@ -335,3 +351,8 @@ class Scheduler:
             return "stop"
         full = output.count >= output.params.max_tokens or total_tokens >= self._engine.max_model_len
         return "length" if full else None
+
+
+def _output(work: Work) -> _Output:
+    assert work.output is not None
+    return work.output

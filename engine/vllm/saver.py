@@ -49,6 +49,8 @@ class Saver:
 
     def wait(self) -> int:
         """Ends with the last copy of this step, or gives up what is not there in time; returns how many jobs."""
+        if not self._pending:
+            return 0
         late = wait(self._pending, self._timeout_s).not_done
         jobs = sorted({self._pending[future] for future in late})
         self._late = self._late | {future: self._pending[future] for future in late if not future.cancel()}

@@ -36,6 +36,7 @@ DELIVERY_WAIT_S: Final = 3600.0  # a push that makes no progress fails long befo
 IDLE_WAIT_S: Final = 0.002  # the most that a new request is kept waiting by those that cannot go on
 MAX_REST_S: Final = 5.0  # without a step of vLLM, should anything but agent, requests and deadlines need one
 REPORT_INTERVAL_S: Final = 0.05
+REPEAT_INTERVAL_S: Final = 1.0  # of an unchanged load: waking the agent's thread costs more than all else in a step
 
 
 class SchedulerSide:
@@ -66,6 +67,8 @@ class SchedulerSide:
         self._loads: list[Load] = []
         self._counts = HandoverCounts()
         self._reported_s = float("-inf")
+        self._said: tuple[int, int, int] | None = None
+        self._said_s = float("-inf")
 
     # A request's life, in the order in which vLLM calls
 
@@ -425,7 +428,10 @@ class SchedulerSide:
                 self._fail(handover, "delivery_timeout")
         running = sum(request_id in self._requests for request_id in scheduled) + len(held)
         queued = sum(max(0, r.num_prompt_tokens - r.num_computed_tokens) for r in self._requests.values())
-        self._agent.report_load(running, max(0, len(self._requests) - running), queued)
+        load = (running, max(0, len(self._requests) - running), queued)
+        if load != self._said or now - self._said_s >= REPEAT_INTERVAL_S:
+            self._said, self._said_s = load, now
+            self._agent.report_load(*load)
 
 
 def _transfer(params: Any) -> Transfer:

@@ -155,12 +155,21 @@ class WorkerSide:
 
     def start_loads(self) -> None:
         """Starts the loads of this step."""
+        if not self._step.loads and not self._loading:
+            return
         self._loading = {load for load in self._loading if not load.done()}
         self._loading |= {self._loader.submit(self._load, load) for load in self._step.loads}
 
     def finish_step(self) -> None:
         """Saves the states at the end of this step and waits until all of it is in pages, or for a load if there is no more
         to do."""
+        if self._step.saves:
+            self._finish_saves()
+        if self._step.is_idle:
+            self._loading = wait(self._loading, self._load_wait_s, FIRST_COMPLETED).not_done
+        self._step = Step()
+
+    def _finish_saves(self) -> None:
         for save in self._step.saves:
             for place in self._layout.places if save.states else ():
                 if place.layer.kind is Kind.STATE:
@@ -169,11 +178,8 @@ class WorkerSide:
         started_s = time.perf_counter()
         given_up = self._saver.wait()
         with self._lock:
-            self._counts.waited_s += time.perf_counter() - started_s if self._step.saves else 0.0
+            self._counts.waited_s += time.perf_counter() - started_s
             self._counts.saves_given_up += given_up
-        if self._step.is_idle:
-            self._loading = wait(self._loading, self._load_wait_s, FIRST_COMPLETED).not_done
-        self._step = Step()
 
     def take_results(self) -> LoadResults:
         """Loads that ended since the last call."""

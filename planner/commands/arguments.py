@@ -12,7 +12,7 @@ from typing import Final
 
 from planner.decisions.admission import AdmissionPolicy
 from planner.decisions.placement import PLACERS
-from planner.simulator.policies import POLICIES
+from planner.simulator.policies import POLICIES, Estimates
 from planner.solve.goals import Objective, Rule, TieBreak, Worst
 
 
@@ -83,6 +83,9 @@ def _trial(command: argparse.ArgumentParser) -> None:
     command.add_argument("--eviction", default="lru", help="of the caches; default is what nodes run")
     command.add_argument("--fetch-gbps", type=not_negative, help="prefix transfers inside a cluster")
     command.add_argument("--tail-share", type=share, default=1.0, help="KVCache that leaves after the prefill (1: all)")
+    command.add_argument(
+        "--estimates", choices=list(Estimates), default=Estimates.LEARNED, help="of how long things take"
+    )
     command.add_argument("--controller", choices=list(Rule), help="let the long-timescale controller act")
     command.add_argument("--tick", type=above_zero, default=60.0, help="seconds between the controller's decisions")
     command.add_argument("--ttft", type=above_zero, help="TTFT that counts as good, seconds")
@@ -143,9 +146,32 @@ def _profile(command: argparse.ArgumentParser) -> None:
 
 
 def _diff(command: argparse.ArgumentParser) -> None:
-    command.add_argument("plan", type=Path, help="plan file")
-    command.add_argument("--current", type=Path, required=True, help="JSON of what runs (the same keys)")
+    command.add_argument("plan", type=Path, nargs="?", help="plan file; without it a running service's proposal")
+    command.add_argument("--current", type=Path, help="JSON of what runs (the same keys)")
+    _live(command)
+
+
+def _live(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--url", default="http://127.0.0.1:8100", help="of the plan service (default: %(default)s)")
+    command.add_argument("--token-file", type=Path, help="file with the service's secret, where it asks for one")
     _json(command)
+
+
+def _serve(command: argparse.ArgumentParser) -> None:
+    command.add_argument("-c", "--config", type=Path, required=True, metavar="FILE.toml", help="[plan]")
+    command.add_argument(
+        "--check", action="store_true", help="read the configuration, say whether it is right, and end"
+    )
+
+
+def _apply(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--version", type=at_least_one, help="only if the proposal is this one")
+    _live(command)
+
+
+def _history(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--limit", type=at_least_one, default=20, help="how many (default: %(default)s)")
+    _live(command)
 
 
 def _whatif(command: argparse.ArgumentParser) -> None:
@@ -186,10 +212,20 @@ COMMANDS: Final = MappingProxyType[str, tuple[str, Callable[[argparse.ArgumentPa
         "simulate": ("run a plan in virtual time", _simulate),
         "fit": ("a workload from a trace", _fit),
         "profile": ("show, check, calibrate or import profiles", _profile),
-        "diff": ("plan against what runs: exit 0 same, 2 different, 3 infeasible", _diff),
+        "diff": (
+            "plan against what runs, of files or of a running service: exit 0 same, 2 different, 3 infeasible",
+            _diff,
+        ),
         "whatif": ("solve over ranges of inputs", _whatif),
         "saturate": ("largest simulated rate that meets an SLO", _saturate),
         "compare": ("plans or policies side by side, simulated", _compare),
         "report": ("one self-contained HTML page", _report),
+        "serve": ("watch running gateways, propose plans, publish the one in force", _serve),
+        "show": ("how a running plan service stands", _live),
+        "apply": ("a running service's proposal comes into force", _apply),
+        "rollback": ("what was in force before is so again; then nothing changes by itself until resume", _live),
+        "history": ("the last changes of plans, with reasons", _history),
+        "pause": ("a running service proposes and changes nothing by itself", _live),
+        "resume": ("a running service goes on", _live),
     }
 )

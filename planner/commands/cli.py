@@ -1,4 +1,4 @@
-"""`prfaas-plan`: plan capacity, judge plans by simulation, compare with what runs. Read-only: applying a plan is not its job.
+"""`prfaas-plan`: plan capacity, judge plans by simulation, and steer what runs by the plan service.
 
 Results go to stdout, remarks and warnings to stderr. Exit codes: 0 done (diff: no change), 1 wrong input, 2 usage (diff: a
 change), 3 infeasible.

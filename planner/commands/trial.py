@@ -17,6 +17,7 @@ from planner.model.fitting import workload_of
 from planner.model.site import Site, load_site
 from planner.model.workload import Trace, read_trace
 from planner.simulator.hits import hits_of
+from planner.simulator.policies import Estimates
 from planner.simulator.scenario import Scenario
 from planner.simulator.trials import Setting, Source, Trial, from_day, from_trace, from_workload, judged, read_plan
 from planner.solve.controller import ControllerConfig
@@ -36,6 +37,7 @@ def trial_of(args: argparse.Namespace) -> Trial:
         eviction=args.eviction,
         tail_share=args.tail_share,
         increment_tokens=args.increment,
+        estimates=Estimates(args.estimates),
         controller=controller,
         capacity=_link_trace(args.link_trace) if args.link_trace else None,
         ttft_s=args.ttft,

@@ -6,15 +6,16 @@ which is T(c + u) − T(c) + T(0) of a quadratic T, as the profiles have it: eve
 before it. Old samples fade, so that a node which has become slower is believed after a few hundred prompts.
 """
 
-from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from math import exp, exp2
 from typing import Final, NamedTuple
 
+from planner.decisions.accuracy import Accuracy, Error
+from planner.decisions.decoding import LearnedSteps
 from planner.decisions.views import NodeView, PrefillCost
 
 MOVES_REMEMBERED: Final = 16.0
+MOST_LATE: Final = 10.0  # times what was predicted is all that one move may say
 CALLS_S: Final = 0.01  # of a move: Reserve, Load and Commit
 DELAY_HALVES_S: Final = 60.0  # a delay: moves are tried again some minutes after they have failed
 MOST_DELAY_S: Final = 600.0  # no prompt computes for longer, and a greater delay would only take longer to fade
@@ -29,24 +30,24 @@ PROBES: Final = (
     (32_000, 0),
     (2_000, 64_000),
 )  # (computed, cached) at which the prior has its say
-ERRORS_KEPT: Final = 256
+ANSWERS_REMEMBERED: Final = 256
+TYPICAL_ANSWER_TOKENS: Final = 256.0  # until one has been seen
+FRESH_S: Final = 60.0  # what was learned is believed for so long without another sample
+TRUST_HALVES_S: Final = 60.0
 BELIEVED: Final = 8  # samples from which on a node's own estimate is better than its cluster's
 LEAST_S: Final = 1e-6  # what took less was not measured, and would outweigh all that was
+FORGOTTEN_S: Final = 1e-9  # what was seen counts for less than one sample of any time at all
 RIDGE: Final = (
     1e-12  # of a diagonal: more than rounding takes from it, so that equations that nearly agree can be solved
 )
 TOKENS: Final = 1000.0  # features in thousands of tokens: the normal equations are well conditioned
 
+FADE: Final = 1.0 - 1.0 / MEMORY
+
 Coefficients = tuple[float, float, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Error:
-    """Relative errors |predicted / seen − 1| of late predictions, each made before its sample was learned from."""
-
-    mean: float = 0.0
-    p90: float = 0.0
-    samples: int = 0
+# A symmetric matrix of three rows, and where its entries are in it.
+Products = tuple[float, float, float, float, float, float]
+AT: Final = {(0, 0): 0, (0, 1): 1, (0, 2): 2, (1, 1): 3, (1, 2): 4, (2, 2): 5}
 
 
 class PrefillEstimate:
@@ -56,33 +57,51 @@ class PrefillEstimate:
         """`prior`: (s, s per 1000 tokens, s per (1000 tokens)²), believed until samples say otherwise."""
         self.samples = 0
         self._prior = prior
-        self._products = [[0.0] * 3 for _ in range(3)]
-        self._sums = [0.0] * 3
+        self._products: Products = (0.0,) * 6
+        self._sums: Coefficients = (0.0,) * 3
         self._seconds = self._expected_s = self._tokens = 0.0
         self._known: Coefficients | None = prior
-        self._errors: deque[float] = deque(maxlen=ERRORS_KEPT)
+        self._accuracy = Accuracy()
+        self._prior_products, self._prior_sums = _shape_of(prior)
 
     def observe(self, computed_tokens: int, cached_tokens: int, seconds: float) -> None:
         """A prefill took `seconds` from its start to its end. What took next to no time is no sample."""
         if computed_tokens <= 0 or seconds < LEAST_S:
             return
-        self._errors.append(abs(self.seconds(computed_tokens, cached_tokens) / seconds - 1.0))
-        fade = 1.0 - 1.0 / MEMORY
+        self._accuracy.note(self.seconds(computed_tokens, cached_tokens), seconds)
+        features = _features(computed_tokens, cached_tokens)
         # Over the seconds seen: what counts is the relative error, for short prompts as much as for long ones.
-        row = [each / seconds for each in _features(computed_tokens, cached_tokens)]
-        for i in range(3):
-            self._sums[i] = self._sums[i] * fade + row[i]
-            for j in range(3):
-                self._products[i][j] = self._products[i][j] * fade + row[i] * row[j]
-        self._seconds = self._seconds * fade + seconds
-        self._expected_s = self._expected_s * fade + _value(self._prior, _features(computed_tokens, cached_tokens))
-        self._tokens = self._tokens * fade + computed_tokens
+        x, y, z = features[0] / seconds, features[1] / seconds, features[2] / seconds
+        xx, xy, xz, yy, yz, zz = self._products
+        self._products = (
+            xx * FADE + x * x, xy * FADE + x * y, xz * FADE + x * z, yy * FADE + y * y, yz * FADE + y * z,
+            zz * FADE + z * z,
+        )  # fmt: skip
+        sx, sy, sz = self._sums
+        self._sums = (sx * FADE + x, sy * FADE + y, sz * FADE + z)
+        self._seconds = self._seconds * FADE + seconds
+        self._expected_s = self._expected_s * FADE + _value(self._prior, features)
+        self._tokens = self._tokens * FADE + computed_tokens
         self.samples += 1
+        self._known = None
+
+    def fade(self, share: float) -> None:
+        """Only so much of what was seen still counts: the next sample counts for more."""
+        if share * self._seconds < FORGOTTEN_S:
+            share = 0.0
+        p0, p1, p2, p3, p4, p5 = self._products
+        self._products = (share * p0, share * p1, share * p2, share * p3, share * p4, share * p5)
+        s0, s1, s2 = self._sums
+        self._sums = (share * s0, share * s1, share * s2)
+        self._seconds, self._expected_s = share * self._seconds, share * self._expected_s
+        self._tokens *= share
         self._known = None
 
     def seconds(self, computed_tokens: int, cached_tokens: int) -> float:
         """Predicted time to compute `computed_tokens` behind `cached_tokens`."""
-        return _value(self.coefficients, _features(max(0, computed_tokens), cached_tokens))
+        a0, a1, a2 = self._known or self.coefficients
+        u, c = max(0, computed_tokens) / TOKENS, cached_tokens / TOKENS
+        return a0 + u * (a1 + a2 * (2 * c + u))
 
     @property
     def seconds_per_token(self) -> float:
@@ -93,10 +112,7 @@ class PrefillEstimate:
 
     @property
     def error(self) -> Error:
-        if not self._errors:
-            return Error()
-        ordered = sorted(self._errors)
-        return Error(sum(ordered) / len(ordered), ordered[int(0.9 * (len(ordered) - 1))], len(ordered))
+        return self._accuracy.error
 
     @property
     def coefficients(self) -> Coefficients:
@@ -106,27 +122,35 @@ class PrefillEstimate:
         return self._known
 
     def _fit(self) -> Coefficients:
+        products, sums = self._with_prior()
+        found = _solve_all(products, sums)
         free = [0, 1, 2]
-        while True:
-            found = _solve(*self._with_prior(), free)
-            negative = [i for i in free if found[i] < 0]
-            if not negative:
-                return found[0], found[1], found[2]
-            free.remove(min(negative, key=lambda i: found[i]))
+        while min(found) < 0:
+            free.remove(min([i for i in free if found[i] < 0], key=found.__getitem__))
+            found = _solve(products, sums, free)
+        return found
 
-    def _with_prior(self) -> tuple[list[list[float]], list[float]]:
+    def _with_prior(self) -> tuple[Products, Coefficients]:
         """The equations, and in them the prior's shape at the height of what was seen: the first sample leaves them open."""
-        height = self._seconds / self._expected_s if self._expected_s else 1.0
-        products = [list(row) for row in self._products]
-        sums = list(self._sums)
-        for computed, cached in PROBES:
-            features = _features(computed, cached)
-            row = [each / (height * _value(self._prior, features)) for each in features]
-            for i in range(3):
-                sums[i] += PRIOR_WEIGHT * row[i]
-                for j in range(3):
-                    products[i][j] += PRIOR_WEIGHT * row[i] * row[j]
-        return products, sums
+        once = PRIOR_WEIGHT * (self._expected_s / self._seconds if self._expected_s else 1.0)
+        twice = once * once / PRIOR_WEIGHT
+        (xx, xy, xz, yy, yz, zz), (a, b, c, d, e, f) = self._products, self._prior_products
+        (sx, sy, sz), (x, y, z) = self._sums, self._prior_sums
+        return (
+            (xx + twice * a, xy + twice * b, xz + twice * c, yy + twice * d, yz + twice * e, zz + twice * f),
+            (sx + once * x, sy + once * y, sz + once * z),
+        )
+
+
+def _shape_of(prior: Coefficients) -> tuple[Products, Coefficients]:
+    """The equations that the prior's own times at the PROBES make."""
+    rows = []
+    for computed, cached in PROBES:
+        features = _features(computed, cached)
+        rows.append([each / _value(prior, features) for each in features])
+    xx, xy, xz, yy, yz, zz = [sum(row[i] * row[j] for row in rows) for i in range(3) for j in range(i, 3)]
+    x, y, z = [sum(row[i] for row in rows) for i in range(3)]
+    return (xx, xy, xz, yy, yz, zz), (x, y, z)
 
 
 def _value(coefficients: Coefficients, features: tuple[float, float, float]) -> float:
@@ -139,24 +163,37 @@ def _features(computed_tokens: int, cached_tokens: int) -> tuple[float, float, f
     return 1.0, u, u * (2 * c + u)
 
 
-def _solve(products: Sequence[Sequence[float]], sums: Sequence[float], free: Sequence[int]) -> list[float]:
-    """The coefficients that `free` names, by elimination with pivots; the others are 0. Each is scaled by its diagonal."""
-    scale = {i: products[i][i] ** -0.5 for i in free}
-    rows = [[products[i][j] * scale[i] * scale[j] for j in free] + [sums[i] * scale[i]] for i in free]
-    size = len(free)
-    for at in range(size):
-        rows[at][at] += RIDGE
-    for at in range(size):
-        pivot = max(range(at, size), key=lambda i: abs(rows[i][at]))
-        rows[at], rows[pivot] = rows[pivot], rows[at]
-        for i in range(at + 1, size):
-            factor = rows[i][at] / rows[at][at]
-            rows[i] = [a - factor * b for a, b in zip(rows[i], rows[at], strict=True)]
+def _solve_all(products: Products, sums: Coefficients) -> Coefficients:
+    """All three coefficients, by LDLᵀ; each is scaled by its diagonal."""
+    xx, xy, xz, yy, yz, zz = products
+    a, b, c = xx**-0.5, yy**-0.5, zz**-0.5
+    first = 1.0 + RIDGE
+    xy, xz, yz = xy * a * b, xz * a * c, yz * b * c
+    second = first - xy * xy / first
+    between = yz - xy * xz / first
+    third = first - xz * xz / first - between * between / second
+    x = sums[0] * a
+    y = sums[1] * b - xy * x / first
+    z = (sums[2] * c - xz * x / first - between * y / second) / third
+    y = (y - between * z) / second
+    x = (x - xy * y - xz * z) / first
+    return x * a, y * b, z * c
+
+
+def _solve(products: Products, sums: Coefficients, free: Sequence[int]) -> Coefficients:
+    """One or two coefficients, those that `free` names, where the others are 0."""
     found = [0.0, 0.0, 0.0]
-    for at in reversed(range(size)):
-        known = sum(rows[at][j] * found[free[j]] for j in range(at + 1, size))
-        found[free[at]] = (rows[at][size] - known) / rows[at][at]
-    return [each * scale.get(i, 0.0) for i, each in enumerate(found)]
+    if len(free) == 1:
+        (i,) = free
+        found[i] = sums[i] / products[AT[i, i]]
+    elif free:
+        i, j = free
+        ii, ij, jj = products[AT[i, i]], products[AT[i, j]], products[AT[j, j]]
+        determinant = ii * jj * (1.0 + RIDGE) - ij * ij
+        found[i] = (sums[i] * jj - sums[j] * ij) / determinant
+        found[j] = (sums[j] * ii - sums[i] * ij) / determinant
+    x, y, z = found
+    return x, y, z
 
 
 class MoveEstimate:
@@ -166,6 +203,8 @@ class MoveEstimate:
         """The prior, until moves have shown what they take."""
         self.calls_s = calls_s
         self.bytes_per_s = bytes_per_s
+        self.lateness = 0.0  # by how much longer late moves took than was predicted, as a share; the mean
+        self._accuracy = Accuracy()
         self._prior = calls_s, bytes_per_s
         # Sums over the moves seen: w, w·x, w·x², w·y, w·x·y of x bytes in y seconds.
         self._sums = [0.0] * 5
@@ -178,6 +217,9 @@ class MoveEstimate:
         """`num_bytes` have moved within `seconds`, calls and all."""
         if num_bytes <= 0 or seconds < LEAST_S:
             return
+        self._accuracy.note(self.seconds(num_bytes), seconds)
+        late = max(0.0, seconds / self.seconds(num_bytes) - 1.0)
+        self.lateness += (min(late, MOST_LATE) - self.lateness) / MOVES_REMEMBERED
         self._sums = [each * (1.0 - 1.0 / MOVES_REMEMBERED) for each in self._sums]
         self._add(num_bytes, seconds)
         w, wx, wxx, wy, wxy = (each + least for each, least in zip(self._sums, self._least, strict=True))
@@ -185,6 +227,10 @@ class MoveEstimate:
         slope = min(max(slope, 0.0), wy / wx)  # neither calls nor bytes take less than no time
         self.calls_s = (wy - slope * wx) / w
         self.bytes_per_s = 1.0 / max(slope, LEAST_SLOPE)
+
+    @property
+    def error(self) -> Error:
+        return self._accuracy.error
 
     def seconds(self, num_bytes: float) -> float:
         return self.calls_s + num_bytes / self.bytes_per_s
@@ -248,6 +294,29 @@ class _Delay(NamedTuple):
 _NO_DELAY: Final = _Delay(0.0, 0.0, float("-inf"))
 
 
+class AnswerEstimate:
+    """How long an answer will be: the mean of late ones, and no more than its request allows."""
+
+    def __init__(self) -> None:
+        self._mean = TYPICAL_ANSWER_TOKENS
+        self._samples = 0
+        self._accuracy = Accuracy()
+
+    def tokens(self, limit: float | None = None) -> float:
+        """Predicted tokens of an answer that may have `limit`."""
+        return self._mean if limit is None else min(self._mean, limit)
+
+    def observe(self, tokens: float, limit: float | None = None) -> None:
+        """An answer that was allowed `limit` tokens had `tokens`."""
+        self._accuracy.note(self.tokens(limit), tokens)
+        self._samples += 1
+        self._mean += (tokens - self._mean) / min(self._samples, ANSWERS_REMEMBERED)
+
+    @property
+    def error(self) -> Error:
+        return self._accuracy.error
+
+
 class PrefillShare:
     """The part of its time that a decode node has lately spent on prompts: what its streams had to wait for."""
 
@@ -260,17 +329,29 @@ class PrefillShare:
         self._share, self._at = self.at(now) + seconds / PREFILL_SHARE_S, now
 
     def at(self, now: float) -> float:
+        if not self._share:
+            return 0.0
         return self._share * exp((self._at - now) / PREFILL_SHARE_S)
 
 
 class LearnedCost(PrefillCost):
     """Prefill times of every node as they have been lately; of a node that has shown little, its cluster's."""
 
-    def __init__(self, tokens_per_s: float = 20_000.0, overhead_s: float = 0.0) -> None:
-        """The prior, until anything has been seen: one rate, and what every prefill takes beside it."""
+    def __init__(
+        self, tokens_per_s: float = 20_000.0, overhead_s: float = 0.0, steps: LearnedSteps | None = None
+    ) -> None:
+        """The prior, until anything has been seen: one rate, and what every prefill takes beside it.
+
+        `steps`, where anybody learns them, are the times of decode steps.
+        """
         self.assume(tokens_per_s, overhead_s)
+        self._steps = steps
+        self._now = 0.0
+        self._heard: dict[str, float] = {}  # when a node's or a cluster's prefill was last seen, or tried
         self._nodes: dict[str, PrefillEstimate] = {}
         self._clusters: dict[str, PrefillEstimate] = {}
+        # By (node, cluster), until something is learned: every node is asked for several times per decision.
+        self._found: dict[tuple[str, str], PrefillEstimate | None] = {}
 
     def assume(self, tokens_per_s: float, overhead_s: float = 0.0) -> None:
         """Another prior, for nodes of which nothing has been seen yet."""
@@ -278,10 +359,32 @@ class LearnedCost(PrefillCost):
         # A trace of the quadratic term keeps the prior's equations apart from each other.
         self._prior = (max(overhead_s, 1e-3), TOKENS / tokens_per_s, 1e-6)
 
+    def as_of(self, now: float) -> None:
+        """The time of the questions that follow."""
+        self._now = now
+
+    def tried(self, node_id: str, cluster: str) -> None:
+        """A prompt goes to that node: it will show what it is like by now, and meanwhile nobody else need go there to see."""
+        for estimates, key in ((self._nodes, node_id), (self._clusters, cluster)):
+            if (known := estimates.get(key)) is not None and (trust := self._trust(key)) < 1:
+                known.fade(trust)
+                self._found.clear()
+            self._heard[key] = self._now
+
+    def _trust(self, key: str) -> float:
+        """How much what was learned of a node or a cluster still says: all of it for some time, then less and less."""
+        age_s = self._now - self._heard.get(key, self._now)
+        return 1.0 if age_s <= FRESH_S else exp2((FRESH_S - age_s) / TRUST_HALVES_S)
+
     def observe(self, node_id: str, cluster: str, computed_tokens: int, cached_tokens: int, seconds: float) -> None:
         """A node has computed a prompt; `seconds` from the start of the computing to its end, no queue, no transfer."""
+        for key in (node_id, cluster):
+            self._heard[key] = self._now
         for estimates, key in ((self._nodes, node_id), (self._clusters, cluster)):
-            estimates.setdefault(key, PrefillEstimate(self._prior)).observe(computed_tokens, cached_tokens, seconds)
+            if (known := estimates.get(key)) is None:
+                known = estimates[key] = PrefillEstimate(self._prior)
+            known.observe(computed_tokens, cached_tokens, seconds)
+        self._found.clear()
 
     def errors(self) -> dict[str, Error]:
         """How wrong late predictions were, by cluster."""
@@ -290,22 +393,34 @@ class LearnedCost(PrefillCost):
     def forget(self, node_id: str) -> None:
         """The node is gone, or is not what it was."""
         self._nodes.pop(node_id, None)
+        self._heard.pop(node_id, None)
+        self._found.clear()
 
     def estimate(self, node: NodeView) -> PrefillEstimate | None:
         """What is known about `node`; None while nothing is."""
-        own = self._nodes.get(node.node_id)
-        if own is not None and own.samples >= BELIEVED:
-            return own
-        return self._clusters.get(node.cluster, own)
+        key = (node.node_id, node.cluster)
+        if key not in self._found:
+            own = self._nodes.get(node.node_id)
+            is_believed = own is not None and own.samples >= BELIEVED
+            self._found[key] = own if is_believed else self._clusters.get(node.cluster, own)
+        return self._found[key]
 
     def prefill_s(self, node: NodeView, num_tokens: int, cached_tokens: int) -> float:
         known = self.estimate(node)
         if known is None:
             return super().prefill_s(node, num_tokens, cached_tokens)
-        return known.seconds(num_tokens - cached_tokens, cached_tokens)
+        seconds = known.seconds(num_tokens - cached_tokens, cached_tokens)
+        key = node.node_id if self._nodes.get(node.node_id) is known else node.cluster
+        if (trust := self._trust(key)) < 1:
+            # Whoever was slow, and so has not been asked for long, may have got better: what is hoped for grows.
+            hoped_s = super().prefill_s(node, num_tokens, cached_tokens)
+            seconds = min(seconds, trust * seconds + (1.0 - trust) * hoped_s)
+        return seconds
+
+    def step_s(self, node: NodeView, running: int) -> float:
+        return self._steps.step_s(node.node_id, running) if self._steps is not None else 0.0
 
     def queue_s(self, node: NodeView) -> float:
-        known = self.estimate(node)
-        if node.queue_s is not None or known is None:
+        if node.queue_s is not None or (known := self.estimate(node)) is None:
             return super().queue_s(node)
-        return node.queued_tokens * known.seconds_per_token
+        return node.queued_tokens * known.seconds_per_token if node.queued_tokens else 0.0

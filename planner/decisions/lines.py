@@ -12,26 +12,39 @@ def shared_line(seen: Sequence[LinkView]) -> LinkView:
     of them sees, and at least what all of them carry now; their sum would count an idle line once per sender. What waits at
     each of them is its own, and does add up. Signals of congestion are those of the sender with the longest queue.
     """
-    worst = max(seen, key=lambda link: (link.congested, link.rtt_s - link.min_rtt_s))
-    rates = [link.available_bytes_per_s or 0.0 for link in seen]
-    carried = sum(rate * link.utilisation for rate, link in zip(rates, seen, strict=True))
-    available = max(*rates, carried)
-    budgets = [link.budget_bytes_per_s for link in seen if link.budget_bytes_per_s]
+    worst = seen[0]
+    worst_s = worst.rtt_s - worst.min_rtt_s
+    available = carried = budget = queued = promised = utilisation = retransmits = error = 0.0
+    up, is_budgeted = False, True
+    for link in seen:
+        rate, delay_s = link.available_bytes_per_s or 0.0, link.rtt_s - link.min_rtt_s
+        if (link.congested, delay_s) > (worst.congested, worst_s):
+            worst, worst_s = link, delay_s
+        available = max(available, rate)
+        carried += rate * link.utilisation
+        # A budget is each sender's own: together they may send all of them, as far as every sender has one.
+        is_budgeted = is_budgeted and bool(link.budget_bytes_per_s)
+        budget += link.budget_bytes_per_s or 0.0
+        queued += link.queued_bytes
+        promised += link.promised_bytes
+        utilisation = max(utilisation, link.utilisation)
+        retransmits = max(retransmits, link.retransmit_ratio)
+        error = max(error, link.estimate_error)
+        up = up or link.up
     return LinkView(
         source=worst.source,
         destination=worst.destination,
-        up=any(link.up for link in seen),
-        cut_off=tuple(sender for link in seen for sender in link.cut_off),
-        lost=tuple(pair for link in seen for pair in link.lost),
-        available_bytes_per_s=available or None,
-        # A budget is each sender's own: together they may send all of them, as far as every sender has one.
-        budget_bytes_per_s=sum(budgets) if len(budgets) == len(seen) else None,
-        utilisation=max(link.utilisation for link in seen),
-        retransmit_ratio=max(link.retransmit_ratio for link in seen),
-        queued_bytes=sum(link.queued_bytes for link in seen),
-        promised_bytes=sum(link.promised_bytes for link in seen),
+        up=up,
+        cut_off=tuple(sender for link in seen if link.cut_off for sender in link.cut_off),
+        lost=tuple(pair for link in seen if link.lost for pair in link.lost),
+        available_bytes_per_s=max(available, carried) or None,
+        budget_bytes_per_s=budget if is_budgeted else None,
+        utilisation=utilisation,
+        retransmit_ratio=retransmits,
+        queued_bytes=queued,
+        promised_bytes=promised,
         congested=worst.congested,
         rtt_s=worst.rtt_s,
         min_rtt_s=worst.min_rtt_s,
-        estimate_error=max(link.estimate_error for link in seen),
+        estimate_error=error,
     )

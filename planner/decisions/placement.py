@@ -1,22 +1,32 @@
-"""Which node inside a cluster: Mooncake's Algorithm 1 for prefill, load and the prefix already there for decode.
+"""Which node inside a cluster: Mooncake's Algorithm 1 for prefill, predicted TBT and the prefix already there for decode.
 
-Four ways to place a prefill, by name, so that they can be compared:
+Five ways to place, by name, so that they can be compared, live and simulated:
 
-    random           any ready node, drawn by the request's own `tie`
-    least_loaded     the shortest queue
-    cache_aware      the shortest predicted TTFT, counting only a node's own prefix
-    kvcache_centric  the same, but a much longer prefix elsewhere in the cluster may be fetched first
+    name             prefill                                              decode
+    random           any ready node                                       any: both drawn by the request's own `tie`
+    least_loaded     the shortest queue                                   the least load
+    cache_aware      the shortest predicted TTFT on a node's own prefix   most of the prefix, of those hardly slower than others
+    netkv            the same                                             the least transfer, in seconds, plus load (NetKV)
+    kvcache_centric  the same, but a much longer prefix elsewhere in the  as cache_aware, by predicted TBT
+                     cluster may be fetched first
+
+`cache_aware` and `kvcache_centric` are the two forms of Algorithm 1.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
 from planner.decisions.views import NodeView, PrefillCost, RouteRequest
+
+MOST_RATIO: Final = 4.0
+MOST_PRICE: Final = 1.0  # of 0.25, 0.5 and 1 the best on the first halves of two traces
+NOMINAL_STEP_S: Final = 0.025  # of a decode step nothing is known of: 40 tokens per second, the usual SLO
+DECODE_CHANCE: Final = 7919  # a prime: which decode node chance names says nothing of the prefill node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,23 +34,47 @@ class PlacementPolicy:
     """Limits of node choice.
 
     `balancing_ratio`: a prefix elsewhere is fetched only when it is longer than the node's own by this factor
-    (Algorithm 1's `kvcache_balancing_threshold`; near 1 copies hot prefixes eagerly, large values compute instead).
+    (Algorithm 1's `kvcache_balancing_threshold`; near 1 copies hot prefixes eagerly, large values compute instead). None adapts
+    the balance to how busy the nodes are (`compute_price`) and to `fetch_lateness`, by how much longer late moves took than was
+    predicted (`ratio`).
     `fetch_bytes_per_s`: rate of a prefix transfer inside a cluster; 0 says that there is none. `fetch_calls_s` is what every
     one takes beside its bytes, and `fetch_delays_s` what is feared beyond that, by (source, target) node: there some failed.
-    `decode_load_slack`: how much busier a decode node may be for the sake of a prefix it already holds.
+    `decode_load_slack`: how much busier a decode node may be for the sake of a prefix it already holds, and how much slower
+    its tokens.
     """
 
-    balancing_ratio: float = 1.5
+    balancing_ratio: float | None = None
     fetch_bytes_per_s: float = 0.0
     fetch_calls_s: float = 0.0
     fetch_delays_s: Mapping[tuple[str, str], float] = field(default_factory=dict, hash=False)
+    fetch_lateness: float = 0.0
     decode_load_slack: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.balancing_ratio < 1:
+        if self.balancing_ratio is not None and self.balancing_ratio < 1:
             raise ValueError(f"balancing_ratio={self.balancing_ratio}: must be at least 1")
         if self.fetch_bytes_per_s < 0:
             raise ValueError(f"fetch_bytes_per_s={self.fetch_bytes_per_s}: must not be negative")
+
+    @property
+    def ratio(self) -> float:
+        """The balancing ratio that holds.
+
+        A fetch is weighed against computing by predictions already, so all that a ratio adds is caution: where these are right
+        it is 1, and where moves take twice as long as was thought, a prefix elsewhere must be twice as long to be worth one.
+        """
+        if self.balancing_ratio is not None:
+            return self.balancing_ratio
+        return min(MOST_RATIO, 1.0 + self.fetch_lateness)
+
+    def compute_price(self, queues_s: Sequence[float]) -> float:
+        """What a second of computing costs those who come after, in seconds: nothing while nodes are idle.
+
+        Bounded, and a function of now alone: there is nothing in it that could swing.
+        """
+        if self.balancing_ratio is not None:
+            return 0.0
+        return MOST_PRICE * sum([queue_s > 0 for queue_s in queues_s]) / len(queues_s)
 
     def fetch_s(self, source: NodeView, target: NodeView, num_bytes: float) -> float:
         """Predicted time until a prefix of `num_bytes` has moved inside a cluster; there must be a rate."""
@@ -64,7 +98,17 @@ class PrefillChoice(msgspec.Struct, frozen=True, gc=False):
     fetch_limit_s: float = 0.0
 
 
-Placer = Callable[[RouteRequest, Sequence[NodeView], Sequence[NodeView], PlacementPolicy, PrefillCost], PrefillChoice]
+PrefillPlacer = Callable[
+    [RouteRequest, Sequence[NodeView], Sequence[NodeView], PlacementPolicy, PrefillCost], PrefillChoice
+]
+DecodeChooser = Callable[[RouteRequest, Sequence[NodeView], PlacementPolicy, PrefillCost], NodeView]
+
+
+class Placer(NamedTuple):
+    """A way to place. Neither list of nodes is ever empty."""
+
+    prefill: PrefillPlacer
+    decode: DecodeChooser
 
 
 def _on_own_prefix(request: RouteRequest, node: NodeView, cost: PrefillCost) -> PrefillChoice:
@@ -102,20 +146,21 @@ def place_cache_aware(
     cost: PrefillCost,
 ) -> PrefillChoice:
     """The node with the shortest predicted TTFT on its own prefix."""
-    return _soonest(request, nodes, cost.queues_s(nodes), cost)
+    return _cheapest(request, nodes, cost.queues_s(nodes), 0.0, cost)
 
 
-def _soonest(
-    request: RouteRequest, nodes: Sequence[NodeView], queues_s: Sequence[float], cost: PrefillCost
+def _cheapest(
+    request: RouteRequest, nodes: Sequence[NodeView], queues_s: Sequence[float], price: float, cost: PrefillCost
 ) -> PrefillChoice:
-    best, best_s = nodes[0], float("inf")
+    best, best_s, ttft_s = nodes[0], float("inf"), 0.0
     num_tokens, prefill_s = request.num_tokens, cost.prefill_s
     for node, queue_s in zip(nodes, queues_s, strict=True):
         if queue_s < best_s:
-            ttft_s = queue_s + prefill_s(node, num_tokens, node.cached_tokens)
-            if ttft_s < best_s:
-                best, best_s = node, ttft_s
-    return PrefillChoice(best, best.cached_tokens, best_s)
+            compute_s = prefill_s(node, num_tokens, node.cached_tokens)
+            seconds = queue_s + compute_s + price * compute_s
+            if seconds < best_s:
+                best, best_s, ttft_s = node, seconds, queue_s + compute_s
+    return PrefillChoice(best, best.cached_tokens, ttft_s)
 
 
 def place_kvcache_centric(
@@ -128,25 +173,30 @@ def place_kvcache_centric(
     """Mooncake's Algorithm 1 (§4.1): the shortest fetch + queue + compute over all nodes.
 
     `holders` are all nodes of the cluster whose prefixes can be fetched; the prefill nodes are usually among them.
-    Beyond the algorithm, a fetch that takes longer than computing is not made.
+    Beyond the algorithm, a fetch that takes longer than computing is not made, and computing has a price while nodes are busy:
+    without it every prompt is computed again wherever that is sooner for itself, until everybody waits.
     """
     queues_s = cost.queues_s(nodes)
-    choice = _soonest(request, nodes, queues_s, cost)
+    price = policy.compute_price(queues_s)
+    choice = _cheapest(request, nodes, queues_s, price, cost)
     holder = longest_holder(holders)
-    if not policy.fetch_bytes_per_s or request.kv_bytes is None or holder is None:
+    if not policy.fetch_bytes_per_s or request.kv_bytes is None or holder is None or not holder.movable_tokens:
         return choice
-    longest = holder.movable_tokens
+    best_s = choice.ttft_s + price * cost.prefill_s(choice.node, request.num_tokens, choice.cached_tokens)
+    longest, ratio = holder.movable_tokens, policy.ratio
+    longest_bytes = request.kv_bytes(longest)
     for node, queue_s in zip(nodes, queues_s, strict=True):
-        if queue_s >= choice.ttft_s or longest <= (node.cached_tokens or 1) * policy.balancing_ratio:
+        if queue_s >= best_s or longest <= (node.cached_tokens or 1) * ratio:
             continue
         compute_s = cost.prefill_s(node, request.num_tokens, longest)
-        if queue_s + compute_s >= choice.ttft_s:
+        if queue_s + compute_s + price * compute_s >= best_s:
             continue  # however fast the fetch
         # A linear state is fetched whole, so an own prefix saves only what grows with length. The fetch runs while the
         # request waits, so only what outlasts the queue is seen.
-        fetch_bytes = request.kv_bytes(longest) - request.kv_bytes(node.cached_tokens)
+        fetch_bytes = longest_bytes - request.kv_bytes(node.cached_tokens)
         ttft_s = max(queue_s, policy.fetch_s(holder, node, fetch_bytes)) + compute_s
-        if ttft_s < choice.ttft_s:
+        if ttft_s + price * compute_s < best_s:
+            best_s = ttft_s + price * compute_s
             limit_s = queue_s + cost.prefill_s(node, request.num_tokens, node.cached_tokens) - compute_s
             choice = PrefillChoice(node, longest, ttft_s, holder.node_id, limit_s)
     return choice
@@ -160,30 +210,75 @@ def longest_holder(nodes: Sequence[NodeView]) -> NodeView | None:
     return max(nodes, key=_movable_tokens, default=None)
 
 
+def decode_random(
+    request: RouteRequest, nodes: Sequence[NodeView], policy: PlacementPolicy, cost: PrefillCost
+) -> NodeView:
+    """Any of `nodes`."""
+    return nodes[int(request.tie * DECODE_CHANCE * len(nodes)) % len(nodes)]
+
+
+def decode_least_loaded(
+    request: RouteRequest, nodes: Sequence[NodeView], policy: PlacementPolicy, cost: PrefillCost
+) -> NodeView:
+    """The node with the fewest requests for what it can run, whatever it holds."""
+    return min(nodes, key=_load)
+
+
+def decode_netkv(
+    request: RouteRequest, nodes: Sequence[NodeView], policy: PlacementPolicy, cost: PrefillCost
+) -> NodeView:
+    """NetKV's greedy rule (arXiv 2606.03910): the least predicted time of the transfer to the node, plus what its load costs.
+
+    The network's cost is that of the bytes that the node lacks; its load costs the prompt a step of each request ahead.
+    """
+    rate = policy.fetch_bytes_per_s
+
+    def seconds(node: NodeView) -> float:
+        lacks = request.num_tokens - node.attention_tokens
+        transfer_s = request.kv_bytes(lacks) / rate if rate and request.kv_bytes is not None else float(lacks)
+        return transfer_s + node.load * (cost.step_s(node, node.running + node.waiting + 1) or NOMINAL_STEP_S)
+
+    return min(nodes, key=seconds)
+
+
+def choose_decode(
+    request: RouteRequest, nodes: Sequence[NodeView], policy: PlacementPolicy, cost: PrefillCost
+) -> NodeView:
+    """The decode node that holds most of the prefix, among those hardly slower than the one with the shortest predicted TBT.
+
+    Nodes without a place or without memory for the prompt come last. While nobody's TBT is known, load stands for it. Ties go
+    to the less busy, then to the earlier one.
+    """
+    able = nodes
+    if any(node.room_tokens is not None for node in nodes):
+        able = [node for node in nodes if _has_memory(node, request)] or nodes
+    able = [node for node in able if node.load < 1] or able
+    steps_s = [cost.step_s(node, node.running + node.waiting + 1) for node in able]
+    if 0.0 in steps_s:  # not known of all
+        loads = [node.load for node in able]
+        limit = min(loads) + policy.decode_load_slack
+    else:
+        loads = steps_s
+        limit = min(loads) * (1.0 + policy.decode_load_slack)
+    best, best_key = able[0], (-1, 0.0)
+    for node, load in zip(able, loads, strict=True):
+        if load <= limit and (key := (node.attention_tokens, -node.load)) > best_key:
+            best, best_key = node, key
+    return best
+
+
+def _has_memory(node: NodeView, request: RouteRequest) -> bool:
+    return node.room_tokens is None or node.room_tokens >= request.num_tokens - node.attention_tokens
+
+
+_load = attrgetter("load")
+
 PLACERS: Final = MappingProxyType[str, Placer](
     {
-        "random": place_random,
-        "least_loaded": place_least_loaded,
-        "cache_aware": place_cache_aware,
-        "kvcache_centric": place_kvcache_centric,
+        "random": Placer(place_random, decode_random),
+        "least_loaded": Placer(place_least_loaded, decode_least_loaded),
+        "cache_aware": Placer(place_cache_aware, choose_decode),
+        "netkv": Placer(place_cache_aware, decode_netkv),
+        "kvcache_centric": Placer(place_kvcache_centric, choose_decode),
     }
 )
-
-
-def choose_decode(nodes: Sequence[NodeView], policy: PlacementPolicy) -> NodeView:
-    """The decode node that holds most of the prefix among those hardly busier than the least busy one.
-
-    `nodes` must not be empty. Ties go to the less busy, then to the earlier one.
-    """
-    best, best_load, warm = nodes[0], float("inf"), False
-    for node in nodes:
-        load = (node.running + node.waiting) / node.max_running
-        if load < best_load:
-            best, best_load = node, load
-        warm = warm or node.attention_tokens > 0
-    return _warmest(nodes, best, best_load + policy.decode_load_slack) if warm else best
-
-
-def _warmest(nodes: Sequence[NodeView], idlest: NodeView, limit: float) -> NodeView:
-    within = [node for node in nodes if node.load <= limit]
-    return max(within, key=lambda node: (node.attention_tokens, -node.load), default=idlest)

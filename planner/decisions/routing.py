@@ -15,12 +15,11 @@ from typing import Self
 import msgspec
 
 from planner.decisions.placement import (
+    PLACERS,
     PlacementPolicy,
     Placer,
     PrefillChoice,
-    choose_decode,
     longest_holder,
-    place_kvcache_centric,
 )
 from planner.decisions.views import ClusterKind, LinkView, NodeView, PrefillCost, Role, RouteRequest
 from planner.errors import NoReadyNode
@@ -66,10 +65,12 @@ class RoutingPolicy:
     Pressure starts at `congested_*` and is complete at `blocked_*`; meanwhile the threshold is multiplied by up to
     `congestion_factor`. Retransmissions are a pressure of their own: a commodity path shows loss before its rate falls.
     So are round trips that have grown, over the smallest ones, on a link whose senders call it congested: only they can
-    tell a queue from noise. However short, a backlog that outlasts the whole prefill at home is complete pressure.
+    tell a queue from noise. However short, a backlog that with the prompt's own KVCache outlasts its whole prefill at home is
+    complete pressure.
     A decode node may compute up to `increment_tokens` of a prompt whose beginning it holds, while it spends less than
     `decode_prefill_share` of its time on prompts: nothing travels then, so it may take `increment_patience` times as long
     as elsewhere. 0 leaves all prompts to prefill nodes.
+    `by_total_length` compares whole prompts with t, cached or not, as a router without caches would: to compare with.
     A PrfaaS queue longer than `remote_queue_s` beyond the local one sends a request back.
     """
 
@@ -90,6 +91,7 @@ class RoutingPolicy:
     remote_queue_s: float = 10.0
     increment_tokens: int = 0
     increment_patience: float = 1.5
+    by_total_length: bool = False
     decode_prefill_share: float = 0.25  # decode at three quarters of its speed at worst
     placement: PlacementPolicy = field(default_factory=PlacementPolicy)
 
@@ -133,7 +135,9 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     `prefill_node` is None when the decode node does everything. `threshold_tokens` is the one that applied, pressure
     included; `ttft_s` is the placement's prediction without the link, `compute_s` the part of it that is computing,
-    `link_bytes` what will cross a link. By `fetch_limit_s` the prefill node would have computed what it is handed.
+    `link_bytes` what will cross a link, `coded_bytes` what coding is predicted to leave of it, and `link_s` when it will have
+    crossed, behind all that is there before it. By `fetch_limit_s`
+    the prefill node would have computed what it is handed.
     """
 
     target: Target
@@ -146,8 +150,15 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ttft_s: float = 0.0
     compute_s: float = 0.0
     link_bytes: float = 0.0
+    link_s: float = 0.0
+    coded_bytes: float = 0.0
     fetch_from: str | None = None
     fetch_limit_s: float = 0.0
+
+    @property
+    def arrives_s(self) -> float:
+        """When its KVCache will have crossed the link; 0 where it crosses none. Layers leave while later ones are computed."""
+        return max(self.ttft_s, self.link_s) if self.link_bytes else 0.0
 
     def __str__(self) -> str:
         return (
@@ -199,7 +210,7 @@ def route(
     links: Collection[LinkView],
     policy: RoutingPolicy,
     *,
-    place: Placer = place_kvcache_centric,
+    place: Placer = PLACERS["kvcache_centric"],
     cost: PrefillCost | None = None,
 ) -> Route:
     """Where to prefill and decode `request`; `nodes` that are not ready are left alone.
@@ -225,10 +236,11 @@ def route_among(
     if not decodes:
         raise NoReadyNode("no decode node is ready")
     at_home = [node for node in decodes if node.cluster == request.home] if request.home else []
-    decode = choose_decode(at_home or decodes, policy.placement)
+    decode = place.decode(request, at_home or decodes, policy.placement, cost)
     chosen = _route_to(decode, ready, request, links, policy, place, cost)
     if chosen.reason is Reason.LINK_DOWN and (others := _others_reached(decode, ready, links)):
-        other = _route_to(choose_decode(others, policy.placement), ready, request, links, policy, place, cost)
+        reached = place.decode(request, others, policy.placement, cost)
+        other = _route_to(reached, ready, request, links, policy, place, cost)
         return other if other.target is Target.REMOTE else chosen
     return chosen
 
@@ -267,7 +279,7 @@ def _route_to(
 
     verdict = _decide(request, local, remote, decode, policy, cost)
     side, other = (local, remote) if verdict.target is Target.LOCAL else (remote, local)
-    choice = place(request, side.prefill, side.lenders(policy), policy.placement, cost)
+    choice = place.prefill(request, side.prefill, side.lenders(policy), policy.placement, cost)
     if verdict.shares_cache:
         choice = _with_other_cluster(request, choice, other, policy.placement, cost)
     if _is_short_increment(request, decode, policy):
@@ -279,6 +291,7 @@ def _route_to(
     reason = verdict.reason
     if reason is Reason.LONG and request.num_tokens - choice.cached_tokens <= policy.threshold_tokens:
         reason = Reason.REMOTE_PREFIX
+    link_bytes = _bytes_to_send(request, decode) if side is remote else 0.0
     return Route(
         target=verdict.target,
         reason=reason,
@@ -289,7 +302,9 @@ def _route_to(
         threshold_tokens=verdict.threshold_tokens,
         ttft_s=choice.ttft_s,
         compute_s=cost.prefill_s(choice.node, request.num_tokens, choice.cached_tokens),
-        link_bytes=_bytes_to_send(request, decode) if verdict.target is Target.REMOTE else 0.0,
+        link_bytes=link_bytes,
+        link_s=remote.link.arrives_s(link_bytes) if link_bytes and remote.link else 0.0,
+        coded_bytes=remote.link.coded_bytes(link_bytes) if link_bytes and remote.link else 0.0,
         fetch_from=choice.fetch_from,
         fetch_limit_s=choice.fetch_limit_s,
     )
@@ -404,6 +419,8 @@ def _decide(
     shares = policy.cross_cluster_cache and link is not None and not is_scarce(link, policy)
     l_pd = local.cached_tokens(policy)
     uncached = request.num_tokens - (max(remote.movable_tokens(), l_pd) if shares else l_pd)
+    if policy.by_total_length:
+        uncached = request.num_tokens
     if _stays(uncached, threshold, request, policy):
         if local.prefill:
             return _Verdict(Target.LOCAL, Reason.SHORT, threshold, shares)
@@ -415,7 +432,8 @@ def _decide(
     if link is None:
         return _Verdict(Target.LOCAL, Reason.LINK_DOWN, threshold)
     home_s = _soonest_s(request, local, cost)
-    strain = 1.0 if link.backlog_s > home_s else pressure(link, policy)
+    # A link on which this prompt would come later than from home is full for it, before there is a queue as well.
+    strain = 1.0 if link.sent_s(_bytes_to_send(request, decode)) > home_s else pressure(link, policy)
     raised = threshold * policy.congestion_factor**strain if strain < 1 else float("inf")
     # Giving way must help: prefill at home may be the busier of the two.
     if strain and uncached <= raised and home_s <= _remote_delay_s(request, remote, decode, cost):

@@ -6,8 +6,11 @@ These are msgspec structs, not dataclasses, because a dozen are built per reques
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from typing import Final
 
 import msgspec
+
+CODED_FROM_S: Final = 0.2  # senders code what leaves from a backlog of this length on (`transport.coding.choice`)
 
 
 class ClusterKind(StrEnum):
@@ -32,7 +35,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     `immovable_tokens` at the end of `cached_tokens` cannot be sent to another node: only the engine's own cache has them.
     `queue_s`, where known, is the predicted time until the node is free; else `queued_tokens` (uncached tokens waiting
     or being computed) is turned into seconds by the prefill cost. `prefill_share` is the part of its time that a decode
-    node has lately spent on prompts.
+    node has lately spent on prompts. `room_tokens`, where known, is for how many tokens it has memory that nobody uses now.
     """
 
     node_id: str
@@ -49,6 +52,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     attention_tokens: int = 0
     immovable_tokens: int = 0
     prefill_share: float = 0.0
+    room_tokens: int | None = None
 
     @property
     def movable_tokens(self) -> int:
@@ -69,8 +73,10 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     here have yet to compute: paced by their compute it is no sign of congestion, but a queue for whoever comes after it, and
     on a small budget the longer of the two. `congested` is the senders' early signal: round
     trips of twice the smallest one of late, or losses; round trips are 0 while unknown. `estimate_error` is the mean
-    relative error of the senders' predictions of when a transfer will have arrived. `cut_off` names senders that cannot use
-    the link although others can, `lost` those (sender, receiver) that have no connection although the sender has others.
+    relative error of the senders' predictions of when a transfer will have arrived. `coded_ratio` is what senders make of
+    bytes, coded over plain, while the link is what transfers wait for: below 1 where that has been seen to gain. `cut_off`
+    names senders that cannot use the link although others can, `lost` those (sender, receiver) that have no connection
+    although the sender has others.
     """
 
     source: str
@@ -88,6 +94,7 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     rtt_s: float = 0.0
     min_rtt_s: float = 0.0
     estimate_error: float = 0.0
+    coded_ratio: float = 1.0
 
     @property
     def rate_bytes_per_s(self) -> float | None:
@@ -99,14 +106,12 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @property
     def drain_s(self) -> float:
         """Predicted time until what is queued now has left; 0 while the bandwidth is unknown."""
-        rate = self.rate_bytes_per_s
-        return self.queued_bytes / rate if rate else 0.0
+        return self._sent_s(self.queued_bytes)
 
     @property
     def backlog_s(self) -> float:
         """Predicted time until what is queued and what is promised have left, were the latter there already."""
-        rate = self.rate_bytes_per_s
-        return (self.queued_bytes + self.promised_bytes) / rate if rate else 0.0
+        return self._sent_s(self.queued_bytes + self.promised_bytes)
 
     @property
     def rtt_inflation(self) -> float:
@@ -119,9 +124,26 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     def arrives_s(self, num_bytes: float) -> float:
         """When `num_bytes` more will have arrived, as far as the senders' predictions have been right."""
+        return (self.sent_s(num_bytes) + self.rtt_s) * (1.0 + min(1.0, self.estimate_error))
+
+    def sent_s(self, num_bytes: float) -> float:
+        """When `num_bytes` more will have left, behind what is queued and promised."""
+        return self._sent_s(self.queued_bytes + self.promised_bytes + num_bytes)
+
+    def coded_bytes(self, num_bytes: float) -> float:
+        """What is predicted to cross the link of `num_bytes` more."""
         rate = self.rate_bytes_per_s
-        sent_s = self.backlog_s + (num_bytes / rate if rate else 0.0)
-        return (sent_s + self.rtt_s) * (1.0 + min(1.0, self.estimate_error))
+        waiting = self.queued_bytes + self.promised_bytes + num_bytes
+        return num_bytes * self.coded_ratio if rate and waiting / rate > CODED_FROM_S else num_bytes
+
+    def _sent_s(self, num_bytes: float) -> float:
+        rate = self.rate_bytes_per_s
+        if not rate:
+            return 0.0
+        plain_s = num_bytes / rate
+        if self.coded_ratio >= 1 or plain_s <= CODED_FROM_S:
+            return plain_s
+        return max(CODED_FROM_S, plain_s * self.coded_ratio)
 
 
 class RouteRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -159,6 +181,10 @@ class PrefillCost:
         if node.queue_s is not None:
             return node.queue_s
         return node.queued_tokens / self.tokens_per_s
+
+    def step_s(self, node: NodeView, running: int) -> float:
+        """Time between two tokens of a request that decodes on `node` as one of `running`; 0 while unknown."""
+        return 0.0
 
     def queues_s(self, nodes: Sequence[NodeView]) -> list[float]:
         """`queue_s` of each node."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from hybrid_cache.lookup import MISS, PrefixHit
 from planner.decisions.estimates import PrefillShare
+from planner.decisions.promises import Promises
 from planner.decisions.routing import Route
 from planner.decisions.views import NodeView, Role
 from planner.model.profile import DecodeProfile
@@ -23,8 +24,8 @@ class Job:
     """One request on its way."""
 
     __slots__ = (
-        "arrived", "cached", "decode_node", "decode_start", "egress", "est_s", "flows", "forecast", "given", "hashes", "have",
-        "index", "output", "prompt", "ready_at", "request_id", "route", "service_s",
+        "arrived", "beside", "blocks", "cached", "decode_node", "decode_start", "egress", "est_s", "flows", "forecast",
+        "given", "hashes", "have", "index", "output", "prompt", "queued", "ready_at", "request_id", "route", "service_s",
     )  # fmt: skip
 
     def __init__(self, index: int, arrived: float, prompt: int, output: float, hashes: tuple[bytes, ...]) -> None:
@@ -33,8 +34,10 @@ class Job:
         self.prompt = prompt
         self.output = output
         self.hashes = hashes
+        self.blocks = hashes  # those that are full
         self.request_id = ""
         self.cached = 0
+        self.queued = 0  # tokens that count as its work on a node
         self.have = 0  # tokens of attention that the decode node holds already
         self.ready_at = 0.0  # a fetched prefix is there
         self.flows = 1  # transfers still to be delivered before decode
@@ -46,6 +49,7 @@ class Job:
         self.forecast: float
         self.decode_node: DecodeNode
         self.decode_start: float
+        self.beside: int  # requests that decoded with it when it began, itself included
         self.given: array[float]
 
 
@@ -70,6 +74,8 @@ class PrefillNode:
         self._queued_s = 0.0
         self._free_at = 0.0
         self._running = False
+        self.queued_tokens = 0  # that wait or are computed
+        self._promises = Promises()
         self._view = NodeView(node_id=node_id, cluster=pool.name, kind=pool.kind, role=Role.PREFILL)
 
     @property
@@ -77,15 +83,26 @@ class PrefillNode:
         """Jobs that wait or run. Not its length: an idle node is no less of one."""
         return len(self._queue) + self._running
 
-    def view(self, cached_tokens: int) -> NodeView:
+    def view_for(self, job: Job) -> NodeView:
+        """As this prompt sees it: what will have been computed when its turn comes counts, but cannot be sent yet."""
+        held = self.match(job.hashes, job.prompt).num_tokens
+        if not len(self._promises) or self.cache is None:
+            return self.view(held)
+        size = self.cache.cache.layout.block_size
+        promised = self._promises.longest(job.blocks, held // size) * size
+        return self.view(promised, promised - held)
+
+    def view(self, cached_tokens: int, immovable_tokens: int = 0) -> NodeView:
         # Most prompts find as much as the one before: nothing, or the system prompt.
-        if self._view.cached_tokens != cached_tokens:
+        seen = self._view
+        if seen.cached_tokens != cached_tokens or seen.immovable_tokens != immovable_tokens:
             self._view = NodeView(
                 node_id=self.node_id,
                 cluster=self.pool.name,
                 kind=self.pool.kind,
                 role=Role.PREFILL,
                 cached_tokens=cached_tokens,
+                immovable_tokens=immovable_tokens,
             )
         return self._view
 
@@ -97,6 +114,9 @@ class PrefillNode:
         return self._queued_s + left_s if left_s > 0 else self._queued_s
 
     def put(self, now: float, job: Job) -> None:
+        job.queued = job.prompt - job.cached
+        self.queued_tokens += job.queued
+        self._promises.add(job.blocks)
         if self._running or self.cache is None:  # an idle node's cache knows better
             job.est_s = self.pool.prefill.with_prefix(job.prompt, job.cached)
         if self._running:
@@ -126,6 +146,8 @@ class PrefillNode:
 
     def _finish(self, now: float, job: Job) -> None:
         self._running = False
+        self.queued_tokens -= job.queued
+        self._promises.remove(job.blocks)
         if self.cache is not None:
             self.cache.end(job.request_id, job.prompt, now)
         if self._queue:
@@ -171,6 +193,7 @@ class DecodeNode:
         self._queue: deque[Job] = deque()
         self._free_at = 0.0  # from prompts
         self._stalls = 0  # prompts under way or waiting
+        self.queued_tokens = 0  # of those
         self._share = PrefillShare()
         # Ends of requests are known when they start, unless the batch's speed changes.
         self._flat = self.profile.step_s_per_request == 0 and not computes
@@ -190,22 +213,25 @@ class DecodeNode:
         start = max(now, self._free_at)
         self._free_at = start + gpu_s
         self.prefill_s += gpu_s
+        job.service_s = gpu_s
         self._share.add(gpu_s, now)
         self.seen = None
-        if not self._flat:
-            self._stalls += 1
-            if self._stalls == 1:
-                self._change_speed(now, _standing)
-            self._loop.at(self._free_at, self._on_stalled, None)
+        job.queued = job.prompt - job.cached
+        self.queued_tokens += job.queued
+        self._stalls += 1
+        if self._stalls == 1 and not self._flat:
+            self._change_speed(now, _standing)
+        self._loop.at(self._free_at, self._on_stalled, job.queued)
         self._loop.at(start + self.pool.prefill.with_prefix(job.prompt, job.cached), on_computed, job)
 
     def queue_s(self, now: float) -> float:
         """Time until a prompt that comes now would be computed here."""
         return max(0.0, self._free_at - now)
 
-    def _on_stalled(self, now: float, _: None) -> None:
+    def _on_stalled(self, now: float, queued_tokens: int) -> None:
         self._stalls -= 1
-        if not self._stalls:
+        self.queued_tokens -= queued_tokens
+        if not self._stalls and not self._flat:
             self._change_speed(now, self._speed)
 
     def _change_speed(self, now: float, speed: Callable[[int], float]) -> None:
@@ -252,7 +278,7 @@ class DecodeNode:
     def _start(self, now: float, job: Job) -> None:
         self.running += 1
         self.seen = None
-        job.decode_start = now
+        job.decode_start, job.beside = now, self.running
         if self._flat:
             self._loop.at(now + job.output * self.profile.step_s, self._finish_flat, job)
         else:

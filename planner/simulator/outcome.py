@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from planner.decisions.accuracy import Error
+from planner.decisions.classes import ServiceClass
 from planner.model.profile import Floats
 from planner.simulator.scenario import Targets
 
@@ -23,6 +25,7 @@ class Outcome:
     cached_tokens: Floats
     remote: Floats
     rejects: Mapping[str, int]
+    wasted_prefill_s: float  # computed for requests that were refused after it
     routes: Mapping[str, int]
     utilisation: Mapping[str, float]
     egress_bytes: Mapping[float, Floats]  # by window length in s
@@ -31,6 +34,9 @@ class Outcome:
     seed: int
     events: int
     timeline: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
+    classes: Sequence[ServiceClass] = ()
+    class_of: Any = ()  # by request, an index into `classes`
+    errors: Mapping[tuple[str, str], Error] = field(default_factory=dict)  # of predictions, by what and of what
 
     def report(self) -> dict[str, Any]:
         """The published keys; seconds, requests per second, Gbit/s."""
@@ -44,6 +50,8 @@ class Outcome:
             "completed": completed,
             "rejected": int(sum(self.rejects.values())),
             "rejected_by_reason": dict(self.rejects),
+            "wasted_prefill_s": self.wasted_prefill_s,
+            **self._by_class(done),
             "routes": dict(self.routes),
             **_percentiles("ttft", self.ttft_s[done]),
             **_percentiles("tbt", self.tbt_s[done]),
@@ -57,9 +65,26 @@ class Outcome:
             "egress_p99_gbps": float(np.quantile(one, 0.99)),
             "egress_p99_10s_gbps": float(np.quantile(ten, 0.99)),
             "utilisation": dict(self.utilisation),
+            "estimate_error": {
+                f"{what} {of} {stat}": value
+                for (what, of), error in self.errors.items()
+                for stat, value in (("mean", error.mean), ("p90", error.p90))
+            },
             "horizon_s": self.horizon_s,
             "seed": self.seed,
         }
+
+    def _by_class(self, done: Any) -> dict[str, dict[str, int]]:
+        """Requests that got an answer, and those that got it as their class was promised; nothing of a single class."""
+        if len(self.classes) < 2:
+            return {}
+        completed, kept = {}, {}
+        for number, each in enumerate(self.classes):
+            own = done & (self.class_of == number)
+            completed[each.name] = int(own.sum())
+            in_time = self.ttft_s <= min(each.ttft_s, each.deadline_s)
+            kept[each.name] = int((own & in_time & (self.tbt_s <= each.tbt_s)).sum())
+        return {"completed_by_class": completed, "kept_by_class": kept}
 
 
 def _mean(values: Floats) -> float:

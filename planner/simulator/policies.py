@@ -1,10 +1,19 @@
 """What can be compared, by name: a policy names a deployment, a placement or an admission rule, and leaves the rest alone."""
 
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
 
 from planner.decisions.admission import AdmissionPolicy
 from planner.decisions.placement import PLACERS
+
+
+class Estimates(StrEnum):
+    """What the deciders of a simulation know of how long things take."""
+
+    LEARNED = "learned"  # what gateways learn from what has ended
+    EXACT = "exact"  # the truth, queues included: to compare with closed forms
+
 
 POLICIES: Final = MappingProxyType[str, dict[str, str]](
     {

@@ -1,15 +1,17 @@
 """What is simulated: clusters with nodes, links with a capacity over time, and the policies in charge."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybrid_cache.eviction import POLICIES
 from planner.decisions.admission import AdmissionPolicy
+from planner.decisions.classes import ServiceClass
 from planner.decisions.placement import PLACERS
 from planner.decisions.routing import RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.profile import DecodeProfile, KvSize, PrefillCurve
+from planner.simulator.policies import Estimates
 from planner.solve.controller import ControllerConfig
 
 
@@ -55,11 +57,27 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LineLimits:
+    """The room of decode nodes, and who waits for it: `landings` are requests that a node takes beyond those it decodes."""
+
+    landings: int
+    max_waiting: int = 256
+    room_s: float = 30.0
+    ageing_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.landings < 0 or min(self.max_waiting, self.room_s, self.ageing_s) <= 0:
+            raise InputError(f"{self}: limits must be above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """A whole system and its policies.
 
     `tail_share` is the part of a remote KVCache that leaves only after the prefill has ended: 1 transfers after computing
     (the published TTFTs), 1/layers is layer-wise streaming. `conversion_s` is how long a drained node takes to change role.
+    `classes` are what requests were promised, by shares of them; without any, all of them the `targets`. With `line`, decode
+    nodes have room for so many, and who finds none waits as at a gateway; without, they take everybody.
     """
 
     pools: Sequence[Pool]
@@ -73,6 +91,9 @@ class Scenario:
     eviction: str = "lru"
     controller: ControllerConfig | None = None
     conversion_s: float = 30.0
+    estimates: Estimates = Estimates.LEARNED
+    classes: Mapping[ServiceClass, float] = field(default_factory=dict)
+    line: LineLimits | None = None
 
     def __post_init__(self) -> None:
         if self.placer not in PLACERS:
@@ -81,5 +102,7 @@ class Scenario:
             raise InputError(f"eviction={self.eviction!r}: must be one of {', '.join(POLICIES)}")
         if not 0 < self.tail_share <= 1:
             raise InputError(f"tail_share={self.tail_share}: must be in (0, 1]")
+        if any(not share > 0 for share in self.classes.values()):
+            raise InputError("classes: every share must be above 0")
         if not any(pool.num_decode for pool in self.pools):
             raise InputError("no decode instance: nobody would answer; give a pd cluster at least one")

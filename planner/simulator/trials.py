@@ -16,6 +16,7 @@ from planner.errors import InputError
 from planner.model.site import BYTES_PER_S_PER_GBPS, Site
 from planner.model.workload import Trace, diurnal, poisson
 from planner.simulator.outcome import Outcome, over_seeds
+from planner.simulator.policies import Estimates
 from planner.simulator.scenario import Pool, Scenario, Targets, Wire
 from planner.simulator.world import simulate
 from planner.solve.controller import ControllerConfig
@@ -33,6 +34,7 @@ class Trial:
     eviction: str = "lru"
     tail_share: float = 1.0
     increment_tokens: int = 0
+    estimates: Estimates = Estimates.LEARNED
     controller: ControllerConfig | None = None
     capacity: Sequence[tuple[float, float]] | None = None
     ttft_s: float | None = None
@@ -132,6 +134,7 @@ def scenario_of(site: Site, setting: Setting, trial: Trial) -> Scenario:
         tail_share=trial.tail_share,
         eviction=trial.eviction,
         controller=trial.controller,
+        estimates=trial.estimates,
     )
 
 

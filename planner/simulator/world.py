@@ -8,66 +8,31 @@ Every request ends exactly once, as done or as refused; `run` asserts it.
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from math import nan
 from typing import Any
 
 import numpy as np
 
 from hybrid_cache.layout import ModelLayout
-from planner.decisions.admission import AdmissionLimits, AdmissionPolicy, DecodeForecast, admit, admit_to_decode
+from planner.decisions.classes import ServiceClass
 from planner.decisions.placement import PLACERS
 from planner.decisions.routing import ReadyNodes, RoutingPolicy, Target, route_among
-from planner.decisions.views import ClusterKind, NodeView, PrefillCost, Role, RouteRequest
-from planner.model.profile import Floats, PrefillCurve
+from planner.decisions.views import ClusterKind, PrefillCost, RouteRequest
+from planner.model.profile import Floats, KvSize
 from planner.model.workload import Trace
 from planner.simulator.caches import NodeCache, layout_of
+from planner.simulator.door import Door
 from planner.simulator.egress import Egress
+from planner.simulator.estimates import Experience, LearnedTimes, TrueTimes
 from planner.simulator.loop import Loop
 from planner.simulator.nodes import NO_HASHES, DecodeNode, Job, PrefillNode
 from planner.simulator.outcome import Outcome
-from planner.simulator.scenario import Pool, Scenario, Targets
+from planner.simulator.policies import Estimates
+from planner.simulator.scenario import Pool, Scenario
 from planner.simulator.turns import hashes_of, next_turns
 from planner.solve.controller import Controller, Effects, Model, Move, Observation
-
-
-class SimulatedCost(PrefillCost):
-    """Prefill times from the clusters' own profiles, queues as they are now; so a view does not age."""
-
-    def __init__(
-        self,
-        curves: Mapping[str, PrefillCurve],
-        nodes: Mapping[str, PrefillNode],
-        decodes: Mapping[str, DecodeNode],
-        loop: Loop,
-    ) -> None:
-        super().__init__()
-        self._curves = curves
-        self._nodes = nodes
-        self._decodes = decodes
-        self._loop = loop
-        self._num_tokens = -1
-        self._known: dict[tuple[str, int], float] = {}
-
-    def prefill_s(self, node: NodeView, num_tokens: int, cached_tokens: int) -> float:
-        # All nodes are asked about one request after the other, and many have the same answer.
-        if num_tokens != self._num_tokens:
-            self._num_tokens = num_tokens
-            self._known.clear()
-        key = (node.cluster, cached_tokens)
-        answer = self._known.get(key)
-        if answer is None:
-            answer = self._known[key] = self._curves[node.cluster].with_prefix(num_tokens, cached_tokens)
-        return answer
-
-    def queue_s(self, node: NodeView) -> float:
-        known: Mapping[str, PrefillNode] | Mapping[str, DecodeNode]
-        known = self._decodes if node.role is Role.DECODE else self._nodes
-        return known[node.node_id].queue_s(self._loop.now)
-
-    def queues_s(self, nodes: Sequence[NodeView]) -> list[float]:
-        known, now = self._nodes, self._loop.now
-        return [known[node.node_id].queue_s(now) for node in nodes]
 
 
 class World:
@@ -95,17 +60,24 @@ class World:
         }
         self._layout = layout
         self._following = next_turns(trace) if layout is not None else {}
-        self._cost = SimulatedCost(
-            {pool.name: pool.prefill for pool in scenario.pools}, self._prefills, self._decodes, self.loop
+        self._learned = LearnedTimes(self._prefills, self._decodes)
+        self._experience = Experience(scenario.routing.placement, self._learned)
+        curves = {pool.name: pool.prefill for pool in scenario.pools}
+        self._cost: PrefillCost = (
+            self._learned
+            if scenario.estimates is Estimates.LEARNED
+            else TrueTimes(curves, self._prefills, self._decodes, self.loop)
         )
         self._sort_nodes()
         self._egress = [Egress(wire, self.loop, self._on_delivered) for wire in scenario.wires]
         self._links = {(link.wire.source, link.wire.destination): link for link in self._egress}
-        self._limits = _admission_limits(scenario.targets, self._decodes.values())
-        first = next(iter(self._decodes.values())).profile
-        self._forecast = DecodeForecast(first.full_step_s * float(trace.output_tokens.mean()))
-        self._forecasting = scenario.admission is not AdmissionPolicy.ACCEPT_ALL
-        self._decoding = 0
+        everybody = ServiceClass(ttft_s=scenario.targets.ttft_s, tbt_s=scenario.targets.tbt_s)
+        self._door = Door(
+            scenario.admission, scenario.classes or {everybody: 1.0}, scenario.line, self._decodes, self.loop,
+            consider=self._consider, refuse=self._refuse,
+            decode_s=next(iter(self._decodes.values())).profile.full_step_s * float(trace.output_tokens.mean()),
+            draws=np.random.default_rng((seed, 1)).random(len(trace)),
+        )  # fmt: skip
         self._converting = 0
         self._names = 0
         self._retired: dict[str, tuple[float, float]] = {}
@@ -176,28 +148,34 @@ class World:
         job = Job(index, now, self._prompts[index], self._outputs[index], hashes)
         if hashes:
             job.request_id = str(index)
-        request = RouteRequest(num_tokens=max(2, job.prompt), kv_bytes=self.scenario.kv, tie=self._tie_of[index])
+            job.blocks = hashes[: job.prompt // self.trace.block_size]
+        self._consider(now, job)
+
+    def _consider(self, now: float, job: Job) -> None:
+        request = RouteRequest(num_tokens=max(2, job.prompt), kv_bytes=self.scenario.kv, tie=self._tie_of[job.index])
+        if self.policy.placement is not self._experience.placement:
+            self.policy = replace(self.policy, placement=self._experience.placement)
+        self._learned.as_of(now)
         job.route = found = route_among(
             self._ready_nodes(job, now), request, [link.view(now) for link in self._egress], self.policy,
             place=self._place, cost=self._cost,
         )  # fmt: skip
-        self._routes[found.target, found.reason] += 1
-        if self._controller is not None:
+        if found.prefill_node is not None:
+            self._learned.tried(found.prefill_node, self._prefills[found.prefill_node].pool.name)
+        if self._controller is not None and now == job.arrived:
             self._offered.append((found.uncached_tokens, job.output))
-        if self._forecasting:
-            admission = admit(
-                self.scenario.admission, self._limits, ttft_s=found.ttft_s,
-                decoding=self._decoding, forecast=self._forecast, now=now,
-            )  # fmt: skip
-            if not admission.accepted:
-                assert admission.reason is not None
-                return self._refuse(job, admission.reason)
-            job.forecast = now + found.ttft_s
-            self._forecast.on_accepted(job.forecast, now)
-        job.decode_node = self._decodes[found.decode_node]
-        job.decode_node.assign(1)
-        self._dispatch(now, job)
-        return None
+        admission = self._door.admission(now, job, found)
+        if not admission.accepted:
+            self._refuse(now, job, str(admission.reason))
+        elif not self._door.has_room(now, job, self._decodes[found.decode_node]):
+            self._door.stand(now, job)
+        else:
+            self._routes[found.target, found.reason] += 1
+            self._door.leave(now, job, served=True)
+            self._door.accepted(now, job, found)
+            job.decode_node = self._decodes[found.decode_node]
+            job.decode_node.assign(1)
+            self._dispatch(now, job)
 
     def _dispatch(self, now: float, job: Job) -> None:
         found, decode = job.route, job.decode_node
@@ -213,11 +191,13 @@ class World:
         if found.target is Target.REMOTE:
             self._remote[job.index] = 1.0
             job.egress = self._links[node.pool.name, decode.pool.name]
-            job.egress.promise(self._bytes_to_send(job))
-        rate = self.policy.placement.fetch_bytes_per_s
+            job.egress.promise(_bytes_to_send(self.scenario.kv, job))
+        rate = self.scenario.routing.placement.fetch_bytes_per_s
         if found.fetch_from is not None and rate:
             own = node.match(job.hashes, job.prompt).num_tokens
-            job.ready_at = now + (self.scenario.kv(found.cached_tokens) - self.scenario.kv(own)) / rate
+            moved = self.scenario.kv(found.cached_tokens) - self.scenario.kv(own)
+            job.ready_at = now + moved / rate
+            self.loop.at(job.ready_at, self._experience.on_moved, (moved, moved / rate))
         node.put(now, job)
 
     def _sort_nodes(self) -> None:
@@ -234,10 +214,7 @@ class World:
         hashes, prompt = job.hashes, job.prompt
         if not hashes:
             return ReadyNodes(self._blank_prefills, [node.seen or node.view() for node in self._ready_decodes])
-        prefills = {
-            name: [node.view(node.match(hashes, prompt).num_tokens) for node in nodes]
-            for name, nodes in self._ready_prefills.items()
-        }
+        prefills = {name: [node.view_for(job) for node in nodes] for name, nodes in self._ready_prefills.items()}
         return ReadyNodes(prefills, [node.view_for(hashes, prompt, now) for node in self._ready_decodes])
 
     def _on_prefill_start(self, now: float, job: Job) -> None:
@@ -247,16 +224,16 @@ class World:
             self._send(now, job, 1 - self.scenario.tail_share)
 
     def _send(self, now: float, job: Job, share: float) -> None:
-        size = self._bytes_to_send(job) * share
+        size = _bytes_to_send(self.scenario.kv, job) * share
         job.egress.promise(-size)
         job.egress.send(now, size, job)
 
-    def _bytes_to_send(self, job: Job) -> float:
-        """What the decode node lacks: states and windows are sent whatever it holds of attention."""
-        return self.scenario.kv(job.prompt) - self.scenario.kv.bytes_per_token * job.have
-
     def _on_prefilled(self, now: float, job: Job) -> None:
         self._cached[job.index] = job.cached
+        if (computed_by := job.route.prefill_node) is not None:
+            pool = self._prefills[computed_by].pool.name
+            self._learned.as_of(now)
+            self._learned.observe(computed_by, pool, job.prompt - job.cached, job.cached, job.service_s)
         if job.egress is None:
             self._on_kv_ready(now, job)
         else:
@@ -265,37 +242,36 @@ class World:
     def _on_delivered(self, now: float, job: Job) -> None:
         job.flows -= 1
         if not job.flows:
+            wire = job.egress.wire
+            self._experience.on_arrived((wire.source, wire.destination), job.route.arrives_s, now - job.arrived)
             self._on_kv_ready(now, job)
 
     def _on_kv_ready(self, now: float, job: Job) -> None:
-        if self._forecasting:
-            admission = admit_to_decode(self.scenario.admission, self._limits, self._decoding)
-            if not admission.accepted:
-                assert admission.reason is not None
-                job.decode_node.assign(-1)
-                if job.decode_node.cache is not None:
-                    job.decode_node.cache.let_go(job.request_id, now)
-                self._forecast.on_dropped(job.forecast)
-                return self._refuse(job, admission.reason)
-        self._decoding += 1
+        admission = self._door.to_decode(job)
+        if not admission.accepted:
+            job.decode_node.assign(-1)
+            if job.decode_node.cache is not None:
+                job.decode_node.cache.let_go(job.request_id, now)
+            self._refuse(now, job, str(admission.reason))
+            self._door.let_in(now)
+            return
         if job.decode_node.cache is not None:
             job.decode_node.cache.fill(job.request_id, job.prompt, now)
         job.decode_node.put(now, job)
-        return None
 
     def _on_first_token(self, now: float, job: Job) -> None:
         self._ttft[job.index] = now - job.arrived
-        if self._forecasting:
-            self._forecast.on_started(job.forecast)
+        self._door.started(job)
 
     def _on_decoded(self, now: float, job: Job) -> None:
-        self._decoding -= 1
-        if self._forecasting:
-            self._forecast.on_ended(job.decode_start, now)
+        self._door.ended(now, job)
         self._keep_answer(now, job)
+        self._experience.on_answered(job.output)
+        self._learned.learn_steps(now, job)
         self._e2e[job.index] = now - job.arrived
         self._tbt[job.index] = job.service_s
         self._end(job.index)
+        self._door.let_in(now)
 
     def _keep_answer(self, now: float, job: Job) -> None:
         """Blocks of the answer become prefix cache like those of the prompt, and the last of them has a state."""
@@ -309,9 +285,10 @@ class World:
             cache.begin(f"answer {job.request_id}", hashes, end, now)
             cache.end(f"answer {job.request_id}", end, now)
 
-    def _refuse(self, job: Job, reason: str) -> None:
+    def _refuse(self, now: float, job: Job, reason: str) -> None:
+        self._door.leave(now, job, served=False)
         self._ttft[job.index] = nan
-        self._rejects[str(reason)] += 1
+        self._rejects[reason] += 1
         self._end(job.index)
 
     def _end(self, index: int) -> None:
@@ -332,6 +309,7 @@ class World:
             num_prefill=len(prefills),
             num_decode=len(decodes),
             threshold_tokens=self.policy.threshold_tokens,
+            tie_share=self.policy.tie_share,
             prefill_loads=[float(node.num_jobs) for node in prefills],
             decode_loads=[node.assigned / node.profile.max_running for node in decodes],
             converting=self._converting,
@@ -356,7 +334,9 @@ class World:
         self, now: float, effects: Effects, prefills: Sequence[PrefillNode], decodes: Sequence[DecodeNode]
     ) -> None:
         if effects.threshold_tokens is not None:
-            self.policy = _with_threshold(self.policy, effects.threshold_tokens)
+            self.policy = _with_threshold(self.policy, effects.threshold_tokens, effects.tie_share)
+        if effects.convert is not None and self._controller is not None:
+            self._controller.converted(now)
         if effects.convert is Move.TO_DECODE:
             leaving = min(prefills, key=lambda node: node.num_jobs)
             leaving.ready = False
@@ -420,6 +400,7 @@ class World:
             cached_tokens=np.frombuffer(self._cached),
             remote=np.frombuffer(self._remote),
             rejects=dict(sorted(self._rejects.items())),
+            wasted_prefill_s=self._door.wasted_s,
             routes={f"{target} {reason}": count for (target, reason), count in sorted(self._routes.items())},
             utilisation=utilisation,
             egress_bytes=windows,
@@ -428,6 +409,9 @@ class World:
             seed=self.seed,
             events=self.loop.events,
             timeline=tuple(self._timeline),
+            classes=self._door.classes,
+            class_of=self._door.class_of,
+            errors=self._experience.errors(),
         )
 
     def _retire(self, stage: str, busy_s: float, available_s: float) -> None:
@@ -444,20 +428,13 @@ class World:
         return {stage: busy / available for stage, (busy, available) in sorted(self._retired.items()) if available}
 
 
+def _bytes_to_send(kv: KvSize, job: Job) -> float:
+    """What the decode node lacks: states and windows are sent whatever it holds of attention."""
+    return kv(job.prompt) - kv.bytes_per_token * job.have
+
+
 def _caches(scenario: Scenario, trace: Trace) -> bool:
     return trace.blocks is not None and any(pool.cache_bytes for pool in scenario.pools)
-
-
-def _admission_limits(targets: Targets, decodes: Iterable[DecodeNode]) -> AdmissionLimits:
-    slots = 0.0
-    for node in decodes:
-        profile = node.profile
-        room = profile.max_running
-        if profile.step_s_per_request > 0:
-            within = (targets.tbt_s - profile.step_s) / profile.step_s_per_request
-            room = max(1, min(room, int(within)))
-        slots += room
-    return AdmissionLimits(ttft_s=targets.ttft_s, decode_requests=slots)
 
 
 def _sent(links: Sequence[Egress], window_s: float, horizon_s: float) -> Floats:
@@ -465,9 +442,8 @@ def _sent(links: Sequence[Egress], window_s: float, horizon_s: float) -> Floats:
     return np.sum(parts, axis=0) if parts else np.zeros(max(1, int(np.ceil(horizon_s / window_s))))
 
 
-def _with_threshold(policy: RoutingPolicy, threshold_tokens: float) -> RoutingPolicy:
-    fields = {name: getattr(policy, name) for name in policy.__slots__}
-    return RoutingPolicy(**fields | {"threshold_tokens": threshold_tokens, "tie_share": 1.0})
+def _with_threshold(policy: RoutingPolicy, threshold_tokens: float, tie_share: float | None) -> RoutingPolicy:
+    return replace(policy, threshold_tokens=threshold_tokens, tie_share=1.0 if tie_share is None else tie_share)
 
 
 def simulate(scenario: Scenario, trace: Trace, seed: int = 0) -> Outcome:

@@ -1,11 +1,11 @@
 """The long timescale (§3.4.3): when to move the threshold, and when to convert a node between prefill and decode.
 
-One call per tick, `on_tick(observation) -> effects`; the caller carries the effects out, or prints them. What it fears is
-oscillation, so a change must be worth it, comes one node at a time, and is followed by a pause:
+One call per tick, `on_tick(observation) -> effects`; the caller carries the effects out, or shows them, and says when it has
+begun a conversion. What it fears is oscillation, so a change must be worth it, comes in small steps, and is followed by a pause:
 
     warm-up      samples of a fresh start (or of the time just after a conversion) are not believed
-    hysteresis   a plan must be better than the current one by a margin
-    step         at most one node changes role per decision
+    hysteresis   a plan must be better than the current one by a margin, beyond what chance may have done (`planner.solve.judge`)
+    step         at most one node changes role per decision, and the threshold by at most a factor
     cool-down    no further conversion until the last one has shown its effect; a threshold may move with every decision
 
 It plans on *offered* load: what completes is capped by the very shortage it should see.
@@ -15,18 +15,25 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 
 import numpy as np
 
 from planner.model.profile import Floats, KvSize, PrefillCurve
 from planner.model.traffic import Lengths
 from planner.solve.goals import Rule, Service
-from planner.solve.search import Capacity, Loads, build_loads, cuts_of, rate_at, solve, threshold_of
+from planner.solve.judge import Choice, Judge
+from planner.solve.search import Capacity, Loads, build_loads
+
+LEAST_REQUESTS: Final = 2  # of one nothing can be left out, to see what chance does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerConfig:
-    """Limits of the controller. Times in seconds; `hysteresis` is the least gain in Λ that a conversion must promise."""
+    """Limits of the controller. Times in seconds; `hysteresis` is the least gain in Λ that a conversion must promise.
+
+    `threshold_step` is the greatest factor by which one decision moves the threshold.
+    """
 
     rule: Rule = Rule.MODEL
     tick_s: float = 60.0
@@ -34,6 +41,7 @@ class ControllerConfig:
     window_s: float = 900.0
     min_requests: int = 200
     hysteresis: float = 0.05
+    threshold_step: float = 2.0
     cooldown_s: float = 600.0
     imbalance_high: float = 1.3
     min_prefill: int = 1
@@ -42,13 +50,18 @@ class ControllerConfig:
     def __post_init__(self) -> None:
         if self.tick_s <= 0 or self.hysteresis < 0 or self.imbalance_high <= 1:
             raise ValueError(f"{self}: need tick_s > 0, hysteresis >= 0, imbalance_high > 1")
+        if self.min_requests < LEAST_REQUESTS:
+            raise ValueError(f"min_requests={self.min_requests}: must be at least {LEAST_REQUESTS}")
+        if self.threshold_step <= 1:
+            raise ValueError(f"threshold_step={self.threshold_step}: must be above 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What happened since the last tick. Lengths are uncached prompt tokens of all requests *offered*, refused ones too.
+    """What happened since the last tick. Lengths are uncached prompt tokens of all requests *offered*, refused ones too;
+    answers are those that have ended since, so there may be more or fewer of them.
 
-    Loads are requests in a stage over what it can hold at once, one sample per node.
+    Loads are requests in a stage over what it can hold at once, one sample per node. What is None is as the model says.
     """
 
     at_s: float
@@ -57,8 +70,11 @@ class Observation:
     num_prefill: int
     num_decode: int
     threshold_tokens: float
+    tie_share: float = 1.0
     prefill_loads: Sequence[float]
     decode_loads: Sequence[float]
+    num_prfaas: int | None = None
+    egress_bytes_per_s: float | None = None
     converting: int = 0
 
 
@@ -71,12 +87,17 @@ class Move(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effects:
-    """What to do now: None means no opinion. `diagnosis` says why, for logs and reports."""
+    """What to do now: None means no opinion. `diagnosis` says why, for logs and reports. A threshold comes with its tie share.
+
+    `judged` is false while there is too little to judge by. `gain` is also that of what is not worth it.
+    """
 
     threshold_tokens: float | None = None
+    tie_share: float | None = None
     convert: Move | None = None
     diagnosis: str = ""
     gain: float = 0.0
+    judged: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +116,7 @@ class Model:
 class _Sample:
     at_s: float
     uncached: Floats
+    outputs: int
     output_mean: float
     imbalance: float
 
@@ -118,25 +140,30 @@ class Controller:
         if seen.converting:
             # The samples of a pool that changes are of no pool at all.
             self._settled_s = seen.at_s + self.config.warmup_s
-            return Effects(diagnosis="a conversion is under way")
+            return Effects(diagnosis="a conversion is under way", judged=False)
         self._remember(seen)
         if seen.at_s < self._settled_s:
-            return Effects(diagnosis=f"warming up for {self._settled_s - seen.at_s:.0f} s more")
+            return Effects(diagnosis=f"warming up for {self._settled_s - seen.at_s:.0f} s more", judged=False)
         if sum(len(sample.uncached) for sample in self._window) < self.config.min_requests:
-            return Effects(diagnosis="too few requests to judge by")
+            return Effects(diagnosis="too few requests to judge by", judged=False)
+        if not any(sample.outputs for sample in self._window):
+            return Effects(diagnosis="no answer has ended yet", judged=False)
         by_rule = {Rule.MODEL: self._by_model, Rule.IMBALANCE: self._by_imbalance}
-        effects = by_rule[self.config.rule](seen)
-        if effects.convert is not None:
-            self._converted_s = seen.at_s
-        return effects
+        return by_rule[self.config.rule](seen)
+
+    def converted(self, at_s: float) -> None:
+        """A conversion has begun; the cool-down counts from now."""
+        self._converted_s = at_s
 
     def _remember(self, seen: Observation) -> None:
-        if len(seen.uncached_tokens):
+        if len(seen.uncached_tokens) or len(seen.output_tokens):
+            outputs = len(seen.output_tokens)
             self._window.append(
                 _Sample(
                     seen.at_s,
                     np.asarray(seen.uncached_tokens, dtype=np.float64),
-                    float(np.mean(seen.output_tokens)),
+                    outputs,
+                    float(np.mean(seen.output_tokens)) if outputs else 0.0,
                     imbalance_factor(seen.prefill_loads, seen.decode_loads),
                 )
             )
@@ -147,42 +174,56 @@ class Controller:
         return now < self._converted_s + self.config.cooldown_s
 
     def _by_model(self, seen: Observation) -> Effects:
-        lengths = Lengths.of(np.concatenate([sample.uncached for sample in self._window]))
-        output = float(
-            np.average([s.output_mean for s in self._window], weights=[len(s.uncached) for s in self._window])
-        )
-        model, total = self.model, seen.num_prefill + seen.num_decode
-        loads = build_loads(
-            lengths, model.local, model.remote, model.kv,
-            egress_bytes_per_s=model.egress_bytes_per_s, service=Service.EXACT,
-        )  # fmt: skip
-        capacity = Capacity(
-            num_prfaas=model.num_prfaas,
-            num_pd=total,
-            egress_bytes_per_s=model.egress_bytes_per_s,
-            decode_s=model.decode_s_per_token * output,
-        )
-        here = solve(loads, capacity, num_prefill=seen.num_prefill)
-        steps = {
-            Move.TO_PREFILL: seen.num_prefill + 1 if seen.num_decode > self.config.min_decode else None,
-            Move.TO_DECODE: seen.num_prefill - 1 if seen.num_prefill > self.config.min_prefill else None,
+        judge, here = self._judge(seen), seen.num_prefill
+        moves = {
+            Move.TO_PREFILL: here + 1 if seen.num_decode > self.config.min_decode else None,
+            Move.TO_DECODE: here - 1 if here > self.config.min_prefill else None,
         }
-        tried = {move: solve(loads, capacity, num_prefill=count) for move, count in steps.items() if count is not None}
-        move = max(tried, key=lambda step: tried[step].rate, default=None)
-        gain = tried[move].rate / here.rate - 1 if move is not None and here.rate else 0.0
-        if move is not None and gain >= self.config.hysteresis and not self._cooling(seen.at_s):
-            threshold = threshold_of(loads, tried[move])
-            return Effects(threshold_tokens=threshold, convert=move, gain=gain, diagnosis=f"{move}: Λ +{gain:.1%}")
-        return self._retune(seen, loads, capacity, threshold_of(loads, here), here.rate)
-
-    def _retune(self, seen: Observation, loads: Loads, capacity: Capacity, threshold: float, best: float) -> Effects:
-        now_cut = int(cuts_of(loads, np.array([seen.threshold_tokens]))[0])
-        now = rate_at(loads, capacity, seen.num_prefill, now_cut)
-        gain = best / now - 1 if now else float("inf")
+        gains = {move: judge.gain_of_split(here, count) for move, count in moves.items() if count is not None}
+        move = max(gains, key=lambda each: gains[each], default=None)
+        if move is not None and gains[move] >= self.config.hysteresis and not self._cooling(seen.at_s):
+            split = moves[move]
+            assert split is not None
+            best = judge.best(split)
+            return Effects(
+                threshold_tokens=best.threshold_tokens,
+                tie_share=best.tie_share,
+                convert=move,
+                gain=gains[move],
+                diagnosis=f"{move}: Λ +{gains[move]:.1%}, {judge.binding(here)} binds",
+            )
+        gain = judge.gain_of_threshold(here)
         # A threshold costs nothing to move, so a fifth of the margin will do.
         if gain < self.config.hysteresis / 5:
-            return Effects(diagnosis=f"within {gain:.1%} of the best threshold")
-        return Effects(threshold_tokens=threshold, gain=gain, diagnosis=f"threshold: Λ +{gain:.1%}")
+            return Effects(gain=gain, diagnosis=f"no threshold is surely better by {self.config.hysteresis / 5:.1%}")
+        best = judge.best(here)
+        return Effects(
+            threshold_tokens=best.threshold_tokens,
+            tie_share=best.tie_share,
+            gain=gain,
+            diagnosis=f"threshold: Λ +{gain:.1%}, {judge.binding(here)} binds",
+        )
+
+    def _judge(self, seen: Observation) -> Judge:
+        model = self.model
+        uncached = np.concatenate([sample.uncached for sample in self._window])
+        output = float(np.average([s.output_mean for s in self._window], weights=[s.outputs for s in self._window]))
+        egress = model.egress_bytes_per_s if seen.egress_bytes_per_s is None else seen.egress_bytes_per_s
+
+        def loads(samples: Floats) -> Loads:
+            return build_loads(
+                Lengths.of(samples), model.local, model.remote, model.kv,
+                egress_bytes_per_s=egress, service=Service.EXACT,
+            )  # fmt: skip
+
+        capacity = Capacity(
+            num_prfaas=model.num_prfaas if seen.num_prfaas is None else seen.num_prfaas,
+            num_pd=seen.num_prefill + seen.num_decode,
+            egress_bytes_per_s=egress,
+            decode_s=model.decode_s_per_token * output,
+        )
+        current = Choice(threshold_tokens=seen.threshold_tokens, tie_share=seen.tie_share)
+        return Judge.of(uncached, loads, capacity, current, self.config.threshold_step)
 
     def _by_imbalance(self, seen: Observation) -> Effects:
         factor = float(np.mean([sample.imbalance for sample in self._window]))

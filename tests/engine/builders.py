@@ -66,6 +66,6 @@ def greedy(engine: Engine, kv: JobKV, num_tokens: int, rest: Sequence[int], coun
         engine.prefill(sequence, rest[:-1], None)
     tokens, last = [], rest[-1]
     for _ in range(count):
-        last = int(engine.decode(sequence, last).argmax())
+        last = int(engine.decode([sequence], [last])[0].argmax())
         tokens.append(last)
     return tokens

@@ -46,7 +46,8 @@ class Script:
     room: int = 1 << 30  # reservations at once
     cached_tokens: int = 0
     reserve: list[str] = field(default_factory=list)  # a grpc.StatusCode name
-    prefill: list[str] = field(default_factory=list)  # "die", "hang", "drop", "undelivered REASON" or "STATUS code"
+    # "die", "hang", "drop", "garbled", "undelivered REASON" or "STATUS code"
+    prefill: list[str] = field(default_factory=list)
     decode: list[str] = field(default_factory=list)  # the same, "die_after_first" or "stall_after_first"
     load: list[str] = field(default_factory=list)  # "hang" or a grpc.StatusCode name
     path_is_down: bool = False  # of what this node sends: its prefills end as undeliverable, its probes have no answer
@@ -279,6 +280,8 @@ class ScriptedNode(NodeAgentServicer):
             if fault == "die":
                 self.become(pb.NODE_STATE_ENGINE_DOWN)
             raise ConnectionResetError
+        if fault == "garbled":
+            return web.Response(status=500, body=b'{"error":{"message":"\xff"}}', content_type="application/json")
         status, _, code = fault.partition(" ")
         error = {"message": "scripted", "type": "server_error", "param": None, "code": code}
         return web.json_response({"error": error}, status=int(status))
@@ -389,17 +392,21 @@ class Topology:
 
 @asynccontextmanager
 async def topology(
-    remote: int = 1, local: int = 1, decode: int = 2, remote_clusters: tuple[str, ...] = ("east",)
+    remote: int = 1,
+    local: int = 1,
+    decode: int = 2,
+    remote_clusters: tuple[str, ...] = ("east",),
+    clusters: tuple[str, ...] = ("west",),
 ) -> AsyncIterator[Topology]:
-    """That many nodes, serving inside the block; PrfaaS nodes are of the clusters named, in turn."""
+    """That many nodes, serving inside the block; PrfaaS nodes are of the `remote_clusters`, others of `clusters`, in turn."""
     fabric = Fabric()
-    names = remote_clusters
+    names, homes = remote_clusters, clusters
     world = Topology(
         remote=[
             ScriptedNode(f"r{i}", names[i % len(names)], "prfaas", "prefill", fabric, Script()) for i in range(remote)
         ],
-        local=[ScriptedNode(f"p{i}", "west", "pd", "prefill", fabric, Script()) for i in range(local)],
-        decode=[ScriptedNode(f"d{i}", "west", "pd", "decode", fabric, Script()) for i in range(decode)],
+        local=[ScriptedNode(f"p{i}", homes[i % len(homes)], "pd", "prefill", fabric, Script()) for i in range(local)],
+        decode=[ScriptedNode(f"d{i}", homes[i % len(homes)], "pd", "decode", fabric, Script()) for i in range(decode)],
     )
     async with AsyncExitStack() as stack:
         for node in world.nodes:

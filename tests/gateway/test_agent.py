@@ -24,10 +24,10 @@ def test_a_snapshot_voids_what_was_known_and_comes_in_bounded_parts() -> None:
 
 def test_changes_and_loads_are_values() -> None:
     stored, removed = pb.BlocksStored(group=2, hashes=A + B), pb.BlocksRemoved(group=1, hashes=B)
-    assert events_from(pb.NodeEvent(stored=stored)) == [BlocksStored(2, (A, B))]
-    assert events_from(pb.NodeEvent(removed=removed)) == [BlocksRemoved(1, (B,))]
-    assert events_from(pb.NodeEvent(load=pb.Load(running=3))) == [NodeLoad(running=3)]
-    assert events_from(pb.NodeEvent()) == []
+    assert list(events_from(pb.NodeEvent(stored=stored))) == [BlocksStored(2, (A, B))]
+    assert list(events_from(pb.NodeEvent(removed=removed))) == [BlocksRemoved(1, (B,))]
+    assert list(events_from(pb.NodeEvent(load=pb.Load(running=3)))) == [NodeLoad(running=3)]
+    assert list(events_from(pb.NodeEvent())) == []
 
 
 def test_a_description_is_who_the_node_is_and_how_busy() -> None:
@@ -42,7 +42,7 @@ def test_a_description_is_who_the_node_is_and_how_busy() -> None:
 
 def test_hashes_of_a_wrong_length_are_refused() -> None:
     with pytest.raises(ValueError, match="32-byte"):
-        events_from(pb.NodeEvent(removed=pb.BlocksRemoved(group=0, hashes=b"x" * 33)))
+        list(events_from(pb.NodeEvent(removed=pb.BlocksRemoved(group=0, hashes=b"x" * 33))))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """What is booked is given back, whatever becomes of the requests."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import cast
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,3 +84,41 @@ def test_nothing_leaks(steps: list[Step]) -> None:
     for _, stack in open_bookings.values():
         stack.close()
     assert [(node.pending_requests, node.pending_tokens, node.promised_bytes) for node in nodes] == [(0, 0, {})] * 5
+
+
+def test_who_goes_on_from_a_prompt_under_way_waits_for_it_on_that_node_alone():
+    decode, first, second = node_of("d0"), node_of("r0"), node_of("p0")
+    for node in (first, second):
+        node.info = replace(node.info, block_size=16) if node.info else None
+    a, b = b"a", b"b"
+    with booked(decode, lambda: 0.0, [a]) as leader, booked(decode, lambda: 0.0, [a, b]) as follower:
+        leader.prefill(first, route_of())
+        follower.prefill(first, replace_route(route_of(), 16))
+        awaited = follower.awaited
+        assert awaited is not None
+        assert leader.awaited is None
+        leader.prefill(first, route_of())  # as its leg begins
+        assert not awaited.done.is_set()
+        follower.prefill(second, replace_route(route_of(), 16))
+        assert follower.awaited is None
+        assert len(second.underway) == 1
+        leader.prefilled()
+        assert awaited.done.is_set()
+    assert not len(first.underway)
+    assert not len(second.underway)
+
+
+def replace_route(route: Route, cached_tokens: int) -> Route:
+    return msgspec.structs.replace(route, cached_tokens=cached_tokens)
+
+
+def test_nobody_waits_for_a_prompt_that_is_there_already():
+    prefill = node_of("r0")
+    assert prefill.info is not None
+    prefill.info = replace(prefill.info, block_size=16)
+    hashes = [b"a" * 32, b"b" * 32]
+    cached = msgspec.structs.replace(route_of(), cached_tokens=2 * 16)
+    with booked(node_of("d0"), lambda: 0.0, hashes) as one, booked(node_of("d1"), lambda: 0.0, hashes) as other:
+        one.prefill(prefill, cached)
+        other.prefill(prefill, cached)
+        assert (one.awaited, other.awaited) == (None, None)

@@ -9,10 +9,9 @@ import pytest
 from gateway.clusters import ServedModel
 from gateway.config import Strangers
 from gateway.openai import Endpoint
-from gateway.prompts import Hashing, read_call
+from gateway.prompts import Hashing, PromptMemory, read_call
 from gateway.relay import pass_on
 from gateway.request import Request, Timeline
-from hybrid_cache.chains import ChainCache
 from tests.gateway.scripted import LAYOUT
 from tests.gateway.worlds import PATIENT, model_of, on_loop, until, world
 from tests.prompts.builders import text_tokenizer
@@ -92,21 +91,28 @@ async def test_what_waits_for_the_client_counts_as_written() -> None:
     """Only between two events may anything else be written."""
     hashing = Hashing(block_size=16, salt=b"salt")
     body = b'{"model":"scripted","prompt":"x","stream":true}'
-    call, prompt = read_call(Endpoint.COMPLETIONS, body, model_of(hashing), text_tokenizer(), ChainCache())
+    call, prompt = read_call(Endpoint.COMPLETIONS, body, model_of(hashing), PromptMemory(text_tokenizer()))
     served = ServedModel("scripted", "scripted", LAYOUT, 4096, hashing)
     request = Request("r", "r-1", call, prompt, served, Timeline(0.0))
     chunks = [b"data: 1\n\n", b"data: ", b"2\n\n", b""]
     seen: list[bool] = []
+    seen_waiting: list[float | None] = []
 
-    class Stream:
-        async def write(self, data: bytes) -> None:
+    class Client:
+        def offer(self, data: bytes) -> bool:
             seen.append(request.is_between_events)
+            return True
+
+        async def taken(self) -> None:
+            seen_waiting.append(request.writing_since)
 
     async def read() -> bytes:
         return chunks.pop(0)
 
-    await pass_on(read, Stream(), request, lambda: 0.0)
+    await pass_on(read, Client(), request, lambda: 7.0)
     assert seen == [True, False, True]
+    assert seen_waiting == [7.0, 7.0, 7.0]
+    assert request.writing_since is None
     assert request.events == 2
 
 

@@ -36,6 +36,36 @@ def test_a_good_file_fills_in_defaults(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ("[gateway]\nprot = 1", r"\[gateway\]: unknown key 'prot' \(did you mean 'port'\?\); known are .*port"),
+        (
+            "[gateway]\nclasses = { vip = { ttft = 1 } }",
+            r"\[gateway.classes.vip\]: unknown key 'ttft' \(did you mean 'ttft_s'\?\); known are .*",
+        ),
+        (
+            "[gateway]\nclasses = { vip = { tbt_ms = 0 } }",
+            r"\[gateway.classes.vip\]: tbt_ms = 0.0: must be a number above 0",
+        ),
+        (
+            "[gateway]\nclasses = { vip = { priority = 1000 } }",
+            r"\[gateway.classes.vip\]: priority = 1000: must be -100 to 100",
+        ),
+        (
+            "[gateway]\nclasses = { vip = { keys = ['me'] } }",
+            r"\[gateway.classes.vip\]: keys = 'me': must be a list of SHA-256",
+        ),
+        (
+            "[gateway]\nclasses = { vip = { max_load = 2 } }",
+            r"\[gateway.classes.vip\]: max_load = 2.0: must be a number",
+        ),
+        ("[gateway]\nclasses = { vip = 1 }", r"\[gateway.classes.vip\] = 1: must be a table"),
+        ("[gateway]\nclasses = { 'a b' = {} }", r"\[gateway\]: classes = 'a b': must be names of letters"),
+        (
+            "[gateway]\nadmission = { policy = 'none' }",
+            r"\[gateway.admission\]: policy = 'none': must be 'accept_all', .*",
+        ),
+        (
+            "[gateway]\nadmission = { default_class = 'vip' }",
+            r"\[gateway\]: default_class = 'vip': must be one of default",
+        ),
         ("[gateway]\nport = 70000", r"\[gateway\]: port = 70000: must be 0 to 65535"),
         ("[gateway]\nport = '8000'", r"\[gateway\]: port = '8000': must be an integer"),
         ("[gateway]\nport = true", r"\[gateway\]: port = True: must be an integer"),

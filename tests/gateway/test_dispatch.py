@@ -213,6 +213,15 @@ async def test_a_dying_prefill_node_is_replaced_under_the_same_ticket() -> None:
 
 
 @on_loop
+async def test_a_prefill_node_whose_error_is_no_text_is_replaced() -> None:
+    async with world() as w:
+        w.nodes.remote[0].script.prefill = ["garbled"]
+        assert (await w.complete(LONG)).status == 200
+        assert await w.fallbacks() == {"prefill_500": 1}
+        await w.settled()
+
+
+@on_loop
 async def test_without_another_remote_node_the_local_one_takes_over() -> None:
     async with world() as w:
         w.nodes.remote[0].script.prefill = ["503 no_capacity"]
@@ -277,7 +286,7 @@ async def test_a_prefill_that_takes_too_long_is_given_up() -> None:
 
 
 @on_loop
-@pytest.mark.parametrize("fault", ["die", "drop", "500 internal", "503 draining"])
+@pytest.mark.parametrize("fault", ["die", "drop", "garbled", "500 internal", "503 draining"])
 async def test_a_decode_node_that_fails_before_its_first_token_is_replaced(fault: str) -> None:
     async with world() as w:
         w.nodes.decode[0].script.decode = [fault]

@@ -7,8 +7,7 @@ import pytest
 
 from gateway.errors import ApiError, BadRequest
 from gateway.openai import Endpoint, parse
-from gateway.prompts import Hashing, Prompt, prompt_tokens, read_call
-from hybrid_cache.chains import ChainCache
+from gateway.prompts import Hashing, Prompt, PromptMemory, prompt_tokens, read_call
 from hybrid_cache.hashing import block_hashes, tokens_digest
 from prompts.reading import RESERVED_KWARGS
 from prompts.template import ChatTemplate
@@ -26,7 +25,7 @@ def prompt_of(endpoint: Endpoint, **fields: Any) -> Prompt:
 
 def tokens_of(endpoint: Endpoint, tokenizer: TextTokenizer | None = None, **fields: Any) -> list[int]:
     call = parse(endpoint, json.dumps({"model": "m", **fields}).encode())
-    ids: list[int] = prompt_tokens(call, tokenizer or text_tokenizer()).tolist()
+    ids: list[int] = prompt_tokens(call, PromptMemory(tokenizer or text_tokenizer()), b"")[0].tolist()
     return ids
 
 
@@ -92,9 +91,9 @@ def test_whatever_a_template_raises_is_the_requests_mistake(template: str) -> No
 def test_names_and_lengths_are_checked_before_anything_is_hashed() -> None:
     body = json.dumps({"model": "m", "prompt": [7] * 90, "max_tokens": 11}).encode()
     with pytest.raises(BadRequest, match=r"maximum context length is 100 tokens\. However, you requested 101 tokens"):
-        read_call(Endpoint.COMPLETIONS, body, model_of(HASHING, 100), text_tokenizer(), ChainCache())
+        read_call(Endpoint.COMPLETIONS, body, model_of(HASHING, 100), PromptMemory(text_tokenizer()))
     with pytest.raises(ApiError, match="'gpt-9' does not exist; this gateway serves 'scripted'") as unknown:
         read_call(
-            Endpoint.COMPLETIONS, b'{"model":"gpt-9","prompt":"x"}', model_of(HASHING), text_tokenizer(), ChainCache()
+            Endpoint.COMPLETIONS, b'{"model":"gpt-9","prompt":"x"}', model_of(HASHING), PromptMemory(text_tokenizer())
         )
     assert unknown.value.status == 404

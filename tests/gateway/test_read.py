@@ -18,10 +18,9 @@ import pytest
 import gateway.read
 from gateway.errors import ApiError, ReaderDied
 from gateway.openai import Endpoint
-from gateway.prompts import Hashing, Prompt, read_call
+from gateway.prompts import Hashing, Prompt, PromptMemory, read_call
 from gateway.read import LONG_BODY_BYTES, Reader
 from gateway.tasks import TaskSet
-from hybrid_cache.chains import ChainCache
 from tests.gateway.worlds import model_of, on_loop, until
 from tests.prompts.builders import text_tokenizer
 
@@ -129,7 +128,7 @@ async def test_long_bodies_are_read_as_short_ones_are() -> None:
     body = long_body("hello there")
     async with reader() as reads:
         call, prompt = await reads.read(Endpoint.COMPLETIONS, body, MODEL)
-    same_call, same_prompt = read_call(Endpoint.COMPLETIONS, body, MODEL, text_tokenizer(), ChainCache())
+    same_call, same_prompt = read_call(Endpoint.COMPLETIONS, body, MODEL, PromptMemory(text_tokenizer()))
     assert prompt == same_prompt
     assert isinstance(prompt, Prompt)
     assert call.options == same_call.options
@@ -234,7 +233,7 @@ async def test_a_client_that_leaves_does_not_spoil_the_next_answer() -> None:
         await asyncio.sleep(0)
         first.cancel()
         _, prompt = await reads.read(Endpoint.COMPLETIONS, long_body("there"), MODEL)
-    assert prompt == read_call(Endpoint.COMPLETIONS, long_body("there"), MODEL, text_tokenizer(), ChainCache())[1]
+    assert prompt == read_call(Endpoint.COMPLETIONS, long_body("there"), MODEL, PromptMemory(text_tokenizer()))[1]
 
 
 @on_loop

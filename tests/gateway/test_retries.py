@@ -6,7 +6,7 @@ import json
 import pytest
 
 from gateway.accounts import Accounts
-from gateway.retries import RULES, Failure, Next, Stage, failure_of, rule_after
+from gateway.retries import RULES, Failure, Next, Stage, failure_of, rule_after, tries_of
 from gateway.tasks import TaskSet
 from tests.gateway.worlds import PATIENCE_S, World, on_loop, until, world
 
@@ -28,6 +28,32 @@ def test_nothing_is_tried_for_ever(stage: Stage, failure: Failure) -> None:
 def test_what_every_node_would_say_is_asked_of_no_other(stage: Stage) -> None:
     assert failure_of("digest_mismatch") is Failure.REQUEST
     assert rule_after(stage, Failure.REQUEST, tries=1, max_tries=3, deaths=0).next is not Next.ELSEWHERE
+
+
+def test_who_is_away_has_tried_nothing() -> None:
+    for reason in ("converting", "wrong_role", "draining"):
+        assert failure_of(reason) is Failure.AWAY
+    assert tries_of([Failure.AWAY, Failure.TROUBLE, Failure.AWAY]) == 1
+    assert not any(rule.suspect for (_, failure), rule in RULES.items() if failure is Failure.AWAY)
+
+
+@on_loop
+async def test_any_number_of_nodes_may_be_away() -> None:
+    async with world(remote=5, decode=6) as w:
+        for node in w.nodes.decode[:5]:
+            node.script.decode = ["503 draining"]
+        for node in w.nodes.remote[:4]:
+            node.script.prefill = ["503 converting"]
+        assert (await w.complete(LONG)).status == 200
+        await w.settled()
+
+
+@on_loop
+async def test_a_request_waits_for_the_node_that_has_taken_the_place_of_those_that_are_away() -> None:
+    async with world(decode=1) as w:
+        w.nodes.decode[0].script.decode = ["503 wrong_role"]
+        assert (await w.complete(LONG)).status == 200
+        assert await w.fallbacks() == {"decode_wrong_role": 1}
 
 
 async def refused(w: World) -> None:

@@ -53,3 +53,16 @@ async def test_an_answer_that_comes_late_is_closed_though_nobody_waits_any_more(
     assert hanging_up.cancelled()
     go_on.set()
     await until(lambda: answer.closed)
+
+
+@on_loop
+async def test_an_answer_that_has_begun_is_closed_at_once() -> None:
+    answer = Answer()
+
+    async def asked() -> Answer:
+        return answer
+
+    asking = asyncio.create_task(asked())
+    await asking
+    await hang_up(asking)  # type: ignore[arg-type]
+    assert answer.closed

@@ -8,6 +8,7 @@ import pytest
 from gateway.config import RoutingConfig
 from gateway.errors import Overloaded
 from gateway.waiting import Place, WaitingLine
+from planner.decisions.classes import ServiceClass
 from tests.gateway.worlds import PATIENT, World, on_loop, until, world
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
@@ -95,6 +96,92 @@ async def test_who_leaves_lets_the_next_one_come() -> None:
     assert [place.stands for place in places] == [False, True]
     second.cancel()
     await asyncio.gather(first, second, return_exceptions=True)
+    assert len(line) == 0
+
+
+@on_loop
+async def test_whose_room_is_lost_waits_for_another() -> None:
+    line = line_of()
+    with line.place() as place:
+        await place.wait()
+        place.served()
+        assert not place.stands
+        waiting = asyncio.create_task(place.wait())
+        await until(lambda: waiting.done() or place.stands)
+        line.freed()
+        await waiting
+        assert place.stands
+    assert len(line) == 0
+
+
+@on_loop
+async def test_a_higher_priority_is_served_first() -> None:
+    line, room, served = line_of(), 0, []
+
+    async def client(name: str, priority: int) -> None:
+        nonlocal room
+        with line.place(ServiceClass(priority=priority)) as place:
+            while True:
+                await place.wait()
+                if room:
+                    break
+            room -= 1
+            served.append(name)
+            place.served()
+
+    clients = []
+    for name, priority in (("low", -1), ("first", 0), ("second", 0), ("high", 5)):
+        clients.append(asyncio.create_task(client(name, priority)))
+        await until(lambda: len(line) == len(clients))
+    for _ in clients:
+        room += 1
+        line.freed()
+    await asyncio.gather(*clients)
+    assert served == ["high", "first", "second", "low"]
+
+
+@on_loop
+async def test_a_full_line_sends_the_last_away_for_a_higher_priority() -> None:
+    line = line_of(limit=2)
+    with (
+        line.place() as first,
+        line.place() as last,
+        line.place(ServiceClass(priority=1)) as high,
+        line.place(ServiceClass(priority=-1)) as low,
+    ):
+        waiting = [asyncio.create_task(place.wait()) for place in (first, last)]
+        await until(lambda: len(line) == 2)
+        with pytest.raises(Overloaded, match="No decode node has room"):
+            await low.wait()
+        waiting.append(asyncio.create_task(high.wait()))
+        await until(lambda: high.stands)
+        with pytest.raises(Overloaded) as refused:
+            await waiting[1]
+        assert (refused.value.status, refused.value.code) == (429, "displaced")
+        assert [place.stands for place in (first, last, high)] == [True, False, True]
+        with pytest.raises(Overloaded, match="higher priority"):
+            await last.wait()  # it comes no second time
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+@on_loop
+async def test_whose_deadline_has_passed_is_told_at_once() -> None:
+    async def in_vain(place: Place) -> None:
+        while True:
+            await place.wait()
+
+    line = line_of()
+    soon = ServiceClass(deadline_s=0.2)
+    with line.place(soon, arrived=time.monotonic()) as place, pytest.raises(Overloaded) as refused:
+        await in_vain(place)
+    assert refused.value.code == "deadline"
+    for at in range(3):  # seconds
+        line.drain.on_turn(float(at))
+    with line.place(soon, arrived=time.monotonic()) as place, pytest.raises(Overloaded) as refused:
+        await place.wait()  # a turn takes a second
+    assert refused.value.code == "deadline"
     assert len(line) == 0
 
 

@@ -14,9 +14,8 @@ import aiohttp
 
 from gateway.config import GatewayConfig, NodeConfig, Timeouts
 from gateway.openai import Endpoint
-from gateway.prompts import Hashing, Model, Prompt, read_call
+from gateway.prompts import Hashing, Model, Prompt, PromptMemory, read_call
 from gateway.server import Gateway, running
-from hybrid_cache.chains import ChainCache
 from tests.gateway.scripted import Topology, topology
 from tests.prompts.builders import text_tokenizer
 
@@ -39,7 +38,7 @@ def model_of(hashing: Hashing, max_model_len: int = 1 << 20) -> Model:
 def prompt_of(endpoint: Endpoint, hashing: Hashing, **fields: Any) -> Prompt:
     """The prompt of a call with these fields, as the gateway reads it."""
     body = json.dumps({"model": "scripted", **fields}).encode()
-    return read_call(endpoint, body, model_of(hashing), text_tokenizer(), ChainCache())[1]
+    return read_call(endpoint, body, model_of(hashing), PromptMemory(text_tokenizer()))[1]
 
 
 def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -74,9 +73,11 @@ class World:
     nodes: Topology
     http: aiohttp.ClientSession
 
-    async def complete(self, prompt: Any = "hello there the quick brown fox", **fields: Any) -> aiohttp.ClientResponse:
+    async def complete(
+        self, prompt: Any = "hello there the quick brown fox", headers: dict[str, str] | None = None, **fields: Any
+    ) -> aiohttp.ClientResponse:
         body = {"model": "scripted", "prompt": prompt, **fields}
-        response = await self.http.post("/v1/completions", json=body)
+        response = await self.http.post("/v1/completions", json=body, headers=headers)
         await response.read()
         return response
 
@@ -130,16 +131,17 @@ async def world(
     decode: int = 2,
     *,
     remote_clusters: tuple[str, ...] = ("east",),
+    clusters: tuple[str, ...] = ("west",),
     wait: bool = True,
     **fields: Any,
 ) -> AsyncIterator[World]:
     """A gateway before that many scripted nodes."""
     async with (
-        topology(remote, local, decode, remote_clusters) as nodes,
+        topology(remote, local, decode, remote_clusters, clusters) as nodes,
         running(config_for(nodes, **fields), text_tokenizer(), time.monotonic) as gateway,
         aiohttp.ClientSession(gateway.url) as http,
     ):
         if wait:
-            clusters = gateway.clusters
-            assert await clusters.wait_for(lambda: all(node.connected for node in clusters.nodes), PATIENCE_S)
+            known = gateway.clusters
+            assert await known.wait_for(lambda: all(node.connected for node in known.nodes), PATIENCE_S)
         yield World(gateway, nodes, http)

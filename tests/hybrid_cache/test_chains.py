@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from hybrid_cache.chains import CHUNK_BLOCKS, Chain, ChainCache
 from hybrid_cache.hashing import block_hashes, tokens_digest
+from prompts.fair_cache import FairCache
 from prompts.segments import TokenArray
 
 BLOCK_SIZE = 2
@@ -32,14 +33,14 @@ def computed(tokens: TokenArray, salt: bytes, block_size: int = BLOCK_SIZE) -> C
 def test_prompts_that_share_beginnings_have_the_hashes_of_their_own_tokens(
     prompts: list[tuple[int, int, int, bytes]],
 ) -> None:
-    cache = ChainCache(max_tokens=6 * CHUNK)
+    cache = ChainCache(FairCache(60_000))
     for num_tokens, shared, seed, salt in prompts:
         tokens = np.concatenate([prompt(num_tokens)[:shared], prompt(num_tokens, seed)[shared:]])
         assert cache.chain(tokens, BLOCK_SIZE, salt) == computed(tokens, salt)
 
 
 def test_only_what_is_new_is_hashed() -> None:
-    cache = ChainCache()
+    cache = ChainCache(FairCache())
     cache.chain(prompt(4 * CHUNK), BLOCK_SIZE, b"")
     assert cache.hits == 0
     cache.chain(np.concatenate([prompt(4 * CHUNK)[: 3 * CHUNK + 1], prompt(CHUNK, seed=1)]), BLOCK_SIZE, b"")
@@ -47,7 +48,7 @@ def test_only_what_is_new_is_hashed() -> None:
 
 
 def test_salts_and_block_sizes_share_nothing() -> None:
-    cache = ChainCache()
+    cache = ChainCache(FairCache())
     for block_size, salt in ((BLOCK_SIZE, b"a"), (BLOCK_SIZE, b"b"), (1, b"a")):
         tokens = prompt(4 * CHUNK)
         assert cache.chain(tokens, block_size, salt) == computed(tokens, salt, block_size)
@@ -55,7 +56,7 @@ def test_salts_and_block_sizes_share_nothing() -> None:
 
 
 def test_it_keeps_to_its_bound() -> None:
-    cache = ChainCache(max_tokens=3 * CHUNK)
+    cache = ChainCache(FairCache(3 * 5800))
     for seed in range(10):
         cache.chain(prompt(2 * CHUNK + 1, seed), BLOCK_SIZE, b"")
     cache.chain(prompt(2 * CHUNK + 1, 9), BLOCK_SIZE, b"")

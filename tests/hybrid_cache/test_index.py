@@ -1,11 +1,13 @@
 import pickle
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
-from hybrid_cache.index import PrefixIndex
+from hybrid_cache.holders import PARTS
+from hybrid_cache.index import TIDY_WORK, PrefixIndex
 from hybrid_cache.lookup import MISS, PrefixHit
 from hybrid_cache.prefix_cache import PrefixCache
 from tests.hybrid_cache.builders import FULL, STATE, WINDOW, hashes_of, make_layout, prefill
@@ -97,7 +99,7 @@ def test_what_only_an_engine_has_cannot_be_moved():
     index = PrefixIndex(make_layout(FULL))
     index.apply("a", BlocksStored(0, tuple(CHAIN[:4])))
     index.apply("b", BlocksStored(0, tuple(CHAIN)))
-    index.apply("a", BlocksStored(0, tuple(CHAIN[2:6]), Medium.ENGINE))
+    index.apply("a", BlocksStored(0, tuple(CHAIN[:6]), Medium.ENGINE))
     hits = {node: index.match(node, CHAIN, 40) for node in "abc"}
     assert hits == {"a": PrefixHit(24, 24), "b": PrefixHit(40, 40), "c": MISS}
     assert [index.movable_tokens(node, CHAIN, hits[node]) for node in "abc"] == [16, 40, 0]
@@ -105,8 +107,8 @@ def test_what_only_an_engine_has_cannot_be_moved():
     assert index.movable_tokens("a", CHAIN, index.match("a", CHAIN, 40)) == 32
     index.apply("a", CacheCleared(Medium.MEMORY))
     index.apply("a", CacheCleared(Medium.SSD))
-    assert index.match("a", CHAIN[2:], 32) == PrefixHit(16, 16)
-    assert index.movable_tokens("a", CHAIN[2:], PrefixHit(16, 16)) == 0
+    assert index.match("a", CHAIN, 40) == PrefixHit(24, 24)
+    assert index.movable_tokens("a", CHAIN, PrefixHit(24, 24)) == 0
 
 
 EVENTS = st.lists(
@@ -123,16 +125,64 @@ EVENTS = st.lists(
 
 @given(EVENTS, st.integers(0, 170), st.booleans())
 def test_all_nodes_at_once_are_told_what_each_is_told(events, num_tokens, has_states):
-    """Memory is prefix-closed, as nodes keep it; what is on an SSD or in an engine may have holes."""
+    """Attention in memory and in an engine's cache is prefix-closed, as both keep it; on an SSD there may be holes."""
     index = PrefixIndex(make_layout(FULL, STATE) if has_states else make_layout(FULL))
     chain = hashes_of(list(range(160)))
     for node, medium, group, length, holes in events:
         group = min(group, len(index.layout.groups) - 1)
         index.apply(node, BlocksStored(group, tuple(chain[:length][:: 1 + 4 * group]), medium))
-        if medium is not Medium.MEMORY:
+        if medium is Medium.SSD or group:
             index.apply(node, BlocksRemoved(group, tuple(chain[hole] for hole in holes), medium))
     everyone = index.match_all(chain, num_tokens)
     assert set(everyone) == set(index.nodes())
     for node, holding in everyone.items():
         hit = index.match(node, chain, num_tokens)
         assert holding == (hit, index.movable_tokens(node, chain, hit))
+
+
+def many_hashes(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return tuple(rng.bytes(32) for _ in range(count))
+
+
+def test_a_dropped_node_leaves_the_table_in_steps_and_serves_nothing_meanwhile():
+    index = PrefixIndex(make_layout(FULL))
+    known = (*CHAIN, *many_hashes(20 * TIDY_WORK))
+    for start in range(0, len(known), 4096):
+        index.apply("a", BlocksStored(0, known[start : start + 4096]))
+    index.apply("b", BlocksStored(0, tuple(CHAIN[:3])))
+    index.drop("a")
+    assert index.match("a", CHAIN, 40) == MISS
+    assert index.match_all(CHAIN, 40).keys() == {"b"}
+    steps = []
+    while work := index.tidy():
+        steps.append(work)
+        assert index.match("b", CHAIN, 40) == PrefixHit(12, 12)
+    assert len(index) == 3
+    assert len(steps) > 10
+    assert max(steps) <= TIDY_WORK + 2 * len(known) / PARTS  # no step does more than a part beyond its limit
+
+
+def test_a_snapshot_that_comes_during_a_drop_wins():
+    index = PrefixIndex(make_layout(FULL))
+    index.apply("a", BlocksStored(0, (*CHAIN, *many_hashes(5 * TIDY_WORK))))
+    index.drop("a")
+    index.apply("a", CacheCleared())
+    index.apply("a", BlocksStored(0, tuple(CHAIN[:5])))
+    assert index.match("a", CHAIN, 40) == PrefixHit(20, 20)
+    index.drop("a")
+    index.apply("a", BlocksStored(0, tuple(CHAIN[:2])))
+    while index.tidy():
+        assert index.match("a", CHAIN, 40) == PrefixHit(8, 8)
+    assert len(index) == 2
+
+
+def test_what_is_forgotten_first_was_heard_of_first():
+    index = PrefixIndex(make_layout(FULL), max_blocks=2000)
+    old, new = many_hashes(2000, 1), many_hashes(1000, 2)
+    index.apply("a", BlocksStored(0, old))
+    index.apply("a", BlocksStored(0, new))
+    assert len(index) == 2000
+    assert index.forgotten_blocks == 1000
+    kept = sum(bool(index.match("a", [each], 4).num_tokens) for each in new)
+    assert kept > 950  # parts of the table differ in size

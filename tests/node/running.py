@@ -49,8 +49,11 @@ def config(tmp_path: Path, **changes: Any) -> NodeConfig:
 class RunningNode:
     """The node, a channel to it, and an HTTP client."""
 
-    def __init__(self, agent: NodeAgent, stub: Any, metrics: MetricsServer, http: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, agent: NodeAgent, address: str, stub: Any, metrics: MetricsServer, http: aiohttp.ClientSession
+    ) -> None:
         self.agent = agent
+        self.address = address
         self.stub = stub
         self.metrics = metrics
         self.http = http
@@ -84,12 +87,13 @@ async def running_node(node_config: NodeConfig, *, wait: bool = True) -> AsyncIt
         stack.push_async_callback(metrics.close)
         server, port = await serve(NodeService(agent, time.monotonic), node_config.host, 0)
         stack.push_async_callback(server.stop, None)
-        channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"{node_config.host}:{port}"))
+        address = f"{node_config.host}:{port}"
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
         http = await stack.enter_async_context(aiohttp.ClientSession())
         await agent.start()
         if wait:
             await agent.wait_ready(START_S)
-        yield RunningNode(agent, rpc.NodeAgentStub(channel), metrics, http)  # type: ignore[no-untyped-call]
+        yield RunningNode(agent, address, rpc.NodeAgentStub(channel), metrics, http)  # type: ignore[no-untyped-call]
 
 
 async def until(holds: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:

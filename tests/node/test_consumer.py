@@ -88,3 +88,28 @@ def test_a_reservation_that_cannot_be_expected_holds_nothing(tmp_path: Path) -> 
                 decode.reserve(TOKENS)
 
     run(scenario())
+
+
+def test_a_reservation_that_waits_for_an_ssd_is_expected_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with two_nodes(tmp_path) as (_, decode):
+            asked, goes_on = asyncio.Event(), asyncio.Event()
+
+            async def slowly(joined_hashes: bytes, num_tokens: int) -> None:
+                asked.set()
+                await goes_on.wait()
+
+            monkeypatch.setattr(decode.pages, "bring_back_for_landing", slowly)
+            for prefix_only in (False, True):
+                asked.clear()
+                request = pb.ReserveRequest(num_tokens=16, block_hashes=bytes(32), prefix_only=prefix_only)
+                reserving = asyncio.create_task(decode.consumer.reserve_settled(request))
+                await asked.wait()
+                assert decode.consumer.expects_decodes is not prefix_only
+                reserving.cancel()
+                await asyncio.wait([reserving])
+                assert not decode.consumer.expects_decodes
+
+    run(scenario())

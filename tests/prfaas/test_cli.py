@@ -13,7 +13,9 @@ from prfaas.cli import main, run_until_done
 from transport.wire.identity import Identity
 
 
-@pytest.mark.parametrize("command", [["demo"], ["up"], ["gateway"], ["node"], ["certificates"], ["model"], []])
+@pytest.mark.parametrize(
+    "command", [["demo"], ["up"], ["gateway"], ["node"], ["convert"], ["certificates"], ["model"], []]
+)
 def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main([*command, "--help"])
@@ -94,6 +96,7 @@ def test_an_interrupted_command_says_that_it_stops(capsys: pytest.CaptureFixture
         await asyncio.sleep(60)
         return True
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without
     assert run_until_done(work(), on_signal=lambda: print("stopping")) == 130
     assert capsys.readouterr().out == "stopping\n"
 

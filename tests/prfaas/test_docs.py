@@ -7,7 +7,11 @@ import pytest
 
 from gateway.config import GatewayConfig, RoutingConfig, Strangers, Timeouts
 from gateway.config import NodeConfig as Agent
+from gateway.plan import PlanConfig
 from node.config import NodeConfig
+from planner.service.config import ServiceConfig
+from planner.solve.controller import ControllerConfig
+from planner.solve.ledger import Limits
 from transport.metrics import LINK_METRICS
 
 RUNNING = (Path(__file__).parents[2] / "docs" / "running.md").read_text()
@@ -25,7 +29,12 @@ def test_every_key_of_a_node_is_explained(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", [field.name for part in (GatewayConfig, RoutingConfig, Timeouts, Strangers, Agent) for field in fields(part)]
+    "key",
+    [
+        field.name
+        for part in (GatewayConfig, RoutingConfig, Timeouts, PlanConfig, Strangers, Agent)
+        for field in fields(part)
+    ],
 )
 def test_every_key_of_a_gateway_is_explained(key: str) -> None:
     assert f"`{key}`" in rows("The gateway's settings") or f"[gateway.{key}]" in rows("The gateway's settings")
@@ -34,3 +43,11 @@ def test_every_key_of_a_gateway_is_explained(key: str) -> None:
 @pytest.mark.parametrize("name", LINK_METRICS)
 def test_every_metric_of_a_link_is_explained(name: str) -> None:
     assert f"`{name}`" in rows("Watching it")
+
+
+@pytest.mark.parametrize(
+    "key", [field.name for part in (ServiceConfig, ControllerConfig, Limits) for field in fields(part)]
+)
+def test_every_key_of_a_plan_service_is_explained(key: str) -> None:
+    section = rows("The plan service's settings")
+    assert f"`{key}`" in section or f"[plan.{key}]" in section

@@ -135,6 +135,28 @@ def test_the_senders_of_a_link_share_it() -> None:
     assert "near" not in nodes[-1].budgets()
 
 
+def test_a_plan_service_is_told_what_the_tables_say() -> None:
+    assert parse_topology(emulated(), Path("state")).plan is None
+    plan = parse_topology(emulated(plan={"mode": "auto"}), Path("state")).plan
+    assert plan == {
+        "mode": "auto", "profile": "m.json", "pd_hardware": "cheap", "prfaas_hardware": "fast", "egress_gbps": 100,
+        "time_scale": 0.25, "token_scale": 1.0, "byte_scale": 0.001,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"plan": {"mod": "auto"}}, r"\[plan\]: unknown key 'mod'"),
+        ({"plan": {"controller": {"tick_s": 0}}}, "need tick_s > 0"),
+        ({"plan": {}, "model": {"arch": "llama"}, "links": []}, "profile is missing"),
+    ],
+)
+def test_what_is_wrong_with_a_plan_service_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
+        parse_topology(emulated(**changes), Path("state"))
+
+
 def test_what_a_node_says_of_its_egress_counts_more() -> None:
     table = emulated()
     table["clusters"][0]["nodes"][0]["egress_bytes_per_s"] = 7.0
@@ -161,3 +183,11 @@ def test_what_is_wrong_with_an_emulation_is_named(changes: dict[str, Any], messa
 def test_a_profile_is_relative_to_the_file_that_names_it(tmp_path: Path) -> None:
     live = Path(__file__).parents[2] / "configs" / "case_study_live.toml"
     assert Path(load_topology(live, tmp_path).model.profile).is_file()
+
+
+def test_what_processes_are_told_does_not_depend_on_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    plan = load_topology(Path("configs") / "case_study_live.toml", Path("state")).plan
+    assert plan is not None
+    assert Path(plan["profile"]).is_absolute()
+    assert Path(plan["profile"]).exists()

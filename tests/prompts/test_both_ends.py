@@ -54,7 +54,9 @@ def body_of(fields: dict[str, Any]) -> bytes:
 
 
 def of_the_gateway(endpoint: Endpoint, fields: dict[str, Any], tokenizer: TextTokenizer) -> list[int]:
-    tokens: list[int] = prompts.prompt_tokens(parse(endpoint, body_of(fields)), tokenizer).tolist()
+    tokens: list[int] = prompts.prompt_tokens(parse(endpoint, body_of(fields)), prompts.PromptMemory(tokenizer), b"")[
+        0
+    ].tolist()
     return tokens
 
 

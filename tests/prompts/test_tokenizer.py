@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from prompts.errors import TokenizerUnreadable
-from prompts.segments import SegmentCache, cut_after, cut_pattern
+from prompts.fair_cache import FairCache
+from prompts.segments import cut_after, cut_pattern
 from prompts.tokenizer import TextTokenizer
 from tests.prompts.builders import SPECIAL, TEMPLATE, bpe, text_tokenizer
 
@@ -58,12 +59,12 @@ def test_a_conversation_seen_before_is_not_tokenised_again() -> None:
 
 
 def test_the_cache_keeps_to_its_bound_and_forgets_the_least_used() -> None:
-    cache = SegmentCache(max_tokens=100)
+    cache = FairCache(max_bytes=2000)
     tokenizer = TextTokenizer(bpe(), cache=cache)
     for number in range(50):
         tokenizer.encode_rendered(f"{number} " + "hello there " * 8)
-        assert cache.held_tokens <= 100
-    assert cache.held_tokens > 0
+        assert cache.held_bytes <= 2000
+    assert cache.held_bytes > 0
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_cancel_gives_the_memory_back_at_once_though_the_link_is_stuck() -> None
     with (
         TransferServer(options=ServerOptions(tcp=patient)) as server,
         Proxy(server.address, bytes_per_s=5e6) as proxy,
-        client_of(2, tcp=patient) as client,
+        client_of(2, tcp=patient, peer_timeout_s=2 * PATIENCE_S) as client,
     ):
         delivery = deliver(server, client, [4 * MB] * 4, address=proxy.address)
         proxy.wait_for(2 * MB)
@@ -191,7 +191,7 @@ def test_abort_gives_the_memory_back_at_once_though_the_link_is_stuck() -> None:
     with (
         TransferServer(options=ServerOptions(tcp=patient)) as server,
         Proxy(server.address, bytes_per_s=5e6) as proxy,
-        client_of(2, tcp=patient) as client,
+        client_of(2, tcp=patient, peer_timeout_s=2 * PATIENCE_S) as client,
     ):
         delivery = deliver(server, client, [4 * MB] * 4, address=proxy.address)
         proxy.wait_for(2 * MB)
@@ -290,7 +290,7 @@ def test_a_peer_that_falls_silent_is_noticed_by_both_ends() -> None:
     with (
         TransferServer(options=ServerOptions(tcp=tcp)) as server,
         Proxy(server.address, bytes_per_s=5e6) as proxy,
-        client_of(2, tcp=tcp, peer_timeout_s=0.3) as client,
+        client_of(2, tcp=tcp, peer_timeout_s=1.0) as client,
     ):
         delivery = deliver(server, client, [4 * MB] * 4, address=proxy.address, orphan_timeout_s=0.3)
         proxy.wait_for(2 * MB)
@@ -299,6 +299,26 @@ def test_a_peer_that_falls_silent_is_noticed_by_both_ends() -> None:
         assert pushed is not None
         assert landed is not None
         assert (pushed.reason, landed.reason) == ("peer_lost", "sender_lost")
+
+
+def test_a_path_that_swallows_everything_costs_one_peer_timeout_and_is_used_again() -> None:
+    patient = TcpOptions(dead_after_s=2 * PATIENCE_S)  # TCP would hope for longer
+    with (
+        TransferServer(options=ServerOptions(tcp=patient)) as server,
+        Proxy(server.address, bytes_per_s=5e6) as proxy,
+        client_of(2, tcp=patient, peer_timeout_s=1.0) as client,
+    ):
+        lost = deliver(server, client, [4 * MB] * 4, address=proxy.address, orphan_timeout_s=0.3)
+        proxy.wait_for(2 * MB)
+        swallowed = set(range(len(proxy.pairs)))
+        proxy.stalled |= swallowed
+        pushed, _ = lost.wait()
+        assert pushed is not None
+        assert (pushed.reason, "nothing acknowledged" in pushed.detail) == ("peer_lost", True)
+        proxy.stalled.clear()
+        again = deliver(server, client, MIXED, transfer_id="u", address=proxy.address)
+        assert all(result is not None and result.ok for result in again.wait())
+        assert again.equal
 
 
 def test_deadlines_hold_at_both_ends() -> None:

@@ -9,7 +9,8 @@ values, with `require` and the like, which know the name of a key and not where 
 and `in_file` the name of the file. Errors are SettingsError here; a package maps them to its own at its edge.
 
 A field is of type str, int, float, bool, Path (relative to the folder of the file), Any, a StrEnum, another such class (a table),
-a tuple of any of these (an array), a Mapping (a table that its reader parses), or a union of them.
+a tuple of any of these (an array), a Mapping from str to such a class (tables by name) or to Any (a table that its reader
+parses), or a union of them.
 """
 
 import tomllib
@@ -153,6 +154,9 @@ def _typed(kind: Any, value: Any, where: str, key: str, base: Path) -> Any:
         return build(kind, value, _inside(where, key), base)
     if get_origin(kind) is tuple:
         return _of_array(get_args(kind)[0], value, where, key, base)
+    if get_origin(kind) is Mapping and isinstance(named := get_args(kind)[1], type) and is_dataclass(named):
+        tables = require_table(value, _inside(where, key))
+        return {name: build(named, each, _inside(_inside(where, key), name), base) for name, each in tables.items()}
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         with _at(where):
             require_one_of(key, value, [str(member) for member in kind])

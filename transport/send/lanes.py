@@ -168,6 +168,12 @@ class LaneScheduler:
     def bytes_in_flight(self) -> int:
         return sum(lane.in_flight_bytes for lane in self._lanes.values())
 
+    @property
+    def unanswered(self) -> bool:
+        """Whether something has left to which the receiver has said nothing yet: chunks, or an opening."""
+        opened = any(t.opened_on and not t.outbox.accepted for t in self._transfers.values())
+        return opened or self.bytes_in_flight > 0
+
     def lanes_wanted(self) -> int:
         """How many lanes have something to do now."""
         queued = sum(t.outbox.bytes_queued for t in self._transfers.values() if t.may_leave(self.eager_bytes))
@@ -243,7 +249,9 @@ class LaneScheduler:
         transfer = self._transfers.get(slot) if slot is not None else None
         match frame:
             case Ack() if transfer is not None:
-                self._on_ack(lane, frame, transfer)
+                for start, stop in frame.ranges:
+                    self._release_window(lane, stop - start)
+                    transfer.outbox.on_acked(lane, start, stop)
             case Nack() if transfer is not None:
                 self._on_nack(lane, frame, transfer)
             case Accept() if transfer is not None:
@@ -295,11 +303,6 @@ class LaneScheduler:
     def _rank(self, transfer: Transfer) -> tuple[int, float, float, int]:
         sent = self._fairness.sent(transfer.flow)
         return (transfer.urgency, sent, min(transfer.due, transfer.deadline), transfer.slot)
-
-    def _on_ack(self, lane: int, ack: Ack, transfer: Transfer) -> None:
-        for start, stop in ack.ranges:
-            self._release_window(lane, stop - start)
-            transfer.outbox.on_acked(lane, start, stop)
 
     def _on_nack(self, lane: int, nack: Nack, transfer: Transfer) -> None:
         if nack.code == Code.CANCELLED:

@@ -28,7 +28,7 @@ class ClientOptions:
     egress_bytes_per_s: Budget = None  # of every link that has no budget of its own; None = as fast as it goes
     max_peers: int = 256  # with connections; more only while all of them are busy
     idle_timeout_s: float = 300.0  # after which an unused peer's connections are closed
-    peer_timeout_s: float = 5.0  # transfers fail when there was no connection at all for this long
+    peer_timeout_s: float = 5.0  # transfers fail when for this long there was no connection, or nothing got through
     rdma: RdmaDevices | None = None  # NICs for transfers over RDMA
     tcp: TcpOptions = field(default_factory=TcpOptions)
 

@@ -122,6 +122,10 @@ class Outlet:
 
     def stop(self) -> None:
         self.wake()
+        self.cut()
+
+    def cut(self) -> None:
+        """Ends the present connection, whatever is being written to it."""
         with self._sock_lock:
             if self._sock is not None:
                 shut(self._sock)

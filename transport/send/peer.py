@@ -209,21 +209,30 @@ class Peer:
             self.busy_at = now
         infos = {lane.key: info for lane in lanes if (info := lane.info()) is not None}
         with self.transfers.lock:
-            self._end_what_is_late(now)
+            silent = self._end_what_is_late(now, sum(info.bytes_delivered for info in infos.values()))
             state = self.link_keeper.sample(infos, now, lanes)
             rate = self.link_keeper.available_bytes_per_s(state)
             self.coding.on_situation(
                 Situation(link_bytes_per_s=rate, backlog_bytes=state.queued_bytes, idle_cores=idle_cores), now
             )
+        for lane in lanes if silent else ():  # their threads are in the middle of what nobody takes
+            lane.cut()
         self.link_keeper.spread(infos, state, lanes)
         self.transfers.settle()
         self._govern(state, now)
 
-    def _end_what_is_late(self, now: float) -> None:
-        self.transfers.scheduler.expire(now)
+    def _end_what_is_late(self, now: float, delivered_bytes: int) -> bool:
+        """Whether its connections are up and carry nothing."""
+        scheduler, patience_s = self.transfers.scheduler, self.options.peer_timeout_s
+        scheduler.expire(now)
         up = any(lane.up for lane in self._lanes)
-        if self.busy and not up and self._reach.lost_for_s(now) > self.options.peer_timeout_s:
-            self.transfers.scheduler.fail_all(Code.PEER_LOST, self._reach.last_error)
+        if self.busy and not up and self._reach.lost_for_s(now) > patience_s:
+            scheduler.fail_all(Code.PEER_LOST, self._reach.last_error)
+        self._reach.on_sample(now, delivered_bytes, owed=up and self.via is Via.TCP and scheduler.unanswered)
+        if self._reach.silent_s <= patience_s:
+            return False
+        scheduler.fail_all(Code.PEER_LOST, f"nothing acknowledged for {self._reach.silent_s:.1f} s")
+        return True
 
     def _govern(self, state: LinkState, now: float) -> None:
         if not self.link_keeper.adaptive:

@@ -51,7 +51,7 @@ def test_time_is_spent_layer_by_layer():
     )
     sequence = engine.new_sequence()
     engine.prefill(sequence, random_tokens(100), None)
-    engine.decode(sequence, 5)
+    engine.decode([sequence], [5])
     assert slept == pytest.approx([0.35] * 4 + [0.2])
 
 

@@ -67,8 +67,8 @@ def test_at_most_one_chunk_between_two_tokens_of_a_stream():
     bench.run()
     times = [event.at_s for event in bench.of("stream", NewToken)]
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    # One chunk, and one step of each of the four streams.
-    assert max(gaps) <= 128 * PER_TOKEN_S + 4 * STEP_S + 1e-9
+    # One chunk, and one step of all streams.
+    assert max(gaps) <= 128 * PER_TOKEN_S + STEP_S + 1e-9
 
 
 def test_short_prompts_pass_long_ones_that_still_end():
@@ -137,6 +137,56 @@ def test_failure_of_one_request_is_its_own():
     bench.run()
     assert "OverflowError" in str(bench.of("bad", Failed)[0].error)
     assert bench.tokens("good") == emulated_tokens(good.prompt, 4)
+
+
+def test_streams_share_a_step():
+    bench = Bench()
+    for name in "abcd":
+        bench.add(name, 2, 20)
+    bench.run()
+    for name in "abcd":
+        times = [event.at_s for event in bench.of(name, NewToken)]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+        assert max(gaps) <= PER_TOKEN_S + STEP_S + 1e-9  # at most the one-token prompt of another, and one step of all
+
+
+def test_who_is_aborted_in_a_step_gets_no_token_and_costs_nobody_theirs():
+    bench = Bench()
+    victim, other = bench.add("victim", 2, 50), bench.add("other", 2, 10)
+    bench.run(3)
+    had = len(bench.of("victim", NewToken))
+    bench.while_computing = victim.abort
+    bench.run()
+    assert len(bench.of("victim", NewToken)) == had
+    assert bench.tokens("other") == emulated_tokens(other.prompt, 10)
+
+
+def test_a_step_that_fails_fails_those_who_made_it():
+    bench = Bench()
+    for name in "ab":
+        bench.add(name, 2, 50)
+    bench.run(3)
+    late = bench.add("late", 300, 4)
+
+    def broken(sequences, tokens):
+        del bench.engine.decode  # the next one works
+        raise RuntimeError("no memory")
+
+    bench.engine.decode = broken
+    bench.run()
+    for name in "ab":
+        assert "RuntimeError: no memory" in str(bench.of(name, Failed)[0].error)
+    assert bench.tokens("late") == emulated_tokens(late.prompt, 4)
+
+
+def test_an_error_in_one_answer_is_its_own():
+    bench = Bench()
+    bad, good = bench.add("bad", 2, 10), bench.add("good", 2, 10)
+    bench.run(3)
+    bad.output.text.push = None
+    bench.run()
+    assert "TypeError" in str(bench.of("bad", Failed)[0].error)
+    assert bench.tokens("good") == emulated_tokens(good.prompt, 10)
 
 
 def test_the_context_ends_an_answer():

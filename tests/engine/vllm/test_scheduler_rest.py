@@ -59,3 +59,16 @@ def test_nothing_rests_while_another_request_might_go_on():
     world.arrive(Request("short", num_tokens=2))
     assert world.side.num_new_matched_tokens(request, 0) is None
     world.idle()
+
+
+def test_an_unchanged_load_is_told_once_a_second():
+    world = World()
+    request = world.arrive(Request())
+    for step in range(30):
+        world.now = step * 0.1
+        world.schedule(request, 0)
+    assert world.agent.loads == [(1, 0, N)] * 3
+    request.num_computed_tokens = N
+    world.now += 0.1
+    world.schedule(request, 0)
+    assert world.agent.loads[3:] == [(1, 0, 0)], "and at once when it is another"

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.decisions.estimates import BELIEVED, LearnedCost, MoveDelays, MoveEstimate, PrefillEstimate, PrefillShare
+from planner.decisions.estimates import (
+    BELIEVED,
+    FRESH_S,
+    AnswerEstimate,
+    LearnedCost,
+    MoveDelays,
+    MoveEstimate,
+    PrefillEstimate,
+    PrefillShare,
+)
 from planner.decisions.routing import route
 from tests.planner.worlds import link, pd_decode, policy, prfaas, request
 
@@ -211,3 +220,74 @@ def test_a_share_fades():
     share.add(1.0, 100.0)
     assert share.at(100.0) == pytest.approx(0.1)
     assert share.at(110.0) == pytest.approx(0.1 / 2.718, rel=1e-3)
+
+
+def test_answers_are_taken_to_be_as_long_as_late_ones_and_no_longer_than_allowed():
+    estimate = AnswerEstimate()
+    for _ in range(400):
+        estimate.observe(500.0)
+    assert estimate.tokens() == pytest.approx(500.0)
+    assert estimate.tokens(limit=100) == 100.0
+    assert estimate.error.mean == 0.0
+    estimate.observe(1000.0)
+    assert estimate.error.mean > 0.0
+
+
+def two_clusters(cost: LearnedCost, now: float) -> str:
+    """Where a long prompt goes, and it goes there."""
+    cost.as_of(now)
+    nodes = [prfaas("r0", cluster="east"), prfaas("r1", cluster="north"), pd_decode()]
+    found = route(request(5_000), nodes, [link(source="east"), link(source="north")], policy(1_000), cost=cost)
+    assert found.prefill_node is not None
+    cost.tried(found.prefill_node, {"r0": "east", "r1": "north"}[found.prefill_node])
+    return found.prefill_node
+
+
+def seen(cost: LearnedCost, node: str, seconds: float) -> None:
+    cost.observe(node, {"r0": "east", "r1": "north"}[node], 5_000, 0, seconds)
+
+
+def test_a_cluster_that_has_got_better_is_found_out():
+    cost, took_s = LearnedCost(20_000), {"r0": 10.0, "r1": 0.5}
+    for _ in range(100):
+        for node, seconds in took_s.items():
+            seen(cost, node, seconds)
+    took_s["r0"] = 0.3
+    went = []
+    for now in range(0, 1_200, 5):
+        went.append(two_clusters(cost, float(now)))
+        seen(cost, went[-1], took_s[went[-1]])
+    first = went.index("r0")
+    assert went[:first] == ["r1"] * first
+    assert 5 * first > FRESH_S
+    assert went[first:].count("r0") > 0.9 * len(went[first:])
+
+
+def test_a_cluster_that_is_still_slow_is_asked_seldom_and_by_one_prompt_at_a_time():
+    cost, took_s = LearnedCost(20_000), {"r0": 10.0, "r1": 0.5}
+    for _ in range(20):
+        for node, seconds in took_s.items():
+            seen(cost, node, seconds)
+    tried = []
+    for now in range(0, 3_600, 5):
+        went = [
+            two_clusters(cost, float(now)) for _ in range(4)
+        ]  # at once: none has been seen when the next one is routed
+        assert went.count("r0") <= 1
+        tried += went
+        for node in went:
+            seen(cost, node, took_s[node])
+    assert 1 <= tried.count("r0") <= 3_600 / FRESH_S / 3
+
+
+def test_a_cluster_that_is_tried_in_vain_for_days_is_what_was_assumed_of_it():
+    cost = LearnedCost(tokens_per_s=1000.0)
+    for _ in range(20):
+        seen(cost, "r0", 5.0)
+    estimate = cost.estimate(prfaas("r0", cluster="east"))
+    assert estimate is not None
+    for minute in range(3, 3000, 3):
+        cost.as_of(60.0 * minute)
+        cost.tried("r0", "east")
+        assert estimate.seconds_per_token > 1e-4
+        assert 0.1 < estimate.seconds(1000, 0) < 10.0

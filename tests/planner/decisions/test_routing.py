@@ -1,8 +1,9 @@
 import pytest
+from msgspec.structs import replace
 
 from planner.decisions.placement import PlacementPolicy
 from planner.decisions.routing import Reason, Route, Target, is_scarce, pressure, route
-from planner.decisions.views import PrefillCost
+from planner.decisions.views import NodeView, PrefillCost
 from planner.errors import NoReadyNode
 from tests.planner.worlds import GB, link, pd_decode, pd_prefill, policy, prfaas, request
 
@@ -34,6 +35,8 @@ def test_a_route_names_both_nodes_and_both_lengths():
         ttft_s=2.9488,
         compute_s=2.9488,
         link_bytes=518_400_000.0,
+        link_s=518_400_000.0 / 12.5e9,
+        coded_bytes=518_400_000.0,
     )
 
 
@@ -96,7 +99,7 @@ def test_predictions_that_were_wrong_before_count_for_less():
     assert certain.arrives_s(12.5 * GB) == pytest.approx(2.1)
     assert link(queued_bytes=12.5 * GB, rtt_s=0.1, estimate_error=0.5).arrives_s(12.5 * GB) == pytest.approx(3.15)
     assert link(estimate_error=9.0).arrives_s(12.5 * GB) == pytest.approx(2.0)
-    nodes = [prfaas("r0"), prfaas("r1", cluster="north"), pd_prefill(), pd_decode()]
+    nodes = [prfaas("r0"), prfaas("r1", cluster="north"), pd_prefill(queue_s=99.0), pd_decode()]
     slow = {"available_bytes_per_s": GB / 100}
     links = [link(**slow, estimate_error=0.8), link(**slow, source="north")]
     assert route(request(30_000), nodes, links, policy()).prefill_node == "r1"
@@ -223,7 +226,7 @@ def test_a_budget_is_the_rate_at_which_its_queue_drains():
 
 
 def test_long_prompts_stay_at_home_once_a_budget_has_been_promised_away():
-    """Six at once, over a budget that takes 1.2 s for each; nothing is queued yet when the second one is routed."""
+    """Six at once, over a budget that takes 1.2 s for each: while home is done sooner, nothing goes remote."""
     size, went, promised, busy_s = 6_000, [], 0.0, 0.0
     for _ in range(6):
         nodes = [prfaas(), pd_prefill(queue_s=busy_s), pd_decode()]
@@ -233,8 +236,8 @@ def test_long_prompts_stay_at_home_once_a_budget_has_been_promised_away():
         went.append((found.target, found.reason))
         promised += size * 100.0 if found.target is Target.REMOTE else 0.0
         busy_s += size / 20_000 if found.target is Target.LOCAL else 0.0
-    assert went == [(Target.REMOTE, Reason.LONG)] + [(Target.LOCAL, Reason.CONGESTED)] * 3 + went[4:]
-    assert went.count((Target.REMOTE, Reason.LONG)) == 2  # the second, when home is as busy as the budget
+    home, away = (Target.LOCAL, Reason.CONGESTED), (Target.REMOTE, Reason.LONG)
+    assert went == [home, home, home, away, home, home]  # the fourth, when home is as busy as the budget is slow
 
 
 def test_what_is_promised_at_the_pace_of_compute_is_no_pressure():
@@ -265,6 +268,44 @@ def test_the_remote_cluster_that_is_done_first_is_taken():
     assert route(request(30_000), nodes, links, policy()).prefill_node == "r1"
     slow = [link(), link(source="north", available_bytes_per_s=GB / 100)]
     assert route(request(30_000), nodes, slow, policy()).prefill_node == "r0"
+
+
+def pairs_of_clusters(**queued: int) -> list[NodeView]:
+    """Two PrfaaS clusters and two PD clusters."""
+    return [
+        prfaas("r0", cluster="east", queue_s=queued.get("r0", 0)),
+        prfaas("r1", cluster="north", queue_s=queued.get("r1", 0)),
+        *[pd_prefill(f"p-{name}", cluster=name, queue_s=1.0) for name in ("west", "south")],
+        *[pd_decode(f"d-{name}", cluster=name) for name in ("west", "south")],
+    ]
+
+
+@pytest.mark.parametrize(("home", "by"), [("west", "r0"), ("south", "r1")])
+def test_each_pair_of_clusters_goes_by_its_own_link(home, by):
+    slow, fast = 1e-2 * GB, 10.0 * GB
+    links = [
+        link(source=source, destination=to, available_bytes_per_s=fast if (source, to) in FAST else slow)
+        for source in ("east", "north")
+        for to in ("west", "south")
+    ]
+    found = route(request(60_000, home=home), pairs_of_clusters(), links, policy())
+    assert (found.prefill_node, found.decode_node) == (by, f"d-{home}")
+    down = [replace(each, up=False) if (each.source, each.destination) in FAST else each for each in links]
+    other = route(request(60_000, home=home), pairs_of_clusters(), down, policy())
+    assert other.prefill_node == f"p-{home}"  # over the slow link it would come later
+
+
+FAST = {("east", "west"), ("north", "south")}
+
+
+def test_coding_is_counted_where_the_link_binds():
+    nodes = [prfaas(), pd_prefill(queue_s=1.0), pd_decode()]
+    size = 30_000 * 17_280.0
+    plain = link(available_bytes_per_s=size / 4)
+    assert route(request(30_000), nodes, [plain], policy()).target is Target.LOCAL  # 4 s over the link, 2.5 s at home
+    found = route(request(30_000), nodes, [replace(plain, coded_ratio=0.5)], policy())
+    assert (found.target, found.link_bytes, found.coded_bytes) == (Target.REMOTE, size, size / 2)
+    assert found.link_s == 2.0
 
 
 def test_a_prefix_on_a_decode_node_counts_only_when_it_can_be_fetched():

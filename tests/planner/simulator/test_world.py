@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 
 from planner.decisions.admission import AdmissionPolicy
+from planner.decisions.classes import ServiceClass
 from planner.decisions.placement import PlacementPolicy
 from planner.decisions.routing import RoutingPolicy
-from planner.model.profile import DecodeProfile, KvSize
+from planner.decisions.views import ClusterKind
+from planner.model.profile import DecodeProfile, KvSize, PrefillCurve
 from planner.model.queueing import erlang_c
 from planner.model.workload import Trace, poisson, read_trace
 from planner.simulator.outcome import confidence_95
-from planner.simulator.scenario import Pool, Targets
+from planner.simulator.scenario import LineLimits, Pool, Scenario, Targets, Wire
 from planner.simulator.trials import Setting, from_workload, judged
 from planner.simulator.world import simulate
 from planner.solve.plan import make_plan
@@ -157,6 +159,69 @@ def test_every_request_ends_exactly_once(placer, admission):
     assert (found.cached_tokens <= found.prompt_tokens).all()
 
 
+def test_rejection_policies_are_in_mooncakes_order():
+    pool = Pool(
+        name="pd", kind=queue_of(1).pools[0].kind, num_prefill=14, num_decode=2, prefill=queue_of(1).pools[0].prefill,
+        decode=DecodeProfile(max_running=20, step_s=0.05),
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    size, rate = 2000, 8.0  # twice what decode can take, 1.7 times what prefill can
+    prompts, outputs = rng.uniform(1000, 5000, size).round(), 1 + rng.exponential(200, size).round()
+    trace = arrivals(np.cumsum(rng.exponential(1 / rate, size)), prompts, outputs)
+    seen = {
+        policy: simulate(
+            queue_of(1, pools=[pool], admission=policy, targets=Targets(ttft_s=12.0, tbt_s=0.1)), trace
+        ).report()
+        for policy in AdmissionPolicy
+    }
+    all_, baseline, early, prediction = seen.values()
+    assert (all_["rejected"], all_["wasted_prefill_s"]) == (0, 0)
+    assert all_["goodput_req_per_s"] < 0.2 * baseline["goodput_req_per_s"]
+    assert baseline["wasted_prefill_s"] > 1000
+    assert early["wasted_prefill_s"] == prediction["wasted_prefill_s"] == 0
+    assert prediction["rejected"] < min(early["rejected"], baseline["rejected"])
+    assert prediction["goodput_req_per_s"] > baseline["goodput_req_per_s"]
+
+
+def crowd(size: int = 1500, rate: float = 8.0) -> Trace:
+    """Twice what the decode nodes of `counter` can take."""
+    rng = np.random.default_rng(3)
+    outputs = 1 + rng.exponential(200, size).round()
+    return arrivals(np.cumsum(rng.exponential(1 / rate, size)), rng.uniform(200, 1000, size).round(), outputs)
+
+
+def counter(**fields) -> Scenario:
+    pool = Pool(
+        name="pd", kind=queue_of(1).pools[0].kind, num_prefill=8, num_decode=2, prefill=queue_of(1).pools[0].prefill,
+        decode=DecodeProfile(max_running=20, step_s=0.05),
+    )  # fmt: skip
+    classes = {
+        ServiceClass(name="interactive", ttft_s=20.0, priority=10): 0.3,
+        ServiceClass(name="standard", ttft_s=60.0): 0.5,
+        ServiceClass(name="batch", priority=-5, deadline_s=200.0, max_load=0.7): 0.2,
+    }
+    return queue_of(1, pools=[pool], classes=classes, **fields)
+
+
+def test_in_line_the_higher_class_is_served_and_the_line_is_bounded():
+    line = LineLimits(landings=4, max_waiting=64, room_s=60.0)
+    endless = simulate(counter(), crowd()).report()
+    found = simulate(counter(line=line), crowd()).report()
+    assert found["completed"] + found["rejected"] == found["requests"]
+    assert found["ttft_p99_s"] <= 60.0 + 10.0 < endless["ttft_p99_s"]
+    assert found["kept_by_class"]["interactive"] == endless["completed_by_class"]["interactive"]
+    assert found["kept_by_class"]["interactive"] > 4 * endless["kept_by_class"]["interactive"]
+    assert set(found["rejected_by_reason"]) == {"no_room", "displaced"}
+
+
+def test_a_modest_class_leaves_room_at_the_door():
+    found = simulate(counter(admission=AdmissionPolicy.PREDICTION), crowd()).report()
+    shares = {name: found["completed_by_class"][name] / share for name, share in
+              (("interactive", 0.3), ("standard", 0.5), ("batch", 0.2))}  # fmt: skip
+    assert shares["batch"] < 0.5 * shares["interactive"]
+    assert found["kept_by_class"] == found["completed_by_class"]
+
+
 def test_the_same_seed_gives_the_same_bytes():
     trace = read_trace(MOONCAKE)
     one, two = (json.dumps(simulate(mooncake("random"), trace, 7).report()) for _ in range(2))
@@ -253,3 +318,18 @@ def test_settings_are_what_runs(case_study):
     assert [(pool.num_prefill, pool.num_decode) for pool in scenario.pools] == [(4, 0), (2, 6)]
     assert (scenario.routing.threshold_tokens, scenario.routing.tie_share) == (20_000, 0.25)
     assert case_study_scenario(case_study, PUBLISHED).routing.tie_share == 1.0
+
+
+def test_a_slow_cluster_is_asked_again_now_and_then_as_by_gateways():
+    def far(name: str, s_per_token: float) -> Pool:
+        curve = PrefillCurve(coefficients=(0.0, s_per_token, 0.0), valid_tokens=(0, 1e9))
+        return Pool(name=name, kind=ClusterKind.PRFAAS, num_prefill=1, prefill=curve)
+
+    home = replace(queue_of(1).pools[0], num_prefill=0)
+    wires = [Wire(source=name, destination="pd", capacity=[(0.0, 1e12)]) for name in ("quick", "slow")]
+    scenario = queue_of(
+        1, pools=[far("quick", 2e-4), far("slow", 1e-3), home], wires=wires, routing=RoutingPolicy(threshold_tokens=0)
+    )
+    found = simulate(scenario, arrivals(np.arange(400.0) * 20.0, 5000.0), 0)
+    quick, slow = (found.errors["prefill", name].samples for name in ("quick", "slow"))
+    assert 10 < slow < quick / 3

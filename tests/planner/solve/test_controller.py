@@ -1,3 +1,4 @@
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -9,10 +10,11 @@ from planner.simulator.trials import Setting
 from planner.simulator.world import simulate
 from planner.solve.controller import Controller, ControllerConfig, Model, Move, Observation, imbalance_factor
 from planner.solve.goals import Rule
+from planner.solve.judge import MOST_GAIN
 from tests.planner.simulator.systems import case_study_scenario
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def model(case_study) -> Model:
     profile = case_study.profile
     decode = profile.decode_on("h20x8")
@@ -28,7 +30,7 @@ def model(case_study) -> Model:
 
 @pytest.fixture(scope="session")
 def prompts(case_study) -> list[float]:
-    return list(case_study.workload.lengths.sample(600, np.random.default_rng(0)))
+    return list(case_study.workload.lengths.sample(3000, np.random.default_rng(0)))
 
 
 def seen(at_s: float, prompts, **fields) -> Observation:
@@ -62,6 +64,8 @@ def test_a_bad_split_is_changed_by_one_node(model, prompts):
 def test_after_a_conversion_it_waits(model, prompts):
     controller = Controller(config(cooldown_s=600), model)
     assert controller.on_tick(seen(60, prompts, num_prefill=1, num_decode=7)).convert
+    assert controller.on_tick(seen(90, prompts, num_prefill=1, num_decode=7)).convert  # nobody has carried it out
+    controller.converted(90)
     assert controller.on_tick(seen(120, prompts, num_prefill=2, num_decode=6)).convert is None
     assert controller.on_tick(seen(700, prompts, num_prefill=2, num_decode=6)).convert is Move.TO_PREFILL
 
@@ -84,9 +88,99 @@ def test_too_few_requests_say_nothing(model):
 
 
 def test_a_far_off_threshold_is_moved_without_a_conversion(model, prompts):
-    effects = Controller(config(), model).on_tick(seen(60, prompts, threshold_tokens=60_000))
+    effects = Controller(config(threshold_step=4.0), model).on_tick(seen(60, prompts, threshold_tokens=60_000))
     assert effects.convert is None
     assert effects.threshold_tokens == pytest.approx(19_684, rel=0.15)
+    assert "pd_prefill binds" in effects.diagnosis
+
+
+def test_a_threshold_goes_there_in_steps(model, prompts):
+    controller, threshold, steps = Controller(config(), model), 1e9, []
+    for tick in range(1, 10):
+        effects = controller.on_tick(seen(60 * tick, prompts, threshold_tokens=threshold))
+        if effects.threshold_tokens is not None:
+            threshold = effects.threshold_tokens
+            steps.append(threshold)
+    assert steps[0] == pytest.approx(max(prompts) / 2)  # longer than any prompt is all the same
+    assert all(later >= earlier / 2 for earlier, later in itertools.pairwise(steps))
+    assert steps[-1] == pytest.approx(19_684, rel=0.15)
+
+
+def test_prompts_of_one_length_are_shared_out(model):
+    effects = Controller(config(threshold_step=4.0), model).on_tick(seen(60, [27_486.0] * 400, threshold_tokens=19_400))
+    assert effects.threshold_tokens == 27_486
+    assert effects.tie_share == pytest.approx(1 - 0.778, abs=0.01)
+    left = Controller(config(), model).on_tick(
+        seen(60, [27_486.0] * 400, threshold_tokens=27_486, tie_share=effects.tie_share)
+    )
+    assert left.threshold_tokens is None
+
+
+def test_a_gap_between_lengths_is_one_step(model):
+    """Nothing lies between 6,400 and 51,200 tokens: half the way would change nothing, for ever."""
+    found = seen(60, [6_400.0] * 300 + [51_200.0] * 20, threshold_tokens=51_200)
+    effects = Controller(config(), model).on_tick(found)
+    assert effects.threshold_tokens == 6_400
+
+
+def test_it_plans_with_what_is_left_of_prfaas_and_of_the_link(model, prompts):
+    whole = Controller(config(threshold_step=16.0), model).on_tick(seen(60, prompts, threshold_tokens=2_000))
+    half = Controller(config(threshold_step=16.0), model).on_tick(
+        seen(60, prompts, threshold_tokens=2_000, num_prfaas=2)
+    )
+    thin = Controller(config(threshold_step=16.0), model).on_tick(
+        seen(60, prompts, threshold_tokens=2_000, egress_bytes_per_s=0.25e9)
+    )
+    assert whole.threshold_tokens is not None
+    assert half.threshold_tokens is not None
+    assert thin.threshold_tokens is not None
+    assert whole.threshold_tokens < half.threshold_tokens < thin.threshold_tokens
+    assert "egress binds" in thin.diagnosis
+
+
+def test_answers_end_when_they_do(model, prompts):
+    controller = Controller(config(), model)
+    assert "no answer" in controller.on_tick(seen(60, prompts, output_tokens=[])).diagnosis
+    assert controller.on_tick(seen(120, [], output_tokens=[1024.0], num_prefill=1, num_decode=7)).convert
+
+
+# Draws of chance: always the same ones, as a law of large numbers has its exceptions.
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("rate", [0.5, 3.0])
+def test_nothing_oscillates_under_a_stationary_load(case_study, model, seed, rate):
+    """From the best plan there is: every move is away from it, so few are allowed, and none of a node."""
+    rng, law = np.random.default_rng(seed), case_study.workload.lengths
+    controller, threshold, turns, direction = Controller(config(), model), 19_684.0, 0, 0.0
+    for tick in range(1, 31):
+        prompts = list(law.sample(int(rng.poisson(rate * 60)), rng))
+        effects = controller.on_tick(seen(60.0 * tick, prompts, threshold_tokens=threshold))
+        assert effects.convert is None
+        if effects.threshold_tokens is not None:
+            step = float(np.sign(effects.threshold_tokens - threshold))
+            turns += step == -direction
+            direction, threshold = step, effects.threshold_tokens
+            assert threshold == pytest.approx(19_684, rel=0.3)
+    assert turns <= 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("day_first", [True, False])
+def test_a_shift_is_followed_with_one_overshoot_at_most(case_study, model, seed, day_first):
+    rng, law = np.random.default_rng(seed), case_study.workload.lengths
+    scales = (1.0, 0.35) if day_first else (0.35, 1.0)
+    controller, threshold, path = Controller(config(min_prefill=3, min_decode=5), model), 19_684.0, []
+    for tick in range(1, 61):
+        prompts = list(law.sample(180, rng) * scales[tick > 30])
+        effects = controller.on_tick(seen(60.0 * tick, prompts, threshold_tokens=threshold))
+        if effects.threshold_tokens is not None:
+            assert threshold / 2 <= effects.threshold_tokens <= threshold * 2
+            threshold = effects.threshold_tokens
+        if tick >= 30:
+            path.append(threshold)
+    signs = [step for step in np.sign(np.diff(path)) if step]
+    assert signs
+    assert sum(one != other for one, other in itertools.pairwise(signs)) <= 1
+    assert (path[-1] < path[0]) == day_first
 
 
 def test_the_imbalance_factor_ignores_outliers():
@@ -125,3 +219,14 @@ def test_it_follows_a_day_without_oscillating(case_study, rule):
     assert splits[-1] < 4  # the night needs decode nodes
     assert moves <= 12
     assert float(np.nanmean(found.e2e_s)) < float(np.nanmean(fixed.e2e_s))
+
+
+def test_what_is_gained_over_nothing_is_a_number(model, prompts):
+    effects = Controller(config(), model).on_tick(seen(60, prompts, num_prefill=0, num_decode=8))
+    assert effects.convert is Move.TO_PREFILL
+    assert effects.gain == MOST_GAIN
+
+
+def test_to_judge_by_one_request_is_refused():
+    with pytest.raises(ValueError, match="min_requests=1: must be at least 2"):
+        config(min_requests=1)

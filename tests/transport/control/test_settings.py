@@ -42,6 +42,7 @@ class House:
     plan: Path | None = None
     door: Door = field(default_factory=Door)
     sheds: tuple[Door, ...] = ()
+    gates: Mapping[str, Door] = field(default_factory=dict)
     owners: tuple[str, ...] = ()
     number: int | str = 1
     prices: float | Mapping[str, Any] = 0.0
@@ -58,6 +59,7 @@ def test_a_table_becomes_a_value() -> None:
         "plan": "plans/a.pdf",
         "door": {"width_m": 2, "colour": "blue"},
         "sheds": [{}, {"width_m": 0.5}],
+        "gates": {"north": {"colour": "blue"}, "south": {}},
         "owners": ["a", "b"],
         "number": "7b",
         "prices": {"may": 1},
@@ -68,6 +70,7 @@ def test_a_table_becomes_a_value() -> None:
         plan=Path("/maps/plans/a.pdf"),
         door=Door(width_m=2.0, colour=Colour.BLUE),
         sheds=(Door(), Door(width_m=0.5)),
+        gates={"north": Door(colour=Colour.BLUE), "south": Door()},
         owners=("a", "b"),
         number="7b",
         prices={"may": 1},
@@ -78,7 +81,7 @@ def test_a_table_becomes_a_value() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"romms": 1}, "[house]: unknown key 'romms' (did you mean 'rooms'?); known are door, kind, "),
+        ({"romms": 1}, "[house]: unknown key 'romms' (did you mean 'rooms'?); known are door, gates, kind, "),
         ({"zzz": 1}, "[house]: unknown key 'zzz'; known are door"),
         ({"rooms": "4"}, "[house]: rooms = '4': must be an integer"),
         ({"rooms": True}, "[house]: rooms = True: must be an integer"),
@@ -92,6 +95,8 @@ def test_a_table_becomes_a_value() -> None:
         ({"door": {"colour": ["red"]}}, "[house.door]: colour = ['red']: must be 'red' or 'blue'"),
         ({"sheds": {}}, "[house]: sheds = {}: must be an array"),
         ({"sheds": [{}, {"width": 1}]}, "[house.sheds[1]]: unknown key 'width' (did you mean 'width_m'?)"),
+        ({"gates": [{}]}, "[house.gates] = [{}]: must be a table"),
+        ({"gates": {"north": {"width": 1}}}, "[house.gates.north]: unknown key 'width' (did you mean 'width_m'?)"),
         ({"owners": ["a", 1]}, "[house]: owners[1] = 1: must be a string"),
         ({"number": 1.5}, "[house]: number = 1.5: must be an integer or a string"),
         ({"prices": "x" * 200}, f"[house]: prices = '{'x' * 76}...: must be a number or a table"),

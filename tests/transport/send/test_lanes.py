@@ -146,6 +146,22 @@ def test_a_full_window_takes_no_more_until_it_is_acknowledged() -> None:
     assert scheduler.next_batch(0).pieces
 
 
+def test_a_receiver_owes_an_answer_to_an_opening_and_to_chunks_and_to_nothing_else() -> None:
+    scheduler = scheduler_with()
+    opened = Transfer(slot=0, transfer_id="t0", secret=b"s", outbox=Outbox(Manifest([CHUNK])))
+    scheduler.add(opened)
+    assert not scheduler.unanswered
+    assert scheduler.take_openings(0) == [opened]
+    assert scheduler.unanswered
+    scheduler.on_frame(0, Accept(slot=0, missing=((0, CHUNK),)))
+    assert not scheduler.unanswered
+    scheduler.ready(opened, [0])
+    pieces = scheduler.next_batch(0).pieces
+    assert scheduler.unanswered
+    scheduler.on_frame(0, Ack(slot=0, ranges=tuple((piece.start, piece.stop) for piece in pieces)))
+    assert not scheduler.unanswered
+
+
 def test_a_chunk_that_has_no_place_any_more_is_not_sent_again_unless_its_lane_is_lost() -> None:
     scheduler = scheduler_with()
     t = transfer(scheduler, 0)

@@ -34,3 +34,49 @@ def test_one_that_lasted_counts_though_nothing_was_to_be_sent() -> None:
     reach.on_first_up(11.0)
     reach.on_all_lost(11.0 + PATIENCE_S + 0.1, PATIENCE_S)
     assert reach.lost_for_s(16.1) == 0.0
+
+
+STILL = 500  # bytes delivered, again and again
+
+
+def listen(reach: Reach, *delivered_bytes: int, owed: bool = True, since: float = 10.0, every_s: float = 0.25) -> None:
+    for number, count in enumerate(delivered_bytes):
+        reach.on_sample(since + number * every_s, count, owed=owed)
+
+
+def test_silence_counts_while_something_is_owed_and_nothing_gets_through() -> None:
+    reach = Reach(now=0.0)
+    listen(reach, *[STILL] * 9)
+    assert reach.silent_s == 2.0
+
+
+def test_bytes_that_get_through_are_no_silence_though_nobody_answers_yet() -> None:
+    reach = Reach(now=0.0)
+    listen(reach, STILL, STILL, STILL + 1)
+    assert reach.silent_s == 0.0
+
+
+def test_an_answer_ends_silence() -> None:
+    reach = Reach(now=0.0)
+    listen(reach, STILL, STILL)
+    reach.on_progress()
+    listen(reach, STILL, since=11.0)
+    assert reach.silent_s == 0.0
+
+
+def test_who_is_owed_nothing_may_hear_nothing() -> None:
+    reach = Reach(now=0.0)
+    listen(reach, *[STILL] * 9, owed=False)
+    assert reach.silent_s == 0.0
+
+
+def test_a_connection_that_goes_delivers_nothing() -> None:
+    reach = Reach(now=0.0)
+    listen(reach, 900, 400, 400)
+    assert reach.silent_s == 0.5
+
+
+def test_who_stood_still_has_not_listened() -> None:
+    reach = Reach(now=0.0)
+    listen(reach, STILL, STILL, every_s=3600.0)
+    assert reach.silent_s == 0.5

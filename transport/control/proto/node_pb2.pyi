@@ -14,6 +14,7 @@ class NodeState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NODE_STATE_READY: _ClassVar[NodeState]
     NODE_STATE_DRAINING: _ClassVar[NodeState]
     NODE_STATE_ENGINE_DOWN: _ClassVar[NodeState]
+    NODE_STATE_CONVERTING: _ClassVar[NodeState]
 
 class Medium(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -21,15 +22,27 @@ class Medium(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MEDIUM_MEMORY: _ClassVar[Medium]
     MEDIUM_SSD: _ClassVar[Medium]
     MEDIUM_ENGINE: _ClassVar[Medium]
+
+class ConversionPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CONVERSION_PHASE_UNSPECIFIED: _ClassVar[ConversionPhase]
+    CONVERSION_PHASE_STEADY: _ClassVar[ConversionPhase]
+    CONVERSION_PHASE_DRAINING: _ClassVar[ConversionPhase]
+    CONVERSION_PHASE_VERIFYING: _ClassVar[ConversionPhase]
 NODE_STATE_UNSPECIFIED: NodeState
 NODE_STATE_STARTING: NodeState
 NODE_STATE_READY: NodeState
 NODE_STATE_DRAINING: NodeState
 NODE_STATE_ENGINE_DOWN: NodeState
+NODE_STATE_CONVERTING: NodeState
 MEDIUM_UNSPECIFIED: Medium
 MEDIUM_MEMORY: Medium
 MEDIUM_SSD: Medium
 MEDIUM_ENGINE: Medium
+CONVERSION_PHASE_UNSPECIFIED: ConversionPhase
+CONVERSION_PHASE_STEADY: ConversionPhase
+CONVERSION_PHASE_DRAINING: ConversionPhase
+CONVERSION_PHASE_VERIFYING: ConversionPhase
 
 class DescribeRequest(_message.Message):
     __slots__ = ("check_integrity",)
@@ -38,7 +51,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, check_integrity: _Optional[bool] = ...) -> None: ...
 
 class NodeDescription(_message.Message):
-    __slots__ = ("node_id", "cluster", "cluster_kind", "role", "state", "engine_url", "model_id", "layout_json", "layout_fingerprint", "block_size", "max_model_len", "load", "pool", "integrity_error", "boot_id", "engine_pid", "ssd", "contexts")
+    __slots__ = ("node_id", "cluster", "cluster_kind", "role", "state", "engine_url", "model_id", "layout_json", "layout_fingerprint", "block_size", "max_model_len", "load", "pool", "integrity_error", "boot_id", "engine_pid", "ssd", "contexts", "conversion")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_KIND_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +70,7 @@ class NodeDescription(_message.Message):
     ENGINE_PID_FIELD_NUMBER: _ClassVar[int]
     SSD_FIELD_NUMBER: _ClassVar[int]
     CONTEXTS_FIELD_NUMBER: _ClassVar[int]
+    CONVERSION_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     cluster: str
     cluster_kind: str
@@ -75,7 +89,8 @@ class NodeDescription(_message.Message):
     engine_pid: int
     ssd: SsdReport
     contexts: _containers.RepeatedCompositeFieldContainer[Context]
-    def __init__(self, node_id: _Optional[str] = ..., cluster: _Optional[str] = ..., cluster_kind: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., engine_url: _Optional[str] = ..., model_id: _Optional[str] = ..., layout_json: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., pool: _Optional[_Union[PoolReport, _Mapping]] = ..., integrity_error: _Optional[str] = ..., boot_id: _Optional[str] = ..., engine_pid: _Optional[int] = ..., ssd: _Optional[_Union[SsdReport, _Mapping]] = ..., contexts: _Optional[_Iterable[_Union[Context, _Mapping]]] = ...) -> None: ...
+    conversion: Conversion
+    def __init__(self, node_id: _Optional[str] = ..., cluster: _Optional[str] = ..., cluster_kind: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., engine_url: _Optional[str] = ..., model_id: _Optional[str] = ..., layout_json: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., pool: _Optional[_Union[PoolReport, _Mapping]] = ..., integrity_error: _Optional[str] = ..., boot_id: _Optional[str] = ..., engine_pid: _Optional[int] = ..., ssd: _Optional[_Union[SsdReport, _Mapping]] = ..., contexts: _Optional[_Iterable[_Union[Context, _Mapping]]] = ..., conversion: _Optional[_Union[Conversion, _Mapping]] = ...) -> None: ...
 
 class SsdReport(_message.Message):
     __slots__ = ("capacity_bytes", "blocks", "bytes", "queued_bytes", "events", "promotions", "open")
@@ -354,3 +369,37 @@ class DrainRequest(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     timeout_s: float
     def __init__(self, timeout_s: _Optional[float] = ...) -> None: ...
+
+class ConvertRequest(_message.Message):
+    __slots__ = ("epoch", "role", "drain_timeout_s", "verify_timeout_s", "wait_s")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    role: str
+    drain_timeout_s: float
+    verify_timeout_s: float
+    wait_s: float
+    def __init__(self, epoch: _Optional[int] = ..., role: _Optional[str] = ..., drain_timeout_s: _Optional[float] = ..., verify_timeout_s: _Optional[float] = ..., wait_s: _Optional[float] = ...) -> None: ...
+
+class Conversion(_message.Message):
+    __slots__ = ("epoch", "role", "target", "phase", "outcome", "detail", "drain_s", "control_s")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_S_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_S_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    role: str
+    target: str
+    phase: ConversionPhase
+    outcome: str
+    detail: str
+    drain_s: float
+    control_s: float
+    def __init__(self, epoch: _Optional[int] = ..., role: _Optional[str] = ..., target: _Optional[str] = ..., phase: _Optional[_Union[ConversionPhase, str]] = ..., outcome: _Optional[str] = ..., detail: _Optional[str] = ..., drain_s: _Optional[float] = ..., control_s: _Optional[float] = ...) -> None: ...

@@ -89,6 +89,11 @@ class NodeAgentStub:
                 request_serializer=transport_dot_control_dot_proto_dot_node__pb2.DrainRequest.SerializeToString,
                 response_deserializer=transport_dot_control_dot_proto_dot_node__pb2.Done.FromString,
                 _registered_method=True)
+        self.Convert = channel.unary_unary(
+                '/prfaas.node.v1.NodeAgent/Convert',
+                request_serializer=transport_dot_control_dot_proto_dot_node__pb2.ConvertRequest.SerializeToString,
+                response_deserializer=transport_dot_control_dot_proto_dot_node__pb2.Conversion.FromString,
+                _registered_method=True)
 
 
 class NodeAgentServicer:
@@ -171,6 +176,14 @@ class NodeAgentServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Convert(self, request, context):
+        """Another role: out of routing, what runs ends, flip, verify, back. Answers once it has begun, or, with wait_s, has ended.
+        The same command again changes nothing, and so follows it. A stale one is refused (stale_epoch).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeAgentServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -228,6 +241,11 @@ def add_NodeAgentServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=transport_dot_control_dot_proto_dot_node__pb2.DrainRequest.FromString,
                     response_serializer=transport_dot_control_dot_proto_dot_node__pb2.Done.SerializeToString,
+            ),
+            'Convert': grpc.unary_unary_rpc_method_handler(
+                    servicer.Convert,
+                    request_deserializer=transport_dot_control_dot_proto_dot_node__pb2.ConvertRequest.FromString,
+                    response_serializer=transport_dot_control_dot_proto_dot_node__pb2.Conversion.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -527,6 +545,33 @@ class NodeAgent:
             '/prfaas.node.v1.NodeAgent/Drain',
             transport_dot_control_dot_proto_dot_node__pb2.DrainRequest.SerializeToString,
             transport_dot_control_dot_proto_dot_node__pb2.Done.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Convert(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prfaas.node.v1.NodeAgent/Convert',
+            transport_dot_control_dot_proto_dot_node__pb2.ConvertRequest.SerializeToString,
+            transport_dot_control_dot_proto_dot_node__pb2.Conversion.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,31 @@
+"""Places of a kind, of which there may only be so many: in one process, or in all workers of a gateway together."""
+
+from typing import Protocol
+
+
+class Places(Protocol):
+    """Who takes one gives it back."""
+
+    @property
+    def taken(self) -> int: ...
+    def take(self, limit: int) -> bool:
+        """Takes a place, unless `limit` are taken already."""
+        ...
+
+    def give_back(self) -> None: ...
+
+
+class OwnPlaces:
+    """Places of this process alone."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def take(self, limit: int) -> bool:
+        if self.taken >= limit:
+            return False
+        self.taken += 1
+        return True
+
+    def give_back(self) -> None:
+        self.taken -= 1

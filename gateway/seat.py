@@ -1,0 +1,103 @@
+"""What a process of a gateway shares with others: nothing when it is `Alone`; a worker's `Seat` says with whom."""
+
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+from gateway.board import IN_FLIGHT, WAITING, Board, SharedPlaces, State
+from gateway.metrics import Metrics, keep_in
+from gateway.node import Node
+from gateway.places import OwnPlaces, Places
+from gateway.records import Records
+from gateway.siblings import Siblings
+
+BOARD: Final = "board"
+METRICS: Final = "metrics"
+FIRST_CONFIG: Final = "gateway.toml"  # the file as it was when the gateway was started
+ORPHANED: Final = signal.SIGUSR1  # what a worker gets when its parent is gone
+
+
+class Alone:
+    """A gateway of one process."""
+
+    workers = 1
+    port: int | None = None  # instead of the configuration's
+
+    def __init__(self) -> None:
+        self.metrics = Metrics()
+        self.in_flight: Places = OwnPlaces()
+        self.waiting: Places = OwnPlaces()
+
+    def records(self, limit: int) -> Records:
+        """The book of what this process has served."""
+        return Records(limit)
+
+    @asynccontextmanager
+    async def siblings(self, records: Records) -> AsyncIterator[Siblings | None]:
+        """The others, who can ask this one inside the block; None: there are none."""
+        yield None
+
+    def join(self, nodes: Sequence[Node]) -> None:
+        """Has others see what this process gives these nodes to do."""
+
+    def catch_up(self, nodes: Sequence[Node]) -> None:
+        """Sees what others have given these nodes."""
+
+    def be(self, state: State) -> None:
+        """Has others see what this process does."""
+
+    def states(self) -> Mapping[State, int]:
+        """How many processes do what."""
+        return {}
+
+    @property
+    def restarts(self) -> int:
+        """Processes that died and were started again."""
+        return 0
+
+
+class Seat:
+    """The seat of worker `number`, at a board that the parent has laid out in `directory`; `port` is the one they share."""
+
+    def __init__(self, directory: Path, number: int, port: int) -> None:
+        """To be taken once by a process, before anything else counts there. Raises OSError."""
+        self.port = port
+        self._directory = directory
+        self._number = number
+        self._board = Board(directory / BOARD, number)
+        self.workers = self._board.workers
+        keep_in(directory / METRICS, number)
+        self.metrics = Metrics(directory / METRICS)
+        self.in_flight: Places = SharedPlaces(self._board, IN_FLIGHT)
+        self.waiting: Places = SharedPlaces(self._board, WAITING)
+
+    def records(self, limit: int) -> Records:
+        return Records(limit, self._board.next_seq)
+
+    @asynccontextmanager
+    async def siblings(self, records: Records) -> AsyncIterator[Siblings | None]:
+        siblings = Siblings(self._directory, self._number, self._board, records)
+        await siblings.start()
+        try:
+            yield siblings
+        finally:
+            await siblings.close()
+
+    def join(self, nodes: Sequence[Node]) -> None:
+        self._board.join(nodes)
+
+    def catch_up(self, nodes: Sequence[Node]) -> None:
+        self._board.catch_up(nodes)
+
+    def be(self, state: State) -> None:
+        self._board.be(state)
+
+    def states(self) -> Mapping[State, int]:
+        return Counter(self._board.states())
+
+    @property
+    def restarts(self) -> int:
+        return self._board.restarts

@@ -1,0 +1,57 @@
+"""Prompts that this gateway has computed on one node just now: whoever goes on from one of them waits for it there.
+
+A node's engine looks for a prefix when it is asked, not when it begins, so a prompt that is sent too early computes again what
+is being computed in front of it.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from planner.decisions.promises import Promises
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computing:
+    """One prompt's computing, from the decision to its end, however that is."""
+
+    hashes: Sequence[bytes]  # of its full blocks
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Underway:
+    """What is being computed on one node."""
+
+    def __init__(self) -> None:
+        self._promises = Promises()
+        self._by_end: dict[bytes, list[Computing]] = {}
+
+    def __len__(self) -> int:
+        return len(self._promises)
+
+    def begin(self, hashes: Sequence[bytes]) -> Computing:
+        computing = Computing(hashes)
+        if hashes:
+            self._promises.add(hashes)
+            self._by_end.setdefault(hashes[-1], []).append(computing)
+        return computing
+
+    def end(self, computing: Computing) -> None:
+        """To be called once for each."""
+        computing.done.set()
+        if not computing.hashes:
+            return
+        self._promises.remove(computing.hashes)
+        left = self._by_end[computing.hashes[-1]]
+        left.remove(computing)
+        if not left:
+            del self._by_end[computing.hashes[-1]]
+
+    def longest(self, hashes: Sequence[bytes], held: int) -> int:
+        """Blocks of a prompt with these full blocks that will be there, of which `held` are already."""
+        return self._promises.longest(hashes, held)
+
+    def first(self, hashes: Sequence[bytes], blocks: int) -> Computing | None:
+        """Who will first have computed exactly the first `blocks` of these; None if nobody does just now."""
+        found = self._by_end.get(hashes[blocks - 1], ()) if 0 < blocks <= len(hashes) else ()
+        return found[0] if found else None

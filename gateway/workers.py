@@ -1,0 +1,219 @@
+"""A gateway of several processes: the parent serves nobody. It starts workers, starts again what dies, and passes signals on.
+
+    parent ── board, names of sockets, metrics' files in a directory of its own ── worker 0 … N-1, all listening on one port
+
+The kernel deals connections out among those that listen (SO_REUSEPORT). A worker that dies takes its own streams with it and
+nothing else: its row of the board is cleared, what it had counted stays. Who takes its place begins with the file as it was
+at the start, like the others, whatever it says meanwhile. Should the parent die, workers stop listening and
+let their streams end; so whoever starts the gateway again gets the port.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from gateway.board import Board
+from gateway.config import GatewayConfig
+from gateway.errors import CannotListen, WorkersFail
+from gateway.metrics import forget_gauges
+from gateway.seat import BOARD, FIRST_CONFIG, METRICS, ORPHANED
+from node.children import Child
+from node.owned import OwnedDirectory, sweep_directories
+from node.restarts import Restarts
+
+log = logging.getLogger("prfaas.gateway.workers")
+
+SHARED_MEMORY: Final = Path("/dev/shm")
+MAX_RESTARTS: Final = 5  # of one worker, within a minute or without having served
+LOOK_S: Final = 0.05  # between looks whether a worker that starts is there
+BAD_CONFIG: Final = 2
+
+
+class Workers:
+    """The processes of one gateway. `command` starts a worker, given its seat."""
+
+    def __init__(
+        self,
+        command: Callable[[int], Sequence[str]],
+        board: Board,
+        metrics: Path,
+        now: Callable[[], float],
+        max_restarts: int = MAX_RESTARTS,
+    ) -> None:
+        self._command = command
+        self._board = board
+        self._metrics = metrics
+        self._now = now
+        self._max_restarts = max_restarts
+        self._running: dict[int, Child] = {}
+        self._has_reloaded = False
+        self._ready: set[int] = set()
+        self._served: set[int] = set()  # workers that have been ready once
+        self._all_ready = asyncio.Event()
+        self._stopping = asyncio.Event()
+
+    async def run(self, on_ready: Callable[[], None]) -> None:
+        """Keeps all workers up until `stop`, and then until all have ended. Raises WorkersFail."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                telling = group.create_task(self._tell(on_ready))
+                keeping = [group.create_task(self._keep(number)) for number in range(self._board.workers)]
+                await asyncio.wait(keeping, return_when=asyncio.FIRST_EXCEPTION)
+                telling.cancel()
+        except* WorkersFail as failures:
+            self.stop()
+            await asyncio.gather(*(child.wait() for child in list(self._running.values())))
+            raise failures.exceptions[0] from None
+
+    def stop(self) -> None:
+        """Has all workers end in order; called again, at once."""
+        self._stopping.set()
+        for child in self._running.values():
+            child.terminate()
+
+    def reload(self) -> None:
+        """Has all workers read their configuration again; those that start do when they are there."""
+        self._has_reloaded = True
+        for number in self._ready & self._running.keys():
+            self._running[number].send(signal.SIGHUP)
+
+    async def _tell(self, on_ready: Callable[[], None]) -> None:
+        await self._all_ready.wait()
+        on_ready()
+
+    async def _keep(self, number: int) -> None:
+        restarts = Restarts(self._max_restarts)
+        while not self._stopping.is_set():
+            child = self._running[number] = self._start(number)
+            try:
+                status = await self._until_ended(number, child, restarts)
+            finally:
+                # Cancelled, its end is awaited by `run`.
+                self._ready.discard(number)
+            del self._running[number]
+            self._board.clear(number)
+            forget_gauges(self._metrics, number)
+            if self._stopping.is_set():
+                return
+            pause_s = None if status == BAD_CONFIG and number not in self._served else restarts.on_death(self._now())
+            if pause_s is None:
+                raise WorkersFail(number, status, max(1, restarts.deaths))
+            log.error("worker %d ended with status %d: it is started again in %g s", number, status, pause_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._stopping.wait()
+            self._board.restarted()
+
+    def _start(self, number: int) -> Child:
+        return Child(self._command(number), output=sys.stderr, environment=os.environ, orphaned_by=ORPHANED)
+
+    async def _until_ended(self, number: int, child: Child, restarts: Restarts) -> int:
+        ending = asyncio.create_task(child.wait())
+        try:
+            while not ending.done() and not self._board.state(number):
+                await asyncio.wait([ending], timeout=LOOK_S)
+            if not ending.done():
+                restarts.on_ready()
+                self._is_ready(number)
+                if self._has_reloaded:
+                    child.send(signal.SIGHUP)
+            return await ending
+        finally:
+            ending.cancel()
+
+    def _is_ready(self, number: int) -> None:
+        self._ready.add(number)
+        self._served.add(number)
+        log.info("worker %d serves, pid=%d", number, self._running[number].pid)
+        if len(self._served) == self._board.workers:
+            self._all_ready.set()
+
+
+async def serve_with_workers(
+    config: GatewayConfig,
+    path: Path,
+    command: Callable[[Path, int, int], Sequence[str]],
+    announce: Callable[[str], None],
+) -> int:
+    """A gateway of `config.workers` processes until SIGTERM or SIGINT; returns the exit status. Raises ConfigError.
+
+    `path` is the file of the configuration, which workers begin with a copy of.
+
+    `command` makes a worker's out of the directory they share, its number and the port.
+    """
+    loop = asyncio.get_running_loop()
+    with _held_ports(config) as address, _laid_out(config, path) as directory:
+        board = Board(directory / BOARD)
+        workers = Workers(lambda number: command(directory, number, address[1]), board, directory / METRICS, loop.time)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, workers.stop)
+        loop.add_signal_handler(signal.SIGHUP, workers.reload)
+        host = f"[{address[0]}]" if ":" in address[0] else address[0]
+        try:
+            await workers.run(lambda: announce(f"gateway ready url=http://{host}:{address[1]}"))
+        except WorkersFail as error:
+            log.error("%s", error)
+            return BAD_CONFIG if error.status == BAD_CONFIG else 1
+        finally:
+            board.close()
+    return 0
+
+
+@contextmanager
+def _laid_out(config: GatewayConfig, path: Path) -> Iterator[Path]:
+    parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    sweep_directories(parent)
+    owned = OwnedDirectory(parent)
+    try:
+        (owned.path / METRICS).mkdir()
+        shutil.copyfile(path, owned.path / FIRST_CONFIG)
+        Board.create(owned.path / BOARD, config.workers, len(config.nodes))
+        yield owned.path
+    finally:
+        owned.close()
+
+
+@contextmanager
+def _held_ports(config: GatewayConfig) -> Iterator[tuple[str, int]]:
+    """The address that workers share, which is this gateway's alone inside the block. Raises CannotListen."""
+    ports = [config.port, *([config.metrics_port] if config.metrics_port else [])]
+    held = []
+    try:
+        for port in ports:
+            held.append(_held(config.host, port))
+        name = held[0].getsockname()
+        yield name[0], name[1]
+    finally:
+        for each in held:
+            each.close()
+
+
+def _held(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        if port:
+            # Sockets that share their port would share it with another gateway, too.
+            socket.create_server(address[:2], family=family).close()
+        holding = socket.socket(family)
+        try:
+            holding.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            holding.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holding.bind(address)
+        except OSError:
+            holding.close()
+            raise
+        return holding
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        raise CannotListen(f"cannot listen on {host}:{port}: {reason}; choose another port") from error

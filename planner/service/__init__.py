@@ -1,0 +1,1 @@
+"""The plan service: watches running gateways, re-solves, and publishes plans that they follow."""

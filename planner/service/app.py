@@ -1,0 +1,138 @@
+"""The service's HTTP face.
+
+    GET  /plan?term=T&after=V&wait_s=S   the plan in force as soon as it is another one than T, V; 204: it still is that one
+    GET  /status, /history?limit=N, /health
+    POST /apply {"version": V}, /rollback, /pause, /resume     with a JSON body that may say who asks: {"by": "ann"}
+
+A POST must be of type application/json: no page in somebody's browser can send that here without being asked to.
+"""
+
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import msgspec
+from aiohttp import web
+
+from planner.errors import Refused
+from planner.service.keeper import Keeper
+
+JSON: Final = "application/json"
+MAX_BODY_BYTES: Final = 4096
+MAX_WAITING: Final = 1024  # questions held open at once
+MAX_WAIT_S: Final = 60.0
+MAX_ENTRIES: Final = 1000
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of a change."""
+
+    by: str = ""
+    version: int | None = None
+
+
+class Pages:
+    """Answers for a keeper; `token` is asked for unless it is empty."""
+
+    def __init__(self, keeper: Keeper, token: str) -> None:
+        self._keeper = keeper
+        self._token = token
+        self._waiting = 0
+
+    def app(self) -> web.Application:
+        @web.middleware
+        async def frame(request: web.Request, handler: Handler) -> web.StreamResponse:
+            return await self._framed(request, handler)
+
+        app = web.Application(middlewares=[frame], client_max_size=MAX_BODY_BYTES)
+        app.router.add_get("/plan", self._plan)
+        app.router.add_get("/status", self._status)
+        app.router.add_get("/history", self._history)
+        app.router.add_get("/health", self._health)
+        changes = {"apply": self._apply, "rollback": self._roll_back, "pause": self._pause, "resume": self._resume}
+        for name, change in changes.items():
+            app.router.add_post(f"/{name}", self._changing(change))
+        return app
+
+    async def _framed(self, http: web.Request, handler: Handler) -> web.StreamResponse:
+        if self._token and http.path != "/health" and not self._knows_token(http):
+            return _error(401, "the secret of token_file is missing or wrong")
+        try:
+            return await handler(http)
+        except Refused as error:
+            return _error(409, str(error))
+        except (msgspec.MsgspecError, ValueError) as error:
+            return _error(400, str(error))
+        except OSError as error:
+            return _error(507, f"nothing has changed, as it could not be written down: {error}")
+
+    def _knows_token(self, http: web.Request) -> bool:
+        shown = http.headers.get("Authorization", "")
+        return hmac.compare_digest(shown.encode(errors="surrogateescape"), f"Bearer {self._token}".encode())
+
+    async def _plan(self, http: web.Request) -> web.Response:
+        place = (_number(http, "term", 0), _number(http, "after", 0))
+        wait_s = float(http.query.get("wait_s", "0"))
+        if not 0 <= wait_s <= MAX_WAIT_S:
+            raise ValueError(f"wait_s={wait_s}: must be 0 to {MAX_WAIT_S:g}")
+        if self._waiting >= MAX_WAITING:
+            return _error(503, f"{MAX_WAITING} others wait already")
+        self._waiting += 1
+        try:
+            plan = await self._keeper.next_plan(place, wait_s)
+        finally:
+            self._waiting -= 1
+        return web.Response(status=204) if plan is None else _json(plan)
+
+    async def _status(self, http: web.Request) -> web.Response:
+        return _json(self._keeper.status())
+
+    async def _history(self, http: web.Request) -> web.Response:
+        limit = min(_number(http, "limit", 20), MAX_ENTRIES)
+        return _json(await self._keeper.history(limit))
+
+    async def _health(self, http: web.Request) -> web.Response:
+        return _json({"status": "ok", "term": self._keeper.ledger.term})
+
+    def _changing(self, change: Callable[[Asked], Awaitable[None]]) -> Handler:
+        async def answer(http: web.Request) -> web.Response:
+            if http.content_type != JSON:
+                return _error(415, f"the body must be {JSON}")
+            await change(msgspec.json.decode(await http.read() or b"{}", type=Asked))
+            return _json(self._keeper.status())
+
+        return answer
+
+    async def _apply(self, asked: Asked) -> None:
+        await self._keeper.apply(_who(asked), asked.version)
+
+    async def _roll_back(self, asked: Asked) -> None:
+        await self._keeper.roll_back(_who(asked))
+
+    async def _pause(self, asked: Asked) -> None:
+        await self._keeper.pause(_who(asked))
+
+    async def _resume(self, asked: Asked) -> None:
+        await self._keeper.resume(_who(asked))
+
+
+def _who(asked: Asked) -> str:
+    """The name for the log, which is read on terminals, line by line."""
+    return "".join(each if each.isprintable() else "?" for each in asked.by[:80]) or "somebody"
+
+
+def _number(http: web.Request, name: str, default: int) -> int:
+    value = int(http.query.get(name, str(default)))
+    if value < 0:
+        raise ValueError(f"{name}={value}: must not be negative")
+    return value
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type=JSON)
+
+
+def _error(status: int, text: str) -> web.Response:
+    return _json({"error": text}, status)

@@ -1,0 +1,88 @@
+"""Asks a running plan service, for the commands."""
+
+import getpass
+import json
+import os
+from collections.abc import Mapping
+from http import HTTPStatus
+from http.client import HTTPException, InvalidURL
+from pathlib import Path
+from typing import Any, Final, TypeVar
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlencode
+from urllib.request import Request, urlopen
+
+import msgspec
+
+from planner.errors import InputError, Refused
+from planner.service.status import Status
+from planner.solve.ledger import Entry
+
+TIMEOUT_S: Final = 10.0
+
+T = TypeVar("T")
+
+
+class PlanClient:
+    """One service. Raises InputError when it does not answer, Refused when it does not do as it is told."""
+
+    def __init__(self, url: str, token_file: Path | None = None) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise InputError(f"--url {url}: must be an http(s) URL")
+        self._url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if token_file is not None:
+            self._headers["Authorization"] = f"Bearer {token_file.read_text().strip()}"
+
+    def status(self) -> Status:
+        return self._decoded(self._answer("/status"), Status)
+
+    def history(self, limit: int) -> list[Entry]:
+        """The last changes, oldest first."""
+        return self._decoded(self._answer(f"/history?{urlencode({'limit': limit})}"), list[Entry])
+
+    def change(self, what: str, **fields: Any) -> Status:
+        """`what` is apply, rollback, pause or resume; the service's log says that the user of this process asked."""
+        return self._decoded(self._answer(f"/{what}", {"by": _user(), **fields}), Status)
+
+    def _answer(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        data = None if body is None else json.dumps(body).encode()
+        request = Request(f"{self._url}{path}", data, self._headers)
+        try:
+            with urlopen(request, timeout=TIMEOUT_S) as answer:
+                found: bytes = answer.read()
+                return found
+        except HTTPError as exc:
+            raise self._refusal(exc) from exc
+        except InvalidURL as exc:
+            raise InputError(f"--url {self._url}: {exc}") from exc
+        except HTTPException as exc:
+            raise InputError(f"{self._url} does not answer as a plan service does: {type(exc).__name__}") from exc
+        except (URLError, TimeoutError, OSError) as exc:
+            reason = exc.reason if isinstance(exc, URLError) else exc
+            raise InputError(f"no plan service answers at {self._url}: {reason}") from exc
+
+    def _refusal(self, exc: HTTPError) -> Exception:
+        try:
+            text = json.loads(exc.read())["error"]
+        except (ValueError, KeyError, TypeError, OSError, HTTPException):
+            text = None
+        if not isinstance(text, str):
+            return InputError(f"{self._url} does not answer as a plan service does: status {exc.code}")
+        if exc.code == HTTPStatus.CONFLICT:
+            return Refused(text)
+        return InputError(f"the plan service at {self._url}: {text}")
+
+    def _decoded(self, body: bytes, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.MsgspecError as exc:
+            raise InputError(f"{self._url} is no plan service of this version: {exc}") from exc
+
+
+def _user() -> str:
+    """Who runs this process; a container's user may have no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid {os.getuid()}"

@@ -1,0 +1,145 @@
+"""The plan service's configuration: one TOML file with a [plan] table, checked where it is read.
+
+[plan]
+gateways = ["http://127.0.0.1:8000"]     # where each serves /prfaas/load
+state_dir = "plan"                       # its memory, its log, and the lock of the leader
+profile = "profiles/internal-1t.json"
+pd_hardware = "h20x8"
+prfaas_hardware = "h200x8"
+egress_gbps = 100
+"""
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Final
+
+from planner.errors import InputError
+from planner.model.profile import load_profile
+from planner.model.site import BYTES_PER_S_PER_GBPS
+from planner.solve.controller import ControllerConfig, Model
+from planner.solve.ledger import Limits
+from planner.solve.readings import Units
+from transport.control.settings import SettingsError, build, in_file, read_toml, require, require_known, require_range
+from transport.wire.identity import Identity
+
+DEFAULT_PORT: Final = 8100
+UNREACHABLE: Final = 1_000_000  # nodes of a role: a controller that needs so many converts none
+
+
+class ApplyMode(StrEnum):
+    """Who applies a proposal."""
+
+    ADVISORY = "advisory"  # a person
+    AUTO = "auto"  # the service itself, within the limits, as long as it finds it better
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceConfig:
+    """`[plan]`. `time_scale`, `token_scale` and `byte_scale` are those of a system that stands in for the profile's model.
+
+    `token_file` holds a secret that everybody must show who asks; needed where other hosts reach the port. `certificate`, `key`
+    and `authority` are for nodes that ask for mutual TLS before they convert.
+    `conversions` lets plans move nodes between prefill and decode. A node has `drain_timeout_s` to end what it does.
+    """
+
+    state_dir: Path
+    profile: Path
+    pd_hardware: str
+    prfaas_hardware: str = ""
+    egress_gbps: float = 0.0
+    gateways: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    token_file: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+    authority: Path | None = None
+    mode: ApplyMode = ApplyMode.ADVISORY
+    conversions: bool = False
+    drain_timeout_s: float = 60.0
+    poll_timeout_s: float = 5.0
+    time_scale: float = 1.0
+    token_scale: float = 1.0
+    byte_scale: float = 1.0
+    log_bytes: int = 4 * 1024 * 1024
+    controller: ControllerConfig = field(default_factory=ControllerConfig)
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        require_range("port", self.port, 0, 65535)
+        for name in ("drain_timeout_s", "poll_timeout_s", "log_bytes", "time_scale", "token_scale", "byte_scale"):
+            require(getattr(self, name) > 0, name, getattr(self, name), "a number above 0")
+        require(self.egress_gbps >= 0, "egress_gbps", self.egress_gbps, "a number of at least 0")
+        for url in self.gateways:
+            require(url.startswith(("http://", "https://")), "gateways", url, "http(s) URLs")
+        if self.token_file is None and not _is_loopback(self.host):
+            raise SettingsError(f"host = {self.host!r}: others than this host reach it, so token_file is needed")
+
+    @property
+    def identity(self) -> Identity | None:
+        """Who the service is to nodes; None: it talks to them in plain text."""
+        if self.certificate is None or self.key is None or self.authority is None:
+            return None
+        return Identity(certificate=self.certificate, key=self.key, authority=self.authority)
+
+    @property
+    def units(self) -> Units:
+        return Units(time=self.time_scale, tokens=self.token_scale, bytes=self.byte_scale)
+
+    @property
+    def ruled(self) -> ControllerConfig:
+        """The controller's limits; without conversions it may convert nothing."""
+        if self.conversions:
+            return self.controller
+        return replace(self.controller, min_prefill=UNREACHABLE, min_decode=UNREACHABLE)
+
+    def model(self) -> Model:
+        """The hardware as the profile has it. Raises InputError."""
+        profile = load_profile(self.profile)
+        decode = profile.decode_on(self.pd_hardware)
+        return Model(
+            local=profile.prefill_on(self.pd_hardware),
+            remote=profile.prefill_on(self.prfaas_hardware or self.pd_hardware),
+            kv=profile.kv_size(),
+            num_prfaas=0,
+            egress_bytes_per_s=self.egress_gbps * BYTES_PER_S_PER_GBPS,
+            decode_s_per_token=decode.full_step_s / decode.max_running,
+        )
+
+    def token(self) -> str:
+        """The secret, "" without one. Raises InputError."""
+        if self.token_file is None:
+            return ""
+        try:
+            text = self.token_file.read_text().strip()
+        except OSError as exc:
+            raise InputError(f"[plan]: token_file: {exc}") from exc
+        if not text:
+            raise InputError(f"[plan]: token_file: {self.token_file} is empty")
+        return text
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def load(path: Path) -> ServiceConfig:
+    """Reads the [plan] table of a file; a relative path in it is relative to the file. Raises InputError."""
+    with in_file(path, InputError):
+        document = read_toml(path)
+        if "clusters" in document:
+            raise SettingsError("this is a topology, for `prfaas up`; a plan service's file has one table, [plan]")
+        require_known(document, ["plan"])
+        if not isinstance(document.get("plan"), dict):
+            raise SettingsError("a plan service's file has one table, [plan]; there is none")
+        try:
+            return build(ServiceConfig, document["plan"], "[plan]", path.parent)
+        except SettingsError:
+            raise
+        except ValueError as exc:  # of the limits, which are not only read from files
+            raise SettingsError(f"[plan]: {exc}") from exc

@@ -1,0 +1,76 @@
+"""Has nodes change their role, one after the other, and sees each through. The node itself drains, flips and verifies.
+
+Its commands carry an epoch that only grows: the plan's version, or what comes after the node's own where a person has
+converted it meanwhile. The same command again follows the one that is under way, so a service that starts again goes on.
+"""
+
+import asyncio
+from typing import Final, Protocol
+
+import grpc
+import grpc.aio
+
+from planner.decisions.offered import NodeSeen
+from planner.decisions.views import Role
+from transport.control.credentials import channel_credentials, channel_options
+from transport.control.proto import node_pb2 as pb
+from transport.control.proto.node_pb2_grpc import NodeAgentStub
+from transport.wire.identity import Identity
+
+RPC_S: Final = 5.0
+WAIT_S: Final = 10.0  # of one call; who waits longer asks again
+VERIFY_S: Final = 60.0  # for everything after the drain
+DONE: Final = ("converted", "unchanged")
+
+
+class ConversionFailed(Exception):
+    """The node keeps its old role; the message says why."""
+
+
+class Converter(Protocol):
+    """Whoever can have a node converted."""
+
+    async def convert(self, node: NodeSeen, role: Role, version: int) -> None:
+        """Returns when the node holds the role. Raises ConversionFailed."""
+        ...
+
+
+class AgentConverter:
+    """Over gRPC; `identity` where agents ask for mutual TLS."""
+
+    def __init__(self, drain_timeout_s: float, identity: Identity | None = None) -> None:
+        self._drain_timeout_s = drain_timeout_s
+        self._identity = identity
+
+    async def convert(self, node: NodeSeen, role: Role, version: int) -> None:
+        """Returns when the node holds the role. Raises ConversionFailed."""
+        try:
+            async with asyncio.timeout(self._drain_timeout_s + VERIFY_S), self._channel(node) as channel:
+                await self._seen_through(NodeAgentStub(channel), role, version)  # type: ignore[no-untyped-call]
+        except TimeoutError:
+            raise ConversionFailed("the node has not said how it ended") from None
+        except grpc.aio.AioRpcError as error:
+            raise ConversionFailed(f"{error.code().name.lower()}: {error.details()}") from error
+
+    async def _seen_through(self, agent: NodeAgentStub, role: Role, version: int) -> None:
+        last = (await agent.Describe(pb.DescribeRequest(), timeout=RPC_S)).conversion
+        is_ours = last.epoch == version and last.target == role
+        epoch = version if is_ours else max(version, last.epoch + 1)
+        request = pb.ConvertRequest(
+            epoch=epoch, role=role, drain_timeout_s=self._drain_timeout_s, wait_s=WAIT_S
+        )  # fmt: skip
+        while True:
+            found = await agent.Convert(request, timeout=WAIT_S + RPC_S)
+            if found.epoch != epoch:
+                raise ConversionFailed(f"overruled by epoch {found.epoch}")
+            if found.outcome in DONE:
+                return
+            if found.outcome:
+                raise ConversionFailed(f"{found.outcome}: {found.detail}" if found.detail else found.outcome)
+
+    def _channel(self, node: NodeSeen) -> grpc.aio.Channel:
+        if self._identity is None:
+            return grpc.aio.insecure_channel(node.agent)
+        return grpc.aio.secure_channel(
+            node.agent, channel_credentials(self._identity), channel_options(node.node_id)
+        )  # fmt: skip

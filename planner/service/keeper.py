@@ -1,0 +1,256 @@
+"""Keeps the plan: looks at the gateways, has the controller judge, and carries the ledger from one state to the next.
+
+Every change goes the same way: a pure step of the ledger, then the disk, then whoever waits for it. Nobody is told of a plan
+that a restart would have forgotten.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any, Final
+
+import aiohttp
+
+from planner.decisions.offered import GatewayLoad
+from planner.decisions.plan import LivePlan, Seen, Setting
+from planner.decisions.views import Role
+from planner.errors import Refused
+from planner.service.config import ApplyMode, ServiceConfig
+from planner.service.conversions import ConversionFailed, Converter
+from planner.service.gateways import Gateways
+from planner.service.status import Status
+from planner.service.store import Store
+from planner.solve.controller import Controller, Effects, Move
+from planner.solve.ledger import PENDING, Draft, Entry, Ledger
+from planner.solve.readings import Readings, quietest
+
+log = logging.getLogger("prfaas.plan")
+
+ITSELF: Final = "controller"
+FROM: Final = {Move.TO_PREFILL: Role.DECODE, Move.TO_DECODE: Role.PREFILL}
+TO: Final = {Move.TO_PREFILL: Role.PREFILL, Move.TO_DECODE: Role.DECODE}
+
+Change = Callable[[Ledger], tuple[Ledger, Entry | None]]
+
+
+class Keeper:
+    """One leader's work. `clock` is monotonic, `wall` seconds since the epoch."""
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        store: Store,
+        ledger: Ledger,
+        gateways: Gateways,
+        converter: Converter,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+    ) -> None:
+        self.gateways = gateways
+        self.ledger = ledger
+        self.superseded = False
+        self._config = config
+        self._store = store
+        self._converter = converter
+        self._clock = clock
+        self._wall = wall
+        self._readings = Readings(config.units)
+        self._controller = Controller(config.ruled, config.model(), clock())
+        self._nodes = self._readings.nodes()
+        self._seen: Seen | None = None
+        self._diagnosis = "nothing has been seen yet"
+        self._one_change = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._to_convert = asyncio.Event()
+
+    # What others ask
+
+    def status(self) -> Status:
+        ledger = self.ledger
+        return Status(
+            term=ledger.term,
+            mode=self._config.mode,
+            paused=ledger.paused,
+            superseded=self.superseded,
+            in_force=ledger.in_force,
+            proposal=ledger.proposal,
+            found=ledger.found,
+            conversions=ledger.conversions,
+            diagnosis=self._diagnosis,
+            seen=self._seen,
+            gateways=dict(self.gateways.answers),
+            polls_failed=dict(self.gateways.failed),
+        )
+
+    async def next_plan(self, place: tuple[int, int], wait_s: float) -> LivePlan | None:
+        """The plan in force, as soon as it is another one than that at `place`; None: it was not in time."""
+        try:
+            async with asyncio.timeout(wait_s):
+                while (plan := self.ledger.in_force) is None or plan.place == place:
+                    await self._changed.wait()
+                return plan
+        except TimeoutError:
+            return None
+
+    async def history(self, limit: int) -> list[Entry]:
+        """The last changes, oldest first."""
+        return await asyncio.to_thread(self._store.last_entries, limit)
+
+    # What others want
+
+    async def apply(self, by: str, version: int | None = None) -> None:
+        """Raises Refused."""
+        await self._change(lambda ledger: ledger.apply(self._wall(), by, version))
+        self._to_convert.set()
+
+    async def roll_back(self, by: str) -> None:
+        """Raises Refused."""
+        await self._change(lambda ledger: ledger.roll_back(self._wall(), by))
+        self._to_convert.set()
+
+    async def pause(self, by: str) -> None:
+        await self._change(lambda ledger: ledger.pause(self._wall(), by))
+
+    async def resume(self, by: str) -> None:
+        await self._change(lambda ledger: ledger.resume(self._wall(), by))
+
+    async def _change(self, step: Change) -> None:
+        """Raises Refused, and OSError when it cannot be written down: then nothing has changed."""
+        async with self._one_change:
+            if self.superseded:
+                raise Refused("another service leads: gateways follow a plan of a later term")
+            ledger, entry = step(self.ledger)
+            if ledger == self.ledger and entry is None:
+                return
+            # A caller that leaves meanwhile must not leave the files ahead of what is said.
+            await _whole(self._keep(ledger, entry))
+
+    async def _keep(self, ledger: Ledger, entry: Entry | None) -> None:
+        await asyncio.to_thread(self._store.write, ledger, entry)
+        self.ledger = ledger
+        if entry is not None:
+            log.info("%s version=%d by=%s %s", entry.change, entry.version, entry.by, entry.reason)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # What it does by itself
+
+    async def run(self, http: aiohttp.ClientSession) -> None:
+        """Looks once every tick, for ever."""
+        while True:
+            await self.tick(http)
+            await asyncio.sleep(self._config.controller.tick_s)
+
+    async def tick(self, http: aiohttp.ClientSession) -> None:
+        """One look, and what follows from it."""
+        loads = await self.gateways.poll(http, self._readings)
+        if not loads:
+            self._diagnosis = "no gateway answers"
+            return
+        self._nodes = self._readings.nodes()
+        await self._heed(loads)
+        if PENDING in self.ledger.conversions.values():
+            self._to_convert.set()
+        setting = self.ledger.setting
+        if self.superseded or setting is None:
+            self._diagnosis = "another service leads"
+            return
+        observation, self._seen = self._readings.observe(self._clock(), setting)
+        effects = await asyncio.to_thread(self._controller.on_tick, observation)
+        self._diagnosis = effects.diagnosis
+        await self._follow_up(effects, setting, self._seen)
+
+    async def _heed(self, loads: list[GatewayLoad]) -> None:
+        """What gateways follow already: it may be later than anything that is known here."""
+        followed = max((load.follows for load in loads if load.follows), key=lambda plan: plan.place, default=None)
+        if followed is not None and self.ledger.last_version == 0:
+            await self._change(lambda ledger: ledger.adopted(followed, self._wall(), ITSELF))
+        was = self.superseded
+        self.superseded = followed is not None and followed.term > self.ledger.term
+        if self.superseded and not was:
+            log.error("gateways follow a plan of a later term: another service leads, this one changes nothing")
+        if not self.superseded and (found := self._readings.found()) is not None:
+            await self._change(lambda ledger: (ledger.observed(found), None))
+
+    async def _follow_up(self, effects: Effects, setting: Setting, seen: Seen) -> None:
+        draft = self._draft(effects, setting, seen)
+        limits = self._config.limits
+        if draft is not None:
+            await self._change(lambda ledger: ledger.propose(draft, limits, self._wall()))
+        elif effects.judged and effects.gain <= 0:
+            await self._change(lambda ledger: ledger.withdraw(self._wall(), effects.diagnosis))
+        proposal = self.ledger.proposal
+        if draft is None or self._config.mode is not ApplyMode.AUTO:
+            return  # one that stands from before is for people: nobody has found it better by what is seen now
+        if proposal and self.ledger.may_apply_itself(limits, self._wall()):
+            with suppress(Refused):  # a person was faster
+                await self.apply(ITSELF, proposal.version)
+
+    def _draft(self, effects: Effects, setting: Setting, seen: Seen) -> Draft | None:
+        threshold, roles = setting.threshold_tokens, dict(setting.roles)
+        tie_share = setting.tie_share
+        if effects.threshold_tokens is not None:
+            tie_share = 1.0 if effects.tie_share is None else effects.tie_share
+            threshold = self._config.units.threshold(effects.threshold_tokens, tie_share)
+        if effects.convert is not None:
+            standing = self.ledger.proposal.setting.roles if self.ledger.proposal is not None else {}
+            node = quietest(self._nodes, FROM[effects.convert], standing)
+            if node is None:
+                return None
+            roles[node.node_id] = TO[effects.convert]
+        elif effects.threshold_tokens is None:
+            return None
+        return Draft(
+            setting=Setting(threshold_tokens=threshold, tie_share=tie_share, roles=roles),
+            reason=effects.diagnosis,
+            gain=effects.gain,
+            seen=seen,
+        )
+
+    async def convert_nodes(self) -> None:
+        """Has nodes take the roles of the plan in force, one at a time, for ever."""
+        while True:
+            await self._to_convert.wait()
+            self._to_convert.clear()
+            while (found := self._next_conversion()) is not None:
+                await self._convert(*found)
+
+    def _next_conversion(self) -> tuple[LivePlan, str, Role] | None:
+        plan = self.ledger.in_force
+        if plan is None or self.superseded:
+            return None
+        if not self._nodes:  # the next look will tell
+            return None
+        waiting = [name for name, state in self.ledger.conversions.items() if state == PENDING]
+        return (plan, waiting[0], plan.setting.roles[waiting[0]]) if waiting else None
+
+    async def _convert(self, plan: LivePlan, node_id: str, role: Role) -> None:
+        node = next((node for node in self._nodes if node.node_id == node_id), None)
+        failure = ""
+        try:
+            if node is None:
+                raise ConversionFailed("no gateway sees this node")
+            self._controller.converted(self._clock())
+            await self._converter.convert(node, role, plan.version)
+        except ConversionFailed as error:
+            failure = str(error)
+            log.warning("%s does not become a %s node: %s", node_id, role, failure)
+
+        def noted(ledger: Ledger) -> tuple[Ledger, Entry | None]:
+            if ledger.in_force is None or ledger.in_force.version != plan.version:
+                return ledger, None  # another plan has come meanwhile, and asks anew
+            return ledger.converted(self._wall(), node_id, failure)
+
+        with suppress(Refused):  # another service leads by now, and asks the node itself
+            await self._change(noted)
+
+
+async def _whole(work: Coroutine[Any, Any, None]) -> None:
+    """Waits for `work` to its end, even when the one who waits is cancelled; then lets him go."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

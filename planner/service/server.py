@@ -1,0 +1,123 @@
+"""The process: waits until it leads, serves until it is told to stop, and reads the list of its gateways again on SIGHUP."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final
+
+import aiohttp
+from aiohttp import web
+
+from planner.errors import InputError
+from planner.service.app import Pages
+from planner.service.config import ServiceConfig
+from planner.service.conversions import AgentConverter, Converter
+from planner.service.gateways import Gateways
+from planner.service.keeper import Keeper
+from planner.service.store import Lock, Store
+
+log = logging.getLogger("prfaas.plan")
+
+STANDBY_S: Final = 0.5  # between two looks whether the leader is gone
+PAUSE_S: Final = 5.0  # after an error that nobody foresaw
+CLOSE_S: Final = 1.0
+
+
+@dataclass(slots=True)
+class Service:
+    """A running, leading service; `url` is where it answers."""
+
+    keeper: Keeper
+    url: str
+
+
+@asynccontextmanager
+async def leading(config: ServiceConfig, converter: Converter | None = None) -> AsyncIterator[Service]:
+    """A service that leads inside the block; waits for its turn first. Raises InputError, and OSError for a port."""
+    token = config.token()
+    config.model()  # a profile that cannot be read is no reason to wait first
+    async with AsyncExitStack() as stack:
+        lock = Lock(config.state_dir)
+        stack.callback(lock.close)
+        if not lock.taken():
+            log.info("another service leads with %s: waiting for its end", config.state_dir)
+            while not lock.taken():  # noqa: ASYNC110 a lock of another process tells nobody when it is free
+                await asyncio.sleep(STANDBY_S)
+        store = Store(config.state_dir, config.log_bytes)
+        before = store.read()
+        ledger, entry = before.led(before.term + 1, _wall(), "controller")
+        try:
+            store.write(ledger, entry)
+        except OSError as exc:
+            raise InputError(f"{config.state_dir} cannot be written to: {exc}") from exc
+        keeper = Keeper(
+            config, store, ledger, Gateways(config.gateways, config.poll_timeout_s),
+            converter or AgentConverter(config.drain_timeout_s, config.identity), asyncio.get_running_loop().time, _wall,
+        )  # fmt: skip
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        runner = web.AppRunner(
+            Pages(keeper, token).app(), access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_S
+        )
+        stack.push_async_callback(runner.cleanup)
+        await runner.setup()
+        await web.TCPSite(runner, config.host, config.port).start()
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        for work in (lambda: keeper.run(http), keeper.convert_nodes):
+            task = asyncio.create_task(_for_ever(work))
+            stack.push_async_callback(_ended, task)
+        yield Service(keeper, f"http://{host}:{runner.addresses[0][1]}")
+
+
+async def serve(
+    config: ServiceConfig, announce: Callable[[str], None], read_again: Callable[[], ServiceConfig]
+) -> None:
+    """Serves until SIGTERM or SIGINT. SIGHUP has the gateways read again. Raises InputError."""
+    serving = asyncio.create_task(_serve(config, announce, read_again))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
+    await asyncio.wait([serving])
+    if not serving.cancelled():
+        serving.result()
+
+
+async def _serve(
+    config: ServiceConfig, announce: Callable[[str], None], read_again: Callable[[], ServiceConfig]
+) -> None:
+    async with leading(config) as service:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, service.keeper, read_again)
+        announce(f"plan service ready url={service.url}")
+        await asyncio.Event().wait()
+
+
+def _reload(keeper: Keeper, read_again: Callable[[], ServiceConfig]) -> None:
+    """SIGHUP: other gateways; everything else needs a restart, which costs nobody anything."""
+    try:
+        keeper.gateways.urls = read_again().gateways
+    except InputError as error:
+        log.error("SIGHUP: the gateways stay as they were: %s", error)
+        return
+    log.info("SIGHUP: %d gateways", len(keeper.gateways.urls))
+
+
+async def _for_ever(work: Callable[[], Coroutine[None, None, None]]) -> None:
+    while True:
+        try:
+            await work()
+        except Exception:
+            log.exception("begun again after an error that nobody thought of")
+        await asyncio.sleep(PAUSE_S)
+
+
+async def _ended(task: "asyncio.Task[object]") -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+def _wall() -> float:
+    return datetime.now(UTC).timestamp()

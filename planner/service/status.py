@@ -1,0 +1,28 @@
+"""What the service says of itself: `GET /status`."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from planner.decisions.plan import LivePlan, Seen, Setting
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """How things stand. `found` is what gateways did before any plan; `diagnosis` what the last look at the system came to.
+
+    `gateways` says of each what its last answer came to: the version that it follows, or why there was none. `superseded` is
+    set while gateways follow a plan of a later term: another service leads, and this one changes nothing.
+    """
+
+    term: int
+    mode: str
+    paused: bool
+    superseded: bool
+    in_force: LivePlan | None
+    proposal: LivePlan | None
+    found: Setting | None
+    conversions: Mapping[str, str]
+    diagnosis: str
+    seen: Seen | None
+    gateways: Mapping[str, str]
+    polls_failed: Mapping[str, int]

@@ -1,0 +1,161 @@
+"""The front door of a simulated system, by the gateway's rules: what was promised, who is refused, who waits for room."""
+
+from collections.abc import Callable, Iterable, Mapping
+from math import inf
+
+import numpy as np
+
+from planner.decisions.admission import ACCEPTED, Admission, AdmissionPolicy, Expected, admit, admit_to_decode
+from planner.decisions.classes import ServiceClass
+from planner.decisions.decoding import DecodeForecast
+from planner.decisions.routing import Route
+from planner.decisions.waiting import Drain, Line
+from planner.model.profile import Floats
+from planner.simulator.loop import Loop
+from planner.simulator.nodes import DecodeNode, Job
+from planner.simulator.scenario import LineLimits
+
+
+class Door:
+    """Asks the planner's rules, and keeps what they ask for."""
+
+    def __init__(
+        self,
+        policy: AdmissionPolicy,
+        classes: Mapping[ServiceClass, float],
+        limits: LineLimits | None,
+        decodes: Mapping[str, DecodeNode],
+        loop: Loop,
+        *,
+        consider: Callable[[float, Job], None],
+        refuse: Callable[[float, Job, str], None],
+        decode_s: float,
+        draws: Floats,
+    ) -> None:
+        """`classes` by their shares of the requests; `draws` in [0, 1) say which one each is of.
+
+        Who waits is told by `consider` to ask again, or by `refuse` to go.
+        """
+        self.wasted_s = 0.0
+        self._policy = policy
+        self._limits = limits
+        self._loop = loop
+        self._consider = consider
+        self._refuse = refuse
+        self._forecasting = policy is not AdmissionPolicy.ACCEPT_ALL
+        self._forecast = DecodeForecast(decode_s)
+        self._decoding = 0
+        self.classes = tuple(classes)
+        shares = np.cumsum([classes[each] for each in self.classes])
+        self.class_of = np.searchsorted(shares / shares[-1], draws, side="right")
+        self._rooms = {each: _room(each.tbt_s, decodes.values()) for each in self.classes}
+        self._line: Line[Job] = Line(limits.max_waiting if limits else 1, limits.ageing_s if limits else inf)
+        self._drain = Drain()
+
+    def service(self, index: int) -> ServiceClass:
+        """The class of a request."""
+        return self.classes[int(self.class_of[index])] if len(self.classes) > 1 else self.classes[0]
+
+    # Who is refused
+
+    def admission(self, now: float, job: Job, route: Route) -> Admission:
+        """Whether it may go as `route` says."""
+        if not self._forecasting:
+            return ACCEPTED
+        service = self.service(job.index)
+        expected = Expected(
+            computed_s=route.ttft_s, alone_s=route.compute_s, arrived_s=route.link_s, waited_s=now - job.arrived
+        )
+        return admit(
+            self._policy, service, expected, room=self._rooms[service], decoding=self._decoding,
+            forecast=self._forecast, now=now,
+        )  # fmt: skip
+
+    def accepted(self, now: float, job: Job, route: Route) -> None:
+        """It goes."""
+        if self._forecasting:
+            job.forecast = now + max(route.ttft_s, route.link_s)
+            self._forecast.on_accepted(job.forecast, now)
+
+    def to_decode(self, job: Job) -> Admission:
+        """Whether decode takes it after its prefill; if not, that was in vain."""
+        if not self._forecasting:
+            return ACCEPTED
+        service = self.service(job.index)
+        found = admit_to_decode(
+            self._policy, service, room=self._rooms[service], decoding=self._decoding, forecast=self._forecast
+        )
+        if found.accepted:
+            self._decoding += 1
+        else:
+            self._forecast.on_dropped(job.forecast)
+            self.wasted_s += job.service_s
+        return found
+
+    def started(self, job: Job) -> None:
+        """Its first token is there."""
+        if self._forecasting:
+            self._forecast.on_started(job.forecast)
+
+    def ended(self, now: float, job: Job) -> None:
+        """Its last one is."""
+        if self._forecasting:
+            self._decoding -= 1
+            self._forecast.on_ended(job.decode_start, now)
+
+    # Who waits
+
+    def has_room(self, now: float, job: Job, node: DecodeNode) -> bool:
+        """Whether a decode node takes it now: there is a place, and nobody comes first."""
+        if self._limits is None:
+            return True
+        first = self._line.first(now)
+        return node.assigned < node.profile.max_running + self._limits.landings and first in (None, job)
+
+    def stand(self, now: float, job: Job) -> None:
+        """There is no room: it stands in line from now on, or goes."""
+        if job in self._line:
+            return
+        assert self._limits is not None
+        service = self.service(job.index)
+        due = min(now + self._limits.room_s, job.arrived + service.deadline_s)
+        if self._drain.is_known and now + self._drain.wait_s(self._line.ahead_of(service.priority, due, now)) > due:
+            self._refuse(now, job, "no_room")
+            return
+        if not self._line:
+            self._drain.on_line(now)
+        joined = self._line.join(job, now, priority=service.priority, due=due)
+        if not joined.accepted:
+            self._refuse(now, job, "no_room")
+            return
+        self._loop.at(due, self._on_patience, job)
+        if joined.displaced is not None:
+            self._refuse(now, joined.displaced, "displaced")
+
+    def let_in(self, now: float) -> None:
+        """Room has become free: the first in line asks again, and the next one if it got some."""
+        while (first := self._line.first(now)) is not None:
+            self._consider(now, first)
+            if first in self._line:
+                break
+
+    def _on_patience(self, now: float, job: Job) -> None:
+        if job in self._line:
+            self._refuse(now, job, "no_room")
+
+    def leave(self, now: float, job: Job, *, served: bool) -> None:
+        """It is out of the line, if it was in it."""
+        if self._line.leave(job) and served:
+            self._drain.on_turn(now)
+
+
+def _room(tbt_s: float, decodes: Iterable[DecodeNode]) -> float:
+    """Requests that keep a TBT, over all decode nodes."""
+    slots = 0.0
+    for node in decodes:
+        profile = node.profile
+        room = profile.max_running
+        if profile.step_s_per_request > 0 and tbt_s < inf:
+            room = max(1, min(room, int((tbt_s - profile.step_s) / profile.step_s_per_request)))
+        slots += room
+    return slots

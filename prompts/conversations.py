@@ -1,0 +1,220 @@
+"""Chats that go on: of a conversation read before, only the new messages are decoded, rendered and tokenised.
+
+What is kept of a conversation is the JSON of its messages, byte for byte, and the tokens of their text up to the last place
+at which it may be cut whatever follows (prompts.segments). A body whose messages begin with these bytes continues it:
+
+    messages  [{…},{…},{…}      ,{…},{…}]
+    text      BEFORE · … <eot>  …             · AFTER        BEFORE and AFTER are rendered each time (prompts.appending)
+    tokens    known ─────────┤  new ─────────────────┤
+
+Every answer is that of reading the whole; some are compared with it, and a template for which one differs is not believed again.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+from xxhash import xxh3_128
+
+from prompts.appending import Parts
+from prompts.errors import BadPrompt
+from prompts.reading import Chat, check_kwargs, plain_messages
+from prompts.segments import TokenArray
+from prompts.template import Message
+from prompts.tokenizer import TextTokenizer
+
+STRIDE_BYTES: Final = 16 * 1024
+MAX_ALIKE: Final = 4  # conversations kept that begin alike for as many strides
+CHECKED_FIRST: Final = 4  # readings compared with the whole, then one of so many:
+CHECKED_EVERY: Final = 256
+BLANKS: Final = b" \t\r\n"
+_MESSAGES: Final = msgspec.json.Decoder(list[dict[str, Any]])
+NOT_JSON: Final = (msgspec.MsgspecError, UnicodeError, RecursionError)
+
+
+class _Known(NamedTuple):
+    """A conversation as it was read last."""
+
+    json: bytes  # of its messages, without the closing bracket
+    num_messages: int
+    first: Message
+    before: str
+    tokens: TokenArray  # of the text up to the cut
+    tail: str  # text of messages behind the cut
+
+
+class Read(NamedTuple):
+    """Tokens of a chat, None where the whole is to be read; and why, or how: a word for a metric."""
+
+    tokens: TokenArray | None
+    how: str
+
+
+class Conversations:
+    """Reads chats for one tokenizer, whose cache also keeps the conversations. Shared by threads.
+
+    Messages of less than `stride_bytes` are read as a whole: that is as fast.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, stride_bytes: int = STRIDE_BYTES) -> None:
+        self._tokenizer = tokenizer
+        self._stride_bytes = stride_bytes
+        self._readings: Counter[bool] = Counter()  # by whether the template is that for tools
+        self._disbelieved: set[bool] = set()
+
+    def tokens(self, messages: bytes, fields: Mapping[str, bytes], chat: Chat, tenant: bytes = b"") -> Read:
+        """The tokens of `chat`, whose messages are given as JSON, other fields both ways. `chat.messages` are not looked at."""
+        has_tools = bool(chat.tools)
+        if len(messages) < self._stride_bytes:
+            return Read(None, "short")
+        if chat.continue_final_message or chat.add_special_tokens:
+            return Read(None, "unusual")
+        if not self._tokenizer.is_incremental:
+            return Read(None, "tokenizer_cannot_be_cut")
+        if has_tools in self._disbelieved:
+            return Read(None, "template_differs")
+        if reason := self._tokenizer.not_appending(has_tools):
+            return Read(None, f"template_{reason}")
+        try:
+            return self._read(messages, _said(fields), chat, tenant)
+        except (BadPrompt, *NOT_JSON):
+            return Read(None, "refused")  # by whoever reads the whole, with the right words
+
+    def _read(self, messages: bytes, said: bytes, chat: Chat, tenant: bytes) -> Read:
+        check_kwargs(chat)
+        end = _end(messages)
+        places = [(said, *place) for place in _places(messages[:end], self._stride_bytes)]
+        known, place = self._known(places, messages, tenant)
+        new = _continuation(messages, known) if known is not None else None
+        if known is None or new is None:
+            decoded = plain_messages(_MESSAGES.decode(messages))
+            known, new, how = _Known(b"", 0, decoded[0], "", _NONE, ""), decoded, "new"
+        else:
+            new, how = plain_messages(new) if new else [], "continued"
+        parts = self._render(known, new, chat)
+        if parts is None or (known.num_messages and parts.before != known.before):
+            return Read(None, "unlike_before")
+        tokens, kept = self._tokens(known, parts, tenant)
+        if how == "continued" and not self._is_believed(tokens, messages, chat):
+            return Read(None, "template_differs")
+        count = known.num_messages + len(new)
+        learned = _Known(messages[:end], count, known.first, parts.before, tokens[: kept[0]], kept[1])
+        if places:
+            self._keep(learned, places[-1], known, place, tenant)
+        return Read(tokens, how)
+
+    def _render(self, known: _Known, new: Sequence[Message], chat: Chat) -> Parts | None:
+        return self._tokenizer.render_from(
+            known.num_messages,
+            known.first,
+            new,
+            tools=chat.tools,
+            documents=chat.documents,
+            add_generation_prompt=chat.add_generation_prompt is not False,
+            kwargs=chat.chat_template_kwargs,
+        )
+
+    def _tokens(self, known: _Known, parts: Parts, tenant: bytes) -> tuple[TokenArray, tuple[int, str]]:
+        """All tokens; how many of them stay whatever is said next, and the text behind those."""
+        text = (known.tail if known.num_messages else parts.before) + parts.messages
+        cut = self._tokenizer.lasting_cut(text)
+        lasting = self._tokenizer.encode_rendered(text[:cut], tenant) if cut else _NONE
+        rest = self._tokenizer.encode_rendered(text[cut:] + parts.after, tenant)
+        return np.concatenate([known.tokens, lasting, rest]), (len(known.tokens) + len(lasting), text[cut:])
+
+    def _is_believed(self, tokens: TokenArray, messages: bytes, chat: Chat) -> bool:
+        has_tools = bool(chat.tools)
+        self._readings[has_tools] += 1
+        number = self._readings[has_tools]
+        if number > CHECKED_FIRST and number % CHECKED_EVERY:
+            return True
+        text = self._tokenizer.render(
+            plain_messages(_MESSAGES.decode(messages)),
+            tools=chat.tools,
+            documents=chat.documents,
+            add_generation_prompt=chat.add_generation_prompt is not False,
+            kwargs=chat.chat_template_kwargs,
+        )
+        if np.array_equal(tokens, self._tokenizer.encode_rendered(text)):
+            return True
+        self._disbelieved.add(has_tools)
+        return False
+
+    def _known(
+        self, places: Sequence[tuple[bytes, int, bytes]], messages: bytes, tenant: bytes
+    ) -> tuple[_Known | None, tuple[bytes, int, bytes] | None]:
+        """The longest conversation kept that `messages` begin with, and where it is kept."""
+        for place in reversed(places):
+            alike: tuple[_Known, ...] = self._tokenizer.cache.get(tenant, place) or ()
+            for known in sorted(alike, key=lambda each: -len(each.json)):
+                if messages.startswith(known.json):
+                    return known, place
+        return None, None
+
+    def _keep(
+        self,
+        learned: _Known,
+        place: tuple[bytes, int, bytes],
+        before: _Known,
+        place_before: tuple[bytes, int, bytes] | None,
+        tenant: bytes,
+    ) -> None:
+        """What was learned takes the place of what it continues."""
+        if place_before is not None:
+            self._put(place_before, [each for each in self._alike(place_before, tenant) if each is not before], tenant)
+        others = [each for each in self._alike(place, tenant) if each.json != learned.json]
+        self._put(place, [*others, learned][-MAX_ALIKE:], tenant)
+
+    def _alike(self, place: tuple[bytes, int, bytes], tenant: bytes) -> tuple[_Known, ...]:
+        return self._tokenizer.cache.get(tenant, place) or ()
+
+    def _put(self, place: tuple[bytes, int, bytes], alike: Sequence[_Known], tenant: bytes) -> None:
+        if alike:
+            self._tokenizer.cache.put(tenant, place, tuple(alike), sum(map(_size, alike)))
+        else:
+            self._tokenizer.cache.drop(tenant, place)
+
+
+_NONE: Final[TokenArray] = np.empty(0, np.uint32)
+
+
+def _said(fields: Mapping[str, bytes]) -> bytes:
+    """A digest of all else that the text depends on."""
+    digest = blake2b(digest_size=16)
+    for name in sorted(fields):
+        digest.update(b"%b %d " % (name.encode(), len(fields[name])) + fields[name])
+    return digest.digest()
+
+
+def _places(messages: bytes, stride_bytes: int) -> list[tuple[int, bytes]]:
+    """Where conversations are kept that begin as `messages` do: by strides, and a digest of these."""
+    view, digest = memoryview(messages), xxh3_128()
+    places = []
+    for strides in range(1, len(messages) // stride_bytes + 1):
+        digest.update(view[(strides - 1) * stride_bytes : strides * stride_bytes])
+        places.append((strides, digest.digest()))
+    return places
+
+
+def _end(messages: bytes) -> int:
+    """Where the closing bracket is, and blanks before it."""
+    return len(messages.rstrip(BLANKS)[:-1].rstrip(BLANKS))
+
+
+def _continuation(messages: bytes, known: _Known) -> list[Message] | None:
+    """The messages behind those known; None if there is something else."""
+    rest = messages[len(known.json) :].lstrip(BLANKS)
+    if rest.startswith(b"]"):
+        return []
+    if not rest.startswith(b","):
+        return None
+    return _MESSAGES.decode(b"[" + rest[1:]) or None
+
+
+def _size(known: _Known) -> int:
+    base = known.tokens.base if known.tokens.base is not None else known.tokens
+    texts = len(known.before) + len(known.tail) + sum(len(str(value)) for value in known.first.values())
+    return len(known.json) + getattr(base, "nbytes", known.tokens.nbytes) + 4 * texts

@@ -1,0 +1,151 @@
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from planner.decisions.waiting import Drain, Joined, Line
+
+
+def served(line: Line[str], now: float) -> list[str]:
+    order = []
+    while (who := line.first(now)) is not None:
+        line.leave(who)
+        order.append(who)
+    return order
+
+
+def test_equals_come_in_the_order_in_which_they_came():
+    line: Line[str] = Line(10)
+    for at, who in enumerate("abc"):
+        line.join(who, float(at))
+    assert served(line, 3.0) == ["a", "b", "c"]
+
+
+def test_priority_then_deadline():
+    line: Line[str] = Line(10)
+    line.join("batch", 0.0, priority=-1, due=5.0)
+    line.join("late", 1.0, due=30.0)
+    line.join("soon", 2.0, due=20.0)
+    line.join("vip", 3.0, priority=5, due=90.0)
+    assert served(line, 4.0) == ["vip", "soon", "late", "batch"]
+
+
+def test_waiting_counts_as_priority():
+    line: Line[str] = Line(10, ageing_s=10.0)
+    line.join("low", 0.0, due=60.0)
+    line.join("high", 15.0, priority=2, due=40.0)
+    assert line.first(19.0) == "high"
+    line.join("later", 22.0, priority=2, due=30.0)
+    line.leave("high")
+    assert line.first(29.0) == "later"  # two and two: its time is up sooner
+    assert line.first(30.0) == "low"  # three and two
+
+
+def test_a_full_line_gives_the_last_place_to_a_higher_priority():
+    line: Line[str] = Line(2, ageing_s=10.0)
+    line.join("first", 0.0, due=9.0)
+    line.join("second", 1.0, due=10.0)
+    assert line.join("equal", 2.0) == Joined(False)
+    assert line.join("high", 2.0, priority=1) == Joined(True, "second")
+    assert "second" not in line
+    assert line.join("late", 12.0, priority=1) == Joined(False)  # the last one has waited long enough by now
+    assert len(line) == 2
+
+
+def test_who_would_come_before():
+    line: Line[str] = Line(10)
+    line.join("high", 0.0, priority=1, due=5.0)
+    line.join("low", 0.0, due=5.0)
+    assert [line.ahead_of(priority, 5.0, 1.0) for priority in (2, 1, 0)] == [0, 1, 2]
+    assert line.ahead_of(0, 4.0, 1.0) == 1
+
+
+AGEING_S = 4.0
+PRIORITIES = range(-2, 3)
+
+
+class LineMachine(RuleBasedStateMachine):
+    """Whatever happens: bounded, nobody forgotten, in order, and nobody overtaken for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line: Line[int] = Line(6, AGEING_S)
+        self.now = 0.0
+        self.standing: dict[int, tuple[int, float, float]] = {}
+        self.names = 0
+
+    @rule(priority=st.sampled_from(PRIORITIES), patience_s=st.floats(0.1, 50) | st.just(inf))
+    def join(self, priority: int, patience_s: float) -> None:
+        full = len(self.line) == self.line.limit
+        found = self.line.join(self.names, self.now, priority=priority, due=self.now + patience_s)
+        assert found.accepted or full
+        if found.displaced is not None:
+            assert full
+            lost, _, since = self.standing.pop(found.displaced)
+            assert lost + (self.now - since) // AGEING_S < priority
+        if found.accepted:
+            self.standing[self.names] = (priority, self.now + patience_s, self.now)
+        self.names += 1
+
+    @rule(seconds=st.floats(0, 5))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def serve(self) -> None:
+        first = self.line.first(self.now)
+        if first is None:
+            return
+        priority, due, since = self.standing[first]
+        for other, (other_priority, other_due, other_since) in self.standing.items():
+            if other != first and other_priority == priority and other_since == since:
+                assert due <= other_due
+            # Nobody who came so much later comes first.
+            assert since <= other_since + (max(PRIORITIES) - other_priority + 1) * AGEING_S
+        del self.standing[first]
+        assert self.line.leave(first)
+        assert not self.line.leave(first)
+
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        if self.standing:
+            who = data.draw(st.sampled_from(sorted(self.standing)))
+            del self.standing[who]
+            assert self.line.leave(who)
+
+    @invariant()
+    def nobody_is_lost(self) -> None:
+        assert len(self.line) == len(self.standing) <= self.line.limit
+        assert all(who in self.line for who in self.standing)
+
+
+TestLine = LineMachine.TestCase
+
+
+@given(st.lists(st.tuples(st.sampled_from(PRIORITIES), st.floats(0, 100)), max_size=20))
+def test_those_who_come_together_are_served_by_priority_and_deadline(waiters):
+    line: Line[int] = Line(20, AGEING_S)
+    for number, (priority, due) in enumerate(waiters):
+        line.join(number, 0.0, priority=priority, due=due)
+    order = []
+    while (who := line.first(3.0)) is not None:
+        line.leave(who)
+        order.append(who)
+    assert order == sorted(range(len(waiters)), key=lambda each: (-waiters[each][0], waiters[each][1], each))
+
+
+def test_a_line_is_as_slow_as_its_last_turns():
+    drain = Drain()
+    assert (drain.is_known, drain.wait_s(3)) == (False, 4.0)
+    drain.on_line(100.0)
+    for at in (102.0, 104.0, 106.0):
+        drain.on_turn(at)
+    assert (drain.is_known, drain.wait_s(0), drain.wait_s(4)) == (True, 2.0, 10.0)
+    drain.on_line(500.0)  # nobody waited for a while: that was no turn
+    drain.on_turn(502.0)
+    assert drain.wait_s(0) == 2.0
+    for at in range(503, 543):
+        drain.on_turn(float(at))
+    assert drain.wait_s(0) == pytest.approx(1.0, rel=0.01)

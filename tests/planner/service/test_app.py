@@ -1,0 +1,243 @@
+"""What the service answers over HTTP, what it asks of who asks, and the commands that ask it."""
+
+import asyncio
+import errno
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from planner.commands.cli import main
+from planner.decisions.plan import LivePlan
+from planner.errors import InputError
+from planner.service.server import Service, leading
+from planner.service.status import Status
+from tests.planner.service.worlds import LAW, PATIENCE_S, SOON, FakeGateway, config_for, fake_gateway, on_loop
+
+
+@asynccontextmanager
+async def service(state_dir: Path, gateway: FakeGateway, **fields: Any) -> AsyncIterator[Service]:
+    config = config_for(state_dir, gateways=(gateway.url,), **fields)
+    async with leading(replace(config, controller=replace(SOON, tick_s=0.01))) as found:
+        yield found
+
+
+async def proposed(found: Service, gateway: FakeGateway) -> None:
+    """Waits until there is a proposal, and has it stay."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not found.keeper.gateways.answers:  # noqa: ASYNC110 nobody tells
+            await asyncio.sleep(0.001)
+        while found.keeper.ledger.proposal is None:
+            gateway.ask(LAW)
+            await asyncio.sleep(0.05)
+    await found.keeper.pause("test")
+
+
+async def command(*argv: str) -> int:
+    """The exit code of `prfaas-plan`, run beside the service."""
+    return await asyncio.to_thread(main, argv)
+
+
+@on_loop
+async def test_a_plan_is_asked_for_and_changed(tmp_path: Path) -> None:
+    async with fake_gateway() as gateway, service(tmp_path, gateway) as found:
+        await proposed(found, gateway)
+        async with aiohttp.ClientSession(found.url) as http:
+            async with http.get("/plan", params={"term": 0, "after": 0}) as answer:
+                assert answer.status == 204
+            waiting = asyncio.create_task(http.get("/plan", params={"wait_s": "60"}))
+            async with http.post("/apply", json={"by": "ann"}) as answer:
+                assert answer.status == 200
+                status = msgspec.json.decode(await answer.read(), type=Status)
+            assert status.in_force is not None
+            assert status.in_force.by == "ann"
+            plan = msgspec.json.decode(await (await waiting).read(), type=LivePlan)
+            assert plan.place == (1, status.in_force.version)
+            async with http.get("/health") as answer:
+                assert (await answer.json())["term"] == 1
+            async with http.get("/history?limit=1") as answer:
+                assert [entry["change"] for entry in await answer.json()] == ["applied"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", "/apply", {"version": 99}, 409),
+        ("POST", "/rollback", {}, 409),
+        ("POST", "/apply", {"version": "x"}, 400),
+        ("POST", "/apply", {"what": 1}, 400),
+        ("POST", "/pause", None, 415),
+        ("GET", "/plan?after=x", None, 400),
+        ("GET", "/plan?after=-1", None, 400),
+        ("GET", "/plan?wait_s=1000", None, 400),
+        ("GET", "/plan?wait_s=nan", None, 400),
+        ("GET", "/nothing", None, 404),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, method: str, path: str, body: Any, status: int) -> None:
+    @on_loop
+    async def asked() -> None:
+        async with (
+            fake_gateway() as gateway,
+            service(tmp_path, gateway) as found,
+            aiohttp.ClientSession(found.url) as http,
+            http.request(method, path, json=body) as answer,
+        ):
+            assert answer.status == status
+
+    asked()
+
+
+@on_loop
+async def test_the_secret_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    token = tmp_path / "token"
+    await asyncio.to_thread(token.write_text, "abc\n")
+    async with fake_gateway() as gateway, service(tmp_path / "s", gateway, token_file=token) as found:
+        async with aiohttp.ClientSession(found.url) as http:
+            for headers, status in (
+                ({}, 401),
+                ({"Authorization": "Bearer ab"}, 401),
+                ({"Authorization": "Bearer abc"}, 200),
+            ):
+                async with http.get("/status", headers=headers) as answer:
+                    assert answer.status == status
+            async with http.get("/health") as answer:
+                assert answer.status == 200
+        port = int(found.url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /status HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer \xff\r\n\r\n")
+        assert b" 401 " in await reader.readline()
+        writer.close()
+        assert await command("show", "--url", found.url) == 1
+        assert "secret" in capsys.readouterr().err
+        assert await command("show", "--url", found.url, "--token-file", str(token)) == 0
+
+
+@on_loop
+async def test_commands_show_and_change_what_is_in_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with fake_gateway() as gateway, service(tmp_path, gateway) as found:
+        url = ("--url", found.url)
+        await proposed(found, gateway)
+        assert await command("show", *url) == 0
+        shown = capsys.readouterr().out
+        assert "leads in term 1, advisory, paused" in shown
+        assert "as gateways are configured" in shown
+        assert f"gateway {gateway.url}: follows no plan" in shown
+        assert await command("diff", *url) == 2
+        assert "threshold_tokens" in capsys.readouterr().out
+        assert await command("diff", "--json", *url) == 2
+        changes = json.loads(capsys.readouterr().out)["changes"]
+        assert changes["threshold_tokens"]["current"] == 60_000
+        assert await command("apply", "--version", "999", *url) == 1
+        assert "version 999 is not proposed" in capsys.readouterr().err
+        assert await command("apply", "--json", *url) == 0
+        status = json.loads(capsys.readouterr().out)
+        assert status["in_force"]["setting"]["threshold_tokens"] == changes["threshold_tokens"]["planned"]
+        assert await command("rollback", *url) == 0
+        assert "paused" in capsys.readouterr().out
+        assert await command("resume", *url) == 0
+        assert await command("pause", *url) == 0
+        assert await command("history", *url) == 0
+        history = capsys.readouterr().out
+        for what in ("led", "proposed", "applied", "rolled_back", "resumed", "paused"):
+            assert what in history
+        assert await command("history", "--json", "--limit", "1", *url) == 0
+        assert [entry["change"] for entry in json.loads(capsys.readouterr().out)] == ["paused"]
+
+
+@on_loop
+async def test_a_second_service_waits_and_goes_on_where_the_first_one_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "prfaas.plan")
+    async with fake_gateway() as gateway:
+        leads, over = asyncio.Event(), asyncio.Event()
+
+        async def standby() -> tuple[int, int]:
+            async with service(tmp_path, gateway) as second:
+                leads.set()
+                plan = await second.keeper.next_plan((0, 0), PATIENCE_S)
+                assert plan is not None
+                await over.wait()
+                return plan.place
+
+        async with service(tmp_path, gateway) as first:
+            waiting = asyncio.create_task(standby())
+            await proposed(first, gateway)
+            await first.keeper.apply("ann")
+            version = first.keeper.ledger.last_version
+            assert not leads.is_set()
+            assert f"another service leads with {tmp_path}" in caplog.text
+        await leads.wait()
+        over.set()
+        assert await waiting == (2, version)
+
+
+def test_no_service_is_an_error_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--url", "http://127.0.0.1:1"]) == 1
+    assert "no plan service answers at http://127.0.0.1:1" in capsys.readouterr().err
+    assert main(["show", "--url", "127.0.0.1"]) == 1
+    assert main(["diff", "--current", "x"]) == 1
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1x", "http://127.0.0.1:1/ a"])
+def test_an_address_that_is_none_is_an_error_that_says_so(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--url", url]) == 1
+    assert f"error: --url {url}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"SSH-2.0-x\r\n\r\n", b"HTTP/1.0 404 Not Found\r\n\r\n" + b'{"error": {"message": "no"}}'],
+    ids=["no HTTP", "another API"],
+)
+@on_loop
+async def test_who_answers_and_is_no_plan_service_is_named(answer: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(answers, "127.0.0.1", 0) as server:
+        url = "http://{}:{}".format(*server.sockets[0].getsockname())
+        assert await command("show", "--url", url) == 1
+    assert f"error: {url} does not answer as a plan service does" in capsys.readouterr().err
+
+
+@on_loop
+async def test_who_asks_writes_no_line_of_his_own_into_the_log(tmp_path: Path) -> None:
+    async with fake_gateway() as gateway, service(tmp_path, gateway) as found:
+        async with (
+            aiohttp.ClientSession(found.url) as http,
+            http.post("/pause", json={"by": "ann\n\x1b[31m é"}) as answer,
+        ):
+            assert answer.status == 200
+        assert (await found.keeper.history(1))[0].by == "ann??[31m é"
+
+
+@on_loop
+async def test_a_user_without_a_name_may_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 2_000_000_000)
+    async with fake_gateway() as gateway, service(tmp_path, gateway) as found:
+        assert await command("pause", "--url", found.url) == 0
+        assert (await found.keeper.history(1))[0].by == "uid 2000000000"
+
+
+@on_loop
+async def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr("planner.service.store.write_durably", full)
+    async with fake_gateway() as gateway:
+        with pytest.raises(InputError, match=f"{tmp_path} cannot be written to: .*no room"):
+            async with service(tmp_path, gateway):
+                pass

@@ -1,0 +1,72 @@
+"""A file's mistakes are named."""
+
+from pathlib import Path
+
+import pytest
+
+from planner.errors import InputError
+from planner.service.config import ApplyMode, load
+from tests.planner.conftest import CONFIGS
+
+PROFILE = CONFIGS / "profiles" / "internal-1t.json"
+GOOD = f"""
+[plan]
+state_dir = "state"
+profile = "{PROFILE}"
+pd_hardware = "h20x8"
+prfaas_hardware = "h200x8"
+egress_gbps = 100
+gateways = ["http://127.0.0.1:8000"]
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "plan.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_good_file(tmp_path: Path) -> None:
+    config = load(write(tmp_path, f"{GOOD}[plan.controller]\ntick_s = 5\nrule = 'model'\n[plan.limits]\nsettle_s = 9"))
+    assert config.state_dir == tmp_path / "state"
+    assert (config.mode, config.controller.tick_s, config.limits.settle_s) == (ApplyMode.ADVISORY, 5.0, 9.0)
+    model = config.model()
+    assert model.egress_bytes_per_s == 12.5e9
+    assert model.remote(32_000) < model.local(32_000)
+    assert config.ruled.min_prefill > 1000  # nothing is converted unless that is asked for
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("mod = 1", r"\[plan\]: unknown key 'mod' \(did you mean 'mode'\?\)"),
+        ("mode = 'maybe'", r"\[plan\]: mode = 'maybe': must be 'advisory' or 'auto'"),
+        ("host = '0.0.0.0'", r"host = '0\.0\.0\.0': others than this host reach it, so token_file is needed"),
+        ("token_scale = 0", r"token_scale = 0\.0: must be a number above 0"),
+        ("[plan.controller]\ntick_s = 0", "need tick_s > 0"),
+        ("[plan.limits]\nmin_threshold_tokens = -1", "need 0 <= min <= max"),
+        ("[clusters]", "this is a topology"),
+        ("[gateway]", "unknown key 'gateway'"),
+    ],
+)
+def test_a_bad_value_is_named(tmp_path: Path, more: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as told:
+        load(write(tmp_path, GOOD + more))
+    assert "plan.toml" in str(told.value)
+
+
+def test_a_secret_is_read_and_must_be_one(tmp_path: Path) -> None:
+    config = load(write(tmp_path, f"{GOOD}token_file = 'secret'"))
+    with pytest.raises(InputError, match="token_file"):
+        config.token()
+    (tmp_path / "secret").write_text("\n")
+    with pytest.raises(InputError, match="is empty"):
+        config.token()
+    (tmp_path / "secret").write_text("abc\n")
+    assert config.token() == "abc"
+
+
+def test_hardware_that_is_not_profiled_is_named(tmp_path: Path) -> None:
+    config = load(write(tmp_path, GOOD.replace("h20x8", "h30x8")))
+    with pytest.raises(InputError, match="h30x8"):
+        config.model()

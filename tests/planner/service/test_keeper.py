@@ -1,0 +1,263 @@
+"""The service looks, proposes, applies when it may, has nodes convert, and forgets nothing."""
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from planner.decisions.offered import NodeSeen
+from planner.decisions.plan import LivePlan, Mode, Setting
+from planner.decisions.views import Role
+from planner.errors import Refused
+from planner.service.config import ApplyMode
+from planner.service.store import Store
+from planner.solve.ledger import DONE, PENDING, Change
+from tests.planner.service.worlds import LAW, PATIENCE_S, Desk, desk, fake_gateway, on_loop
+
+
+async def until(holds) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not holds():  # noqa: ASYNC110 nobody tells
+            await asyncio.sleep(0)
+
+
+async def seen_enough(at: Desk) -> None:
+    await at.look()
+    await at.look(LAW)
+
+
+@on_loop
+async def test_a_far_off_threshold_is_proposed_and_waits_for_somebody(tmp_path: Path) -> None:
+    async with fake_gateway() as gateway, desk(tmp_path, gateway) as at:
+        await seen_enough(at)
+        status = at.keeper.status()
+        assert status.in_force is None
+        assert status.found == Setting(threshold_tokens=60_000.0)
+        assert status.proposal is not None
+        assert status.proposal.setting.threshold_tokens == 30_000
+        assert "pd_prefill binds" in status.proposal.reason
+        assert status.proposal.gain > 0.1
+        assert status.proposal.seen.requests == 4000
+        for _ in range(5):
+            await at.look(LAW[:100])
+        assert at.keeper.ledger.proposal == status.proposal
+        await at.keeper.apply("ann", 1)
+        plan = await at.keeper.next_plan((0, 0), PATIENCE_S)
+        assert plan is not None
+        assert (plan.version, plan.by, plan.setting.threshold_tokens) == (1, "ann", 30_000)
+        assert await at.keeper.next_plan(plan.place, 0.0) is None
+        at.follow()
+        await at.look()
+        proposal = at.keeper.ledger.proposal
+        assert proposal is not None
+        assert proposal.setting.threshold_tokens == pytest.approx(19_684, rel=0.15)
+        assert [entry.change for entry in await at.keeper.history(9)] == [
+            Change.LED, Change.PROPOSED, Change.APPLIED, Change.PROPOSED
+        ]  # fmt: skip
+
+
+@on_loop
+async def test_a_waiting_gateway_hears_of_a_plan_at_once(tmp_path: Path) -> None:
+    async with fake_gateway() as gateway, desk(tmp_path, gateway) as at:
+        await seen_enough(at)
+        waiting = asyncio.create_task(at.keeper.next_plan((0, 0), PATIENCE_S))
+        await asyncio.sleep(0)
+        await at.keeper.apply("ann")
+        plan = await waiting
+        assert plan is not None
+        assert plan.version == 1
+
+
+@on_loop
+async def test_by_itself_it_changes_things_within_limits_and_settles(tmp_path: Path) -> None:
+    async with fake_gateway() as gateway, desk(tmp_path, gateway, mode=ApplyMode.AUTO) as at:
+        await seen_enough(at)
+        changed = [at.watch.now]
+        thresholds = [60_000.0, gateway.threshold_tokens]
+        for _ in range(40):
+            at.follow()
+            if gateway.threshold_tokens != thresholds[-1]:
+                thresholds.append(gateway.threshold_tokens)
+                changed.append(at.watch.now)
+            await at.look(LAW[:100])
+        assert len(thresholds) <= 5
+        assert all(2 >= later / earlier >= 0.5 for earlier, later in itertools.pairwise(thresholds))
+        assert thresholds[-1] == pytest.approx(19_684, rel=0.15)
+        assert at.keeper.ledger.proposal is None
+
+
+@on_loop
+async def test_a_rollback_stops_it_until_somebody_resumes(tmp_path: Path) -> None:
+    async with fake_gateway() as gateway, desk(tmp_path, gateway, mode=ApplyMode.AUTO) as at:
+        await seen_enough(at)
+        at.follow()
+        await at.keeper.roll_back("ann")
+        at.follow()
+        assert gateway.threshold_tokens == 60_000
+        for _ in range(10):
+            await at.look(LAW[:100])
+        assert at.keeper.ledger.last_version == 2
+        await at.keeper.resume("ann")
+        await at.look(LAW[:100])
+        assert at.keeper.ledger.last_version == 3
+
+
+@on_loop
+async def test_the_next_service_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
+    async with fake_gateway() as gateway:
+        async with desk(tmp_path, gateway) as at:
+            await seen_enough(at)
+            await at.keeper.apply("ann")
+            at.follow()
+        async with desk(tmp_path, gateway) as at:
+            plan = await at.keeper.next_plan((1, 1), PATIENCE_S)
+            assert plan is not None
+            assert plan.place == (2, 1)
+            await at.look()
+            await at.keeper.roll_back("bob")
+            assert at.keeper.ledger.setting == Setting(threshold_tokens=60_000.0)
+
+
+@on_loop
+async def test_a_service_that_has_lost_its_memory_takes_up_what_gateways_follow(tmp_path: Path) -> None:
+    async with fake_gateway() as gateway, desk(tmp_path, gateway) as at:
+        gateway.follows = LivePlan(
+            version=7, term=5, made_at=0.0, setting=Setting(threshold_tokens=9_000.0), reason="", mode=Mode.APPLIED
+        )
+        await at.look()
+        assert at.keeper.ledger.in_force is not None
+        assert at.keeper.ledger.in_force.place == (6, 7)
+        assert not at.keeper.superseded
+
+
+@on_loop
+async def test_a_leader_that_was_replaced_changes_nothing(tmp_path: Path) -> None:
+    async with fake_gateway() as gateway, desk(tmp_path, gateway) as at:
+        await seen_enough(at)
+        await at.keeper.apply("ann")
+        assert at.keeper.ledger.in_force is not None
+        gateway.follows = msgspec.structs.replace(at.keeper.ledger.in_force, term=9)
+        await at.look(LAW[:500])
+        assert at.keeper.status().superseded
+        with pytest.raises(Refused, match="another service leads"):
+            await at.keeper.roll_back("ann")
+        gateway.follows = at.keeper.ledger.in_force
+        await at.look()
+        await at.keeper.roll_back("ann")
+
+
+@on_loop
+async def test_gateways_that_do_not_answer_are_counted_and_nothing_is_made_of_them(tmp_path: Path) -> None:
+    async with fake_gateway() as gateway, desk(tmp_path, gateway) as at:
+        gateway.status = 500
+        await at.look()
+        status = at.keeper.status()
+        assert status.polls_failed == {"status_500": 1}
+        assert status.diagnosis == "no gateway answers"
+        gateway.status = 200
+        at.keeper.gateways.urls = (gateway.url, "http://127.0.0.1:1")
+        await seen_enough(at)
+        assert at.keeper.status().polls_failed["unreachable"] == 2
+        assert at.keeper.ledger.proposal is not None
+
+
+@on_loop
+async def test_a_node_is_converted_and_converted_back(tmp_path: Path) -> None:
+    async with fake_gateway(threshold_tokens=19_684.0, num_prefill=6) as gateway, desk(
+        tmp_path, gateway, conversions=True
+    ) as at:  # fmt: skip
+        await seen_enough(at)
+        proposal = at.keeper.ledger.proposal
+        assert proposal is not None
+        assert dict(proposal.setting.roles) == {"n0": Role.DECODE}
+        assert at.nodes.asked == []
+        await at.keeper.apply("ann")
+        await until(lambda: at.keeper.ledger.conversions == {"n0": DONE})
+        assert gateway.roles["n0"] is Role.DECODE
+        await at.keeper.roll_back("ann")
+        await until(lambda: gateway.roles["n0"] is Role.PREFILL)
+        await until(lambda: at.keeper.ledger.conversions == {"n0": DONE})
+        assert at.nodes.asked == [("n0", Role.DECODE, 1), ("n0", Role.PREFILL, 2)]
+
+
+@on_loop
+async def test_a_conversion_that_fails_is_said_and_not_tried_for_ever(tmp_path: Path) -> None:
+    async with fake_gateway(threshold_tokens=19_684.0, num_prefill=6) as gateway:
+        async with desk(tmp_path, gateway, conversions=True) as at:
+            at.nodes.unwilling["n0"] = "drain_timeout: 3 requests run"
+            await seen_enough(at)
+            await at.keeper.apply("ann")
+            await until(lambda: at.keeper.ledger.conversions == {"n0": "drain_timeout: 3 requests run"})
+            await at.look()
+            assert len(at.nodes.asked) == 1
+            last = (await at.keeper.history(1))[0]
+            assert (last.change, last.reason) == (Change.NOT_CONVERTED, "n0: drain_timeout: 3 requests run")
+        async with desk(tmp_path, gateway, conversions=True) as at:
+            await at.look()
+            assert at.keeper.status().conversions == {"n0": "drain_timeout: 3 requests run"}
+            assert at.nodes.asked == []
+
+
+@on_loop
+async def test_who_leaves_in_the_middle_of_a_change_does_not_leave_it_half_done(tmp_path: Path) -> None:
+    async with fake_gateway() as gateway, desk(tmp_path, gateway) as at:
+        await seen_enough(at)
+        leaving = asyncio.create_task(at.keeper.apply("ann"))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        assert at.keeper.ledger.in_force is not None
+        assert Store(tmp_path, 1000).read() == at.keeper.ledger
+
+
+@on_loop
+async def test_what_cannot_be_written_down_has_not_happened(tmp_path: Path) -> None:
+    async with fake_gateway() as gateway, desk(tmp_path / "state", gateway) as at:
+        await seen_enough(at)
+        before = at.keeper.ledger
+        (tmp_path / "state").rename(tmp_path / "gone")
+        with pytest.raises(OSError, match="ledger"):
+            await at.keeper.apply("ann")
+        assert at.keeper.ledger == before
+        (tmp_path / "gone").rename(tmp_path / "state")
+        await at.keeper.apply("ann")
+        assert at.keeper.ledger.in_force is not None
+
+
+@on_loop
+async def test_who_is_replaced_while_a_node_converts_goes_on_converting_when_it_leads_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fake_gateway(threshold_tokens=19_684.0, num_prefill=6) as gateway, desk(
+        tmp_path, gateway, conversions=True
+    ) as at:  # fmt: skip
+        asked: list[str] = []
+
+        async def convert(node: NodeSeen, role: Role, version: int) -> None:
+            at.keeper.superseded = not asked
+            asked.append(node.node_id)
+
+        monkeypatch.setattr(at.nodes, "convert", convert)
+        await seen_enough(at)
+        await at.keeper.apply("ann")
+        await until(lambda: asked == ["n0"])
+        assert at.keeper.ledger.conversions == {"n0": PENDING}
+        await at.look()
+        await until(lambda: at.keeper.ledger.conversions == {"n0": DONE})
+
+
+@on_loop
+async def test_by_itself_it_applies_nothing_that_is_not_found_better_now(tmp_path: Path) -> None:
+    async with fake_gateway() as gateway:
+        async with desk(tmp_path, gateway) as at:
+            await seen_enough(at)
+            assert at.keeper.ledger.proposal is not None
+        async with desk(tmp_path, gateway, mode=ApplyMode.AUTO) as at:
+            await at.look()
+            assert at.keeper.status().diagnosis == "too few requests to judge by"
+            assert at.keeper.ledger.in_force is None
+            await at.look(LAW)
+            assert at.keeper.ledger.in_force is not None
