@@ -48,7 +48,7 @@ up: $(STAMP)     ## The demo's topology, left running until Ctrl-C
 	@$(BIN)/prfaas up
 
 test: $(STAMP)   ## The tests, about four minutes on two cores; those that take long have targets of their own
-	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm" $(SPREAD)
+	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm" $(SPREAD) --hypothesis-seed=$(SEED)
 
 # CI runs samples of the long ones, others for every commit; this is all of them, for releases: over an hour.
 test-all: lint test test-e2e fuzz soak soak-cache test-storm test-crowd test-flips test-rdma test-vllm test-equality wheel demo  ## Everything, whole

@@ -18,6 +18,8 @@ from tests.sampling import (  # noqa: F401 hooks of --sample
 )
 
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# `--hypothesis-profile thorough`: what a hundred examples find once in weeks, in one run.
+settings.register_profile("thorough", settings.get_profile("patient"), max_examples=4000)
 settings.load_profile("patient")
 
 
