@@ -130,20 +130,34 @@ def test_cleared_is_cleared_and_what_comes_after_it_counts() -> None:
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[list[EngineEvent]]:
-    """Batches of events about six blocks, in any order but one: attention leaves from its end on.
+    """Batches of events about six blocks, in any order but one: attention comes from its beginning and goes from its end.
 
-    That is how vLLM drops it, and what the index builds on (`hybrid_cache.index`); states come and go as they like.
+    That is how vLLM keeps it, and what the index builds on (`hybrid_cache.index`); states come and go as they like.
     """
     numbers = st.integers(0, 5)
-    ranges = st.tuples(numbers, numbers).map(lambda pair: (min(pair), max(pair) + 1))
-    event: st.SearchStrategy[EngineEvent] = st.one_of(
-        ranges.map(lambda r: stored(*r)),
-        st.tuples(numbers, st.sampled_from([STATE, SECOND_STATE])).map(lambda n: state(*n)),
-        st.tuples(numbers, st.sampled_from([STATE, SECOND_STATE])).map(lambda n: removed(n[0], group=n[1])),
-        numbers.map(lambda first: removed(*range(first, 6))),
-        st.just(AllBlocksCleared()),
-    )
-    return draw(st.lists(st.lists(event, max_size=4), max_size=12))
+    kinds = st.sampled_from(["attention stored", "attention removed", "state stored", "state removed", "cleared"])
+    batches: list[list[EngineEvent]] = []
+    attention = 0  # blocks
+    for size in draw(st.lists(st.integers(1, 4), max_size=12)):
+        batch: list[EngineEvent] = []
+        for _ in range(size):
+            number, group = draw(numbers), draw(st.sampled_from([STATE, SECOND_STATE]))
+            match draw(kinds):
+                case "attention stored":
+                    first, attention = draw(st.integers(0, min(number, attention))), max(attention, number + 1)
+                    batch.append(stored(first, number + 1))
+                case "attention removed":
+                    attention = min(attention, number)
+                    batch.append(removed(*range(number, 6)))
+                case "state stored":
+                    batch.append(state(number, group))
+                case "state removed":
+                    batch.append(removed(number, group=group))
+                case _:
+                    attention = 0
+                    batch.append(AllBlocksCleared())
+        batches.append(batch)
+    return batches
 
 
 @given(histories())
