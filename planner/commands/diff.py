@@ -5,7 +5,7 @@ import json
 
 import msgspec
 
-from planner.commands.live import client_of, diff_text, differences
+from planner.commands.live import client_of, diff_text, differences, setting_now
 from planner.commands.output import emit
 from planner.errors import InputError
 from planner.solve.differences import Verdict, compare_plans
@@ -44,8 +44,7 @@ def _of_service(args: argparse.Namespace) -> int:
     if not args.json:
         print(diff_text(status))
     elif status.proposal is not None:
-        now = status.in_force.setting if status.in_force is not None else status.found
-        changes = differences(now, status.proposal.setting)
+        changes = differences(setting_now(status), status.proposal.setting)
         emit(
             {
                 "changes": {name: {"current": before, "planned": after} for name, before, after in changes},

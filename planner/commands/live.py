@@ -8,7 +8,7 @@ from planner.commands.text import table
 from planner.decisions.plan import LivePlan, Setting
 from planner.service.client import PlanClient
 from planner.service.status import Status
-from planner.solve.ledger import Entry
+from planner.solve.ledger import Entry, held
 
 
 def client_of(args: argparse.Namespace) -> PlanClient:
@@ -41,6 +41,8 @@ def _status_lines(status: Status) -> Iterator[str]:
         yield f"gateway {gateway}: {answer}"
     for reason, count in status.polls_failed.items():
         yield f"questions to gateways that failed, {reason}: {count}"
+    for work, count in status.failures.items():
+        yield f"errors that nobody foresaw, while {work}: {count}; they are in the log"
 
 
 def history_text(entries: list[Entry]) -> str:
@@ -62,7 +64,7 @@ def history_text(entries: list[Entry]) -> str:
 
 def diff_text(status: Status) -> str:
     """The proposal against what holds."""
-    now = status.in_force.setting if status.in_force is not None else status.found
+    now = setting_now(status)
     if status.proposal is None:
         return f"no change is proposed: {status.diagnosis}"
     planned = status.proposal.setting
@@ -70,6 +72,11 @@ def diff_text(status: Status) -> str:
         f"{name:<20} {before!s:>12} -> {after}" for name, before, after in differences(now, planned) if before != after
     ]
     return "\n".join([*lines, f"version {status.proposal.version}: {status.proposal.reason}"])
+
+
+def setting_now(status: Status) -> Setting | None:
+    """What holds: the plan in force as far as nodes have taken their roles, or what gateways were found with."""
+    return status.found if status.in_force is None else held(status.in_force.setting, status.conversions)
 
 
 def differences(now: Setting | None, planned: Setting) -> list[tuple[str, object, object]]:

@@ -6,6 +6,7 @@ that a restart would have forgotten.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Final
@@ -35,7 +36,7 @@ Change = Callable[[Ledger], tuple[Ledger, Entry | None]]
 
 
 class Keeper:
-    """One leader's work. `clock` is monotonic, `wall` seconds since the epoch."""
+    """One leader's work. `clock` is monotonic, `wall` seconds since the epoch; `failures` are errors that nobody foresaw."""
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class Keeper:
         self.gateways = gateways
         self.ledger = ledger
         self.superseded = False
+        self.failures: Counter[str] = Counter()
         self._config = config
         self._store = store
         self._converter = converter
@@ -81,6 +83,7 @@ class Keeper:
             seen=self._seen,
             gateways=dict(self.gateways.answers),
             polls_failed=dict(self.gateways.failed),
+            failures=dict(self.failures),
         )
 
     async def next_plan(self, place: tuple[int, int], wait_s: float) -> LivePlan | None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -37,8 +38,13 @@ class Service:
 
 
 @asynccontextmanager
-async def leading(config: ServiceConfig, converter: Converter | None = None) -> AsyncIterator[Service]:
-    """A service that leads inside the block; waits for its turn first. Raises InputError, and OSError for a port."""
+async def leading(
+    config: ServiceConfig, gateways: Gateways | None = None, converter: Converter | None = None
+) -> AsyncIterator[Service]:
+    """A service that leads inside the block; waits for its turn first. Raises InputError, and OSError for a port.
+
+    `gateways` may come to be others while it waits.
+    """
     token = config.token()
     config.model()  # a profile that cannot be read is no reason to wait first
     async with AsyncExitStack() as stack:
@@ -56,7 +62,7 @@ async def leading(config: ServiceConfig, converter: Converter | None = None) -> 
         except OSError as exc:
             raise InputError(f"{config.state_dir} cannot be written to: {exc}") from exc
         keeper = Keeper(
-            config, store, ledger, Gateways(config.gateways, config.poll_timeout_s),
+            config, store, ledger, gateways or Gateways(config.gateways, config.poll_timeout_s),
             converter or AgentConverter(config.drain_timeout_s, config.identity), asyncio.get_running_loop().time, _wall,
         )  # fmt: skip
         http = await stack.enter_async_context(aiohttp.ClientSession())
@@ -67,8 +73,8 @@ async def leading(config: ServiceConfig, converter: Converter | None = None) -> 
         await runner.setup()
         await web.TCPSite(runner, config.host, config.port).start()
         host = f"[{config.host}]" if ":" in config.host else config.host
-        for work in (lambda: keeper.run(http), keeper.convert_nodes):
-            task = asyncio.create_task(_for_ever(work))
+        for name, work in {"looking": lambda: keeper.run(http), "converting": keeper.convert_nodes}.items():
+            task = asyncio.create_task(_for_ever(name, work, keeper.failures))
             stack.push_async_callback(_ended, task)
         yield Service(keeper, f"http://{host}:{runner.addresses[0][1]}")
 
@@ -76,40 +82,41 @@ async def leading(config: ServiceConfig, converter: Converter | None = None) -> 
 async def serve(
     config: ServiceConfig, announce: Callable[[str], None], read_again: Callable[[], ServiceConfig]
 ) -> None:
-    """Serves until SIGTERM or SIGINT. SIGHUP has the gateways read again. Raises InputError."""
-    serving = asyncio.create_task(_serve(config, announce, read_again))
+    """Serves until SIGTERM or SIGINT. SIGHUP has the gateways read again, before it leads, too. Raises InputError."""
+    gateways, loop = Gateways(config.gateways, config.poll_timeout_s), asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, _reload, gateways, read_again)
+    serving = asyncio.create_task(_serve(config, gateways, announce))
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
+        loop.add_signal_handler(number, serving.cancel)
     await asyncio.wait([serving])
     if not serving.cancelled():
         serving.result()
 
 
-async def _serve(
-    config: ServiceConfig, announce: Callable[[str], None], read_again: Callable[[], ServiceConfig]
-) -> None:
-    async with leading(config) as service:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, service.keeper, read_again)
+async def _serve(config: ServiceConfig, gateways: Gateways, announce: Callable[[str], None]) -> None:
+    async with leading(config, gateways) as service:
         announce(f"plan service ready url={service.url}")
         await asyncio.Event().wait()
 
 
-def _reload(keeper: Keeper, read_again: Callable[[], ServiceConfig]) -> None:
+def _reload(gateways: Gateways, read_again: Callable[[], ServiceConfig]) -> None:
     """SIGHUP: other gateways; everything else needs a restart, which costs nobody anything."""
     try:
-        keeper.gateways.urls = read_again().gateways
+        gateways.urls = read_again().gateways
     except InputError as error:
         log.error("SIGHUP: the gateways stay as they were: %s", error)
         return
-    log.info("SIGHUP: %d gateways", len(keeper.gateways.urls))
+    log.info("SIGHUP: %d gateways", len(gateways.urls))
 
 
-async def _for_ever(work: Callable[[], Coroutine[None, None, None]]) -> None:
+async def _for_ever(name: str, work: Callable[[], Coroutine[None, None, None]], failures: Counter[str]) -> None:
+    """Begins again after an error that nobody foresaw, and counts it."""
     while True:
         try:
             await work()
         except Exception:
-            log.exception("begun again after an error that nobody thought of")
+            failures[name] += 1
+            log.exception("%s: begun again after an error that nobody thought of", name)
         await asyncio.sleep(PAUSE_S)
 
 

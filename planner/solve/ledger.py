@@ -12,7 +12,7 @@ Versions never repeat: a proposal has the next one and keeps it when it is appli
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 from msgspec.structs import replace
@@ -20,12 +20,10 @@ from msgspec.structs import replace
 from planner.decisions.plan import LivePlan, Mode, Seen, Setting
 from planner.errors import Refused
 
-MAX_KEPT: Final = 64  # plans of the past, and settings to go back to
-MAX_KEPT_BYTES: Final = 256 * 1024  # of either, as JSON: roles of a thousand nodes are 20 KB
+MAX_KEPT: Final = 64  # settings to go back to
+MAX_KEPT_BYTES: Final = 256 * 1024  # as JSON: roles of a thousand nodes are 20 KB
 PENDING: Final = "pending"
 DONE: Final = "done"
-
-Kept = TypeVar("Kept", LivePlan, Setting)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +112,6 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     proposal: LivePlan | None = None
     found: Setting | None = None
     back_to: tuple[Setting, ...] = ()
-    past: tuple[LivePlan, ...] = ()
     paused: bool = False
     conversions: Mapping[str, str] = {}
     changed_at: float | None = None  # when something was last applied or rolled back
@@ -122,7 +119,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def setting(self) -> Setting | None:
         """What holds now, as far as is known."""
-        return self.in_force.setting if self.in_force is not None else self.found
+        return self.found if self.in_force is None else held(self.in_force.setting, self.conversions)
 
     # Who leads
 
@@ -144,7 +141,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
             return self, None
         ours = replace(plan, term=max(self.term, plan.term + 1))
         ledger = replace(self, term=ours.term, last_version=ours.version, in_force=ours, proposal=None, changed_at=at)
-        return ledger._remember(ours), ledger._entry(at, Change.ADOPTED, by, plan=ours, before=self.setting)
+        return ledger, ledger._entry(at, Change.ADOPTED, by, plan=ours, before=self.setting)
 
     # What is to be
 
@@ -193,7 +190,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
             self, in_force=plan, proposal=None, conversions=self._conversions_for(plan), changed_at=at,
             back_to=self._with_way_back(plan),
         )  # fmt: skip
-        return ledger._remember(plan), ledger._entry(at, Change.APPLIED, by, plan=plan, before=self.setting)
+        return ledger, ledger._entry(at, Change.APPLIED, by, plan=plan, before=self.setting)
 
     def roll_back(self, at: float, by: str) -> tuple["Ledger", Entry]:
         """The setting before is in force again, and nothing changes by itself until `resume`. Raises Refused without one."""
@@ -208,7 +205,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
             self, last_version=plan.version, in_force=plan, proposal=None, back_to=tuple(earlier), paused=True,
             conversions=self._conversions_for(plan), changed_at=at,
         )  # fmt: skip
-        return ledger._remember(plan), ledger._entry(at, Change.ROLLED_BACK, by, plan=plan, before=self.setting)
+        return ledger, ledger._entry(at, Change.ROLLED_BACK, by, plan=plan, before=self.setting)
 
     def pause(self, at: float, by: str) -> tuple["Ledger", Entry]:
         """Nothing is proposed and nothing changes by itself; a proposal that stands may still be applied."""
@@ -241,9 +238,6 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         roles = {node: role for node, role in plan.seen.roles.items() if node in plan.setting.roles}
         return _newest((*self.back_to, replace(before, roles={**roles, **before.roles})))
 
-    def _remember(self, plan: LivePlan) -> "Ledger":
-        return replace(self, past=_newest((*self.past, plan)))
-
     def _entry(
         self,
         at: float,
@@ -269,11 +263,17 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def held(setting: Setting, conversions: Mapping[str, str]) -> Setting:
+    """`setting` without the roles that nodes have not taken: a plan that gives them again is another one."""
+    roles = {node: role for node, role in setting.roles.items() if conversions.get(node, DONE) in (PENDING, DONE)}
+    return replace(setting, roles=roles)
+
+
 def _of_term(plan: LivePlan | None, term: int) -> LivePlan | None:
     return None if plan is None else replace(plan, term=term)
 
 
-def _newest(kept: tuple[Kept, ...]) -> tuple[Kept, ...]:
+def _newest(kept: tuple[Setting, ...]) -> tuple[Setting, ...]:
     """As many of the last ones as may be kept; the last one always."""
     size, start = 0, len(kept)
     while start > max(0, len(kept) - MAX_KEPT):

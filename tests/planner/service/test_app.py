@@ -3,7 +3,9 @@
 import asyncio
 import errno
 import json
-from collections.abc import AsyncIterator
+import os
+import signal
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,17 +16,22 @@ import msgspec
 import pytest
 
 from planner.commands.cli import main
+from planner.decisions.offered import NodeSeen
 from planner.decisions.plan import LivePlan
+from planner.decisions.views import Role
 from planner.errors import InputError
-from planner.service.server import Service, leading
+from planner.service.conversions import Converter
+from planner.service.server import Service, leading, serve
 from planner.service.status import Status
 from tests.planner.service.worlds import LAW, PATIENCE_S, SOON, FakeGateway, config_for, fake_gateway, on_loop
 
 
 @asynccontextmanager
-async def service(state_dir: Path, gateway: FakeGateway, **fields: Any) -> AsyncIterator[Service]:
+async def service(
+    state_dir: Path, gateway: FakeGateway, converter: Converter | None = None, **fields: Any
+) -> AsyncIterator[Service]:
     config = config_for(state_dir, gateways=(gateway.url,), **fields)
-    async with leading(replace(config, controller=replace(SOON, tick_s=0.01))) as found:
+    async with leading(replace(config, controller=replace(SOON, tick_s=0.01)), converter=converter) as found:
         yield found
 
 
@@ -177,6 +184,62 @@ async def test_a_second_service_waits_and_goes_on_where_the_first_one_ended(
         await leads.wait()
         over.set()
         assert await waiting == (2, version)
+
+
+@on_loop
+async def test_who_waits_for_his_turn_reads_the_list_of_gateways_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "prfaas.plan")
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    async with fake_gateway() as gateway:
+        config = replace(config_for(tmp_path, gateways=("http://127.0.0.1:1",)), controller=replace(SOON, tick_s=0.01))
+        async with service(tmp_path, gateway):
+            serving = asyncio.create_task(
+                serve(config, lines.put_nowait, lambda: replace(config, gateways=(gateway.url,)))
+            )  # fmt: skip
+            await logged("another service leads", caplog)
+            os.kill(os.getpid(), signal.SIGHUP)
+            await logged("SIGHUP: 1 gateways", caplog)
+            assert lines.empty()
+        async with asyncio.timeout(PATIENCE_S):
+            url = (await lines.get()).rpartition("url=")[2]
+            async with aiohttp.ClientSession(url) as http:
+                asked: Mapping[str, str] = {}
+                while not asked:
+                    async with http.get("/status") as answer:
+                        asked = msgspec.json.decode(await answer.read(), type=Status).gateways
+        assert set(asked) == {gateway.url}
+        os.kill(os.getpid(), signal.SIGTERM)
+        await serving
+
+
+async def logged(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Waits until the log says so."""
+    async with asyncio.timeout(PATIENCE_S):
+        while text not in caplog.text:  # noqa: ASYNC110 nobody tells
+            await asyncio.sleep(0.001)
+
+
+@on_loop
+async def test_errors_that_nobody_foresaw_are_counted_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Broken:
+        async def convert(self, node: NodeSeen, role: Role, version: int) -> None:
+            raise ZeroDivisionError
+
+    async with (
+        fake_gateway(threshold_tokens=19_684.0, num_prefill=6) as gateway,
+        service(tmp_path, gateway, Broken(), conversions=True) as found,
+    ):
+        await proposed(found, gateway)
+        await found.keeper.apply("ann")
+        async with asyncio.timeout(PATIENCE_S):
+            while not found.keeper.failures:  # noqa: ASYNC110 nobody tells
+                await asyncio.sleep(0.001)
+        assert await command("show", "--url", found.url) == 0
+        assert "errors that nobody foresaw, while converting: 1; they are in the log" in capsys.readouterr().out
 
 
 def test_no_service_is_an_error_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,7 +39,7 @@ def test_a_plan_is_proposed_applied_and_rolled_back():
     assert entry.reason == "rollback of version 2"
     ledger, _ = ledger.roll_back(23.0, "bob")
     assert ledger.setting == FOUND
-    assert [plan.version for plan in ledger.past] == [1, 2, 3, 4]
+    assert ledger.last_version == 4
     with pytest.raises(Refused, match="nothing to roll back"):
         ledger.roll_back(24.0, "bob")
 
@@ -117,14 +117,14 @@ def test_the_past_is_bounded():
     roles = {f"node-{index}": Role.DECODE for index in range(1000)}
     for step in range(2 * MAX_KEPT):
         ledger = ledger.propose(draft(1_000 + 100 * step, roles=roles), limits, step)[0].apply(step, "ann")[0]
-    for kept in (ledger.past, ledger.back_to):
-        assert len(kept) > 5
-        assert len(msgspec.json.encode(kept)) <= MAX_KEPT_BYTES + 1024
+    assert len(ledger.back_to) > 5
+    assert len(msgspec.json.encode(ledger.back_to)) <= MAX_KEPT_BYTES + 1024
     ledger = begun()
     for step in range(2 * MAX_KEPT):
         ledger = ledger.propose(draft(1_000 + 100 * step), limits, step)[0].apply(step, "ann")[0]
-    assert [plan.version for plan in ledger.past] == list(range(MAX_KEPT + 1, 2 * MAX_KEPT + 1))
-    assert len(ledger.back_to) == MAX_KEPT
+    assert [setting.threshold_tokens for setting in ledger.back_to] == [
+        1_000 + 100 * step for step in range(MAX_KEPT - 1, 2 * MAX_KEPT - 1)
+    ]
 
 
 STEPS = st.one_of(
@@ -188,4 +188,19 @@ def test_a_plan_asks_nothing_of_a_node_that_has_done_it_and_tries_again_where_it
     ledger = ledger.propose(draft(9_000, roles=roles), LIMITS, 20.0)[0].apply(21.0, "ann")[0]
     assert ledger.conversions == {"n0": DONE, "n1": PENDING}
     ledger = ledger.propose(draft(9_000, roles={"n0": Role.PREFILL}), LIMITS, 30.0)[0].apply(31.0, "ann")[0]
+    assert ledger.conversions == {"n0": PENDING}
+
+
+def test_a_role_that_a_node_has_not_taken_may_be_given_again():
+    turned, found = {"n0": Role.DECODE}, {"n0": Role.PREFILL}
+    turning = msgspec.structs.replace(draft(15_000, roles=turned), seen=Seen(roles=found))
+    ledger = begun().propose(turning, LIMITS, 10.0)[0].apply(11.0, "ann")[0]
+    assert dict(ledger.setting.roles) == turned
+    ledger = ledger.converted(12.0, "n0", "drain_timeout")[0]
+    assert ledger.setting == Setting(threshold_tokens=15_000)  # without it
+    assert ledger.propose(draft(15_000), LIMITS, 13.0) == (ledger, None)
+    ledger = ledger.propose(turning, LIMITS, 14.0)[0].apply(15.0, "ann")[0]
+    assert ledger.conversions == {"n0": PENDING}
+    ledger = ledger.converted(16.0, "n0")[0].roll_back(17.0, "ann")[0]
+    assert dict(ledger.setting.roles) == found
     assert ledger.conversions == {"n0": PENDING}
