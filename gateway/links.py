@@ -2,8 +2,7 @@
 
 A transfer whose receiver could not be reached opens the breaker of its path and of all others over the same line; requests then
 leave the link alone, until a probe (gateway.probes) has had an answer. Whose fault a failure was is asked before: a receiver
-that is gone itself says nothing of the way to it. An answer of another receiver says that the line is well and that the one
-which could not be reached is not: its pairs with the senders then have breakers of their own, and the line is used again.
+that is gone itself says nothing of the way to it. What follows of either is `planner.decisions.paths`'s to say.
 """
 
 import logging
@@ -17,9 +16,9 @@ from msgspec.structs import replace
 from gateway.agent import LinkLoad
 from gateway.node import Node
 from gateway.request import PrefillOutcome
-from planner.decisions.breaker import Breakers, State
 from planner.decisions.coding import CodingEstimate
 from planner.decisions.lines import shared_line
+from planner.decisions.paths import Paths
 from planner.decisions.views import ClusterKind, LinkView, Role
 
 log = logging.getLogger("prfaas.gateway.links")
@@ -64,18 +63,14 @@ class Links:
         self._clock = clock
         self._unmeasured_bytes_per_s = unmeasured_bytes_per_s
         self._on_failed = on_failed
-        self._breakers = Breakers()
-        self._pairs = Breakers()  # of senders that reach others of the receiver's cluster
-        self._lost: dict[
-            tuple[str, str], tuple[str, ...]
-        ] = {}  # by path that failed: who was not reached, the latest last
+        self._paths = Paths()
         self._coding: dict[tuple[str, str], CodingEstimate] = {}  # by (source, destination)
         self._viewed: dict[tuple[str, str], tuple[_Seen, LinkView]] = {}  # the last views, and what they were made of
 
     @property
     def num_failed(self) -> int:
         """Paths that failed and of which nobody has heard since."""
-        return len(self._lost)
+        return self._paths.num_failed
 
     # What decisions ask
 
@@ -100,16 +95,14 @@ class Links:
 
     def is_up(self, sender: Node, receiver: Node) -> bool:
         """Whether anything may be sent that way. Within a cluster there is no link that could fail."""
-        return sender.cluster == receiver.cluster or (
-            self._breakers.up(sender.id, receiver.cluster) and self._pairs.up(sender.id, receiver.id)
-        )
+        return sender.cluster == receiver.cluster or self._paths.is_up(sender.id, receiver.id, receiver.cluster)
 
     def cut_off_from(self, receiver: str) -> set[str]:
         """Senders that do not reach that node, although they reach others of its cluster."""
-        return {sender for sender, lost in self._pairs.not_up() if lost == receiver}
+        return self._paths.cut_off_from(receiver)
 
     def _view(self, source: str, destination: str, senders: Sequence[Node]) -> tuple["_Seen", LinkView]:
-        not_up = self._breakers.not_up()
+        not_up = self._paths.not_up()
         cut_off = tuple(node.id for node in senders if (node.id, destination) in not_up) if not_up else ()
         able = [node for node in senders if node.id not in cut_off] if cut_off else senders
         made_of = (
@@ -153,7 +146,7 @@ class Links:
         known.observe(outcome.bytes_total, outcome.bytes_saved, waited_s, self._clock())
 
     def _lost_pairs(self, source: str, destination: str) -> tuple[tuple[str, str], ...]:
-        if not (pairs := self._pairs.not_up()):
+        if not (pairs := self._paths.lost_pairs()):
             return ()
         clusters = {node.id: node.cluster for node in self._nodes}
         wanted = (source, destination)
@@ -167,7 +160,7 @@ class Links:
                 destination=view.destination,
                 up=view.up,
                 senders={
-                    node.id: str(self._breakers.state(node.id, view.destination))
+                    node.id: str(self._paths.state(node.id, view.destination))
                     for node in self._nodes
                     if node.connected and node.cluster == view.source
                 },
@@ -188,55 +181,29 @@ class Links:
 
     def failed(self, sender: Node, receiver: Node) -> None:
         """`sender` had no connection to `receiver`, which is well itself."""
-        destination, now = receiver.cluster, self._clock()
-        if not self._pairs.up(sender.id, receiver.id):  # what had left before that was known: no news of the line
-            self._pairs.on_failed(sender.id, (), receiver.id, now)
-            return
         siblings = [node.id for node in self._nodes if node is not sender and node.cluster == sender.cluster]
-        before = self._breakers.state(sender.id, destination)
-        self._breakers.on_failed(sender.id, siblings, destination, now)
-        for each in (sender.id, *siblings):
-            self._not_reached(each, receiver)
-        if before is State.CLOSED:
-            self._on_failed(sender.cluster, destination)
+        if self._paths.failed(sender.id, siblings, receiver.id, receiver.cluster, self._clock()):
+            self._on_failed(sender.cluster, receiver.cluster)
             log.warning(
                 "link from=%s to=%s is down: node %s cannot reach %s; long prompts stay at home",
-                sender.cluster, destination, sender.id, receiver.id,
+                sender.cluster, receiver.cluster, sender.id, receiver.id,
             )  # fmt: skip
 
     def still_down(self, sender: Node, receiver: Node) -> None:
         """A probe of the way to `receiver` had no answer; of the sender's siblings' it says nothing."""
-        now = self._clock()
-        if not self._pairs.up(sender.id, receiver.id):
-            self._pairs.on_failed(sender.id, (), receiver.id, now)
-        if not self._breakers.up(sender.id, receiver.cluster):
-            self._breakers.on_failed(sender.id, (), receiver.cluster, now)
-            self._not_reached(sender.id, receiver)
-
-    def _not_reached(self, sender: str, receiver: Node) -> None:
-        earlier = self._lost.get((sender, receiver.cluster), ())
-        others = tuple(each for each in earlier if each != receiver.id)
-        self._lost[sender, receiver.cluster] = (*others, receiver.id)
+        self._paths.still_down(sender.id, receiver.id, receiver.cluster, self._clock())
 
     def arrived(self, sender: Node, receiver: Node) -> None:
         """Something got through: the line is well, and receivers of it that were not reached have no such excuse any more."""
-        destination, now = receiver.cluster, self._clock()
-        was_up = self._breakers.up(sender.id, destination)
-        self._breakers.on_arrived(sender.id, destination, now)
-        self._pairs.on_arrived(sender.id, receiver.id, now)
-        for lost in self._lost.pop((sender.id, destination), ()):
-            if lost != receiver.id and self._pairs.up(sender.id, lost):
-                self._pairs.on_failed(sender.id, (), lost, now)
-                log.warning("node %s reaches %s but not %s, to which it sends nothing", sender.id, receiver.id, lost)
-        if not was_up:
-            log.info("link from=%s to=%s is up again for node %s", sender.cluster, destination, sender.id)
+        found = self._paths.arrived(sender.id, receiver.id, receiver.cluster, self._clock())
+        for lost in found.left_out:
+            log.warning("node %s reaches %s but not %s, to which it sends nothing", sender.id, receiver.id, lost)
+        if found.is_back:
+            log.info("link from=%s to=%s is up again for node %s", sender.cluster, receiver.cluster, sender.id)
 
     def unasked(self, sender: Node, receiver: Node) -> None:
         """`sender` knows no probes, being of an earlier version: a request may try the way."""
-        self._breakers.on_unasked(sender.id, receiver.cluster)
-        self._pairs.on_unasked(sender.id, receiver.id)
-        if self._breakers.up(sender.id, receiver.cluster):
-            self._lost.pop((sender.id, receiver.cluster), None)
+        self._paths.unasked(sender.id, receiver.id, receiver.cluster)
 
     # What is to be probed
 
@@ -246,43 +213,29 @@ class Links:
         by_id = {node.id: node for node in self._nodes}
         self._forget(by_id)
         lines = [
-            (by_id[sender], self._candidates(sender, destination, now))
-            for sender, destination in self._breakers.probes(now)
+            (by_id[sender], self._candidates(sender, destination, now, by_id))
+            for sender, destination in self._paths.lines_to_probe(now)
         ]
         pairs = [
             (by_id[sender], [by_id[receiver]] if by_id[receiver].is_ready(now) else [])
-            for sender, receiver in self._pairs.probes(now)
+            for sender, receiver in self._paths.pairs_to_probe(now)
         ]
         return lines + pairs
 
-    def _candidates(self, sender: str, destination: str, now: float) -> list[Node]:
-        """Decode nodes, for it is them that requests send to: those never lost first, then those lost longest ago.
-
-        So a line that is well is back without a wait for the answer that does not come.
-        """
-        lost = self._lost.get((sender, destination), ())
+    def _candidates(self, sender: str, destination: str, now: float, by_id: Mapping[str, Node]) -> list[Node]:
+        """Decode nodes, for it is them that requests send to, in the order in which to try them."""
         ready = [
-            node
+            node.id
             for node in self._nodes
             if node.cluster == destination and node.role == Role.DECODE and node.is_ready(now)
         ]
-        return sorted(
-            ready,
-            key=lambda node: (
-                node.id in lost or not self._pairs.up(sender, node.id),
-                lost.index(node.id) if node.id in lost else len(lost),
-            ),
-        )
+        return [by_id[each] for each in self._paths.in_order(sender, destination, ready)]
 
     def _forget(self, by_id: Mapping[str, Node]) -> None:
         """Nodes without a name of `by_id` are gone for good."""
-        self._breakers.forget(by_id.keys() | {node.cluster for node in self._nodes})
-        self._pairs.forget(by_id)
         clusters = {node.cluster for node in self._nodes}
+        self._paths.forget(by_id, clusters)
         self._coding = {path: known for path, known in self._coding.items() if clusters.issuperset(path)}
-        self._lost = {
-            path: tuple(each for each in lost if each in by_id) for path, lost in self._lost.items() if path[0] in by_id
-        }
 
 
 def is_path_failure(reason: str, sender: Node, receiver: Node, engine: tuple[str, int]) -> bool:

@@ -13,12 +13,11 @@ from gateway.errors import NodeError
 from gateway.links import PATH_FAILED, Links
 from gateway.node import Node
 from gateway.tasks import TaskSet
+from planner.decisions.paths import MAX_LOST, PROBE_TICK_S
 from transport.control.messages import TicketInfo
 
 log = logging.getLogger("prfaas.gateway.probes")
 
-TICK_S: Final = 0.25
-MAX_LOST: Final = 2  # receivers that do not answer a probe; each takes half the time in which a probe must be heard of
 UNKNOWN_CALL: Final = "unimplemented"  # of a node that has yet to be upgraded
 ROOM_S: Final = 5.0  # a lease, should the gateway die before it gives the block back
 
@@ -34,7 +33,7 @@ class Probes:
     async def run(self) -> None:
         """Sends what is due, for ever."""
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(PROBE_TICK_S)
             for sender, receivers in self._links.probes():
                 self._tasks.start(self._probe(sender, receivers), "probe")
 
