@@ -11,7 +11,8 @@
     settle    the books are closed                                                      gateway.settle
 
 Everything held on a node is held by a `with` block: the client going away, a node dying and the answer ending all leave
-by the same door. What fails before the client has seen a byte goes back to `decide` as often as `gateway.retries` allows.
+by the same door. What fails before the client has seen a byte goes back to `decide` as often as `planner.decisions.retries`
+allows.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -29,9 +30,9 @@ from gateway.refuse import Refusals
 from gateway.replicas import Replicas
 from gateway.request import Request
 from gateway.reserve import Reservations
-from gateway.retries import MAX_DEATHS, Failure, Next, Stage, rule_after, tries_of
 from gateway.run import Attempt, Runner
 from gateway.waiting import Place, WaitingLine
+from planner.decisions.retries import MAX_DEATHS, Failure, Next, Stage, rule_after, tries_of
 from planner.decisions.routing import Route, Target
 
 

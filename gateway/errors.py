@@ -12,7 +12,7 @@ GatewayError
 │   ├── KillsEngines          500: neither did two engines
 │   └── InternalError         500: an error of ours
 ├── LegFailed                 HTTP with an engine; `gateway.legs` says which leg of which node it was
-└── NodeFailure               a node did not do what was asked; `gateway.retries` says what follows
+└── NodeFailure               a node did not do what was asked; `planner.decisions.retries` says what follows
     ├── NodeError             its agent, over gRPC
     ├── PrefillFailed         its engine, over HTTP
     └── DecodeFailed
@@ -23,7 +23,7 @@ from typing import Final
 
 import msgspec
 
-from gateway.retries import Failure, failure_of
+from planner.decisions.retries import Failure, failure_of
 
 RETRY_AFTER_S: Final = 1.0
 

@@ -17,7 +17,7 @@ from gateway.errors import DecodeFailed, LegFailed, PrefillFailed
 from gateway.node import Node
 from gateway.openai import NOT_JSON
 from gateway.request import PrefillOutcome, Request
-from gateway.retries import SAME_EVERYWHERE, Failure
+from planner.decisions.retries import SAME_EVERYWHERE, Failure
 from transport.control.messages import TicketInfo
 
 MAX_ERROR_BYTES: Final = 64 * 1024

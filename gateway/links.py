@@ -18,13 +18,12 @@ from gateway.node import Node
 from gateway.request import PrefillOutcome
 from planner.decisions.coding import CodingEstimate
 from planner.decisions.lines import shared_line
-from planner.decisions.paths import Paths
+from planner.decisions.paths import PATH_FAILED, Paths
 from planner.decisions.views import ClusterKind, LinkView, Role
 
 log = logging.getLogger("prfaas.gateway.links")
 
 PRFAAS: Final = ClusterKind.PRFAAS.value
-PATH_FAILED: Final = "peer_lost"  # what a sender says of a receiver that it had no connection to for its peer timeout
 
 
 # What senders report and were promised; those that cannot send; pairs without a way; what coding makes of bytes.

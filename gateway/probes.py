@@ -10,10 +10,10 @@ import logging
 from typing import Final
 
 from gateway.errors import NodeError
-from gateway.links import PATH_FAILED, Links
+from gateway.links import Links
 from gateway.node import Node
 from gateway.tasks import TaskSet
-from planner.decisions.paths import MAX_LOST, PROBE_TICK_S
+from planner.decisions.paths import MAX_LOST, PATH_FAILED, PROBE_TICK_S
 from transport.control.messages import TicketInfo
 
 log = logging.getLogger("prfaas.gateway.probes")

@@ -23,8 +23,8 @@ from gateway.node import Node
 from gateway.refuse import Refusals
 from gateway.request import PrefillOutcome, Request
 from gateway.reserve import Hold
-from gateway.retries import Failure, Next, Stage, rule_after, tries_of
 from gateway.tasks import TaskSet
+from planner.decisions.retries import Failure, Next, Stage, rule_after, tries_of
 from planner.decisions.routing import Route
 
 log = logging.getLogger("prfaas.gateway.run")

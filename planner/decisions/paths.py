@@ -12,6 +12,7 @@ import msgspec
 
 from planner.decisions.breaker import Breakers, State
 
+PATH_FAILED: Final = "peer_lost"  # what a sender says of a receiver that it had no connection to for its peer timeout
 PROBE_TICK_S: Final = 0.25  # how often somebody looks whether a probe is due
 MAX_LOST: Final = 2  # receivers that do not answer a probe; each takes half the time in which a probe must be heard of
 
