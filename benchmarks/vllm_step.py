@@ -2,9 +2,10 @@
 
     .venv-vllm/bin/python -m benchmarks.vllm_step [--json] [--model llama | DIRECTORY] [--running 16] [--steps 50] [--rounds 20]
 
-Two vLLM engines, with the connector and without, make --steps decode steps of --running requests in turns. Seconds are
-processor time of the whole process. `added` compares the two; `hooks` is what the connector's methods take of a step, measured
-on the model's thread in steps of their own (timing them costs, too). No agent answers; it would be sent a message each 50 ms.
+Four vLLM engines make --steps decode steps of --running requests in turns: without a connector, with one that does nothing
+(what vLLM itself adds for any), with one that only asks for our layout of KVCache, and with ours. Seconds are processor
+time of the whole process; per cents compare with the engine without. `hooks` is what our connector's methods take of a step,
+measured on the model's thread in steps of their own, after the others (timing them costs, too). No agent answers.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +36,22 @@ ENVIRONMENT = {
 }
 
 
+CONNECTORS = {
+    "bare": None,
+    "idle": ("IdleConnector", "benchmarks.vllm_idle_connector"),
+    "layout": ("HeadsFirstConnector", "benchmarks.vllm_idle_connector"),
+    "ours": ("PrfaasConnector", "engine.vllm.connector"),
+}
+
+
 class Arm:
     """An engine in a process of its own, which steps when it is told to."""
 
-    def __init__(self, model: Path, running: int, scratch: Path, *, connector: bool) -> None:
+    def __init__(self, name: str, model: Path, running: int, scratch: Path) -> None:
         command = [sys.executable, "-m", "benchmarks.vllm_step", "--model", str(model), "--running", str(running)]
-        socket = ["--connector", str(scratch / "nobody.sock")] if connector else []
-        self._log = (scratch / f"{connector}.log").open("w")
+        self._log = (scratch / f"{name}.log").open("w")
         self._process = subprocess.Popen(
-            [*command, "--arm", *socket],
+            [*command, "--arm", name, "--socket", str(scratch / "nobody.sock")],
             env={**os.environ, **ENVIRONMENT},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -74,35 +83,33 @@ class Arm:
 
 
 def measure(arms: dict[str, Arm], steps: int, rounds: int) -> dict[str, float]:
-    """Medians over rounds, in milliseconds and per cent of a step without connector."""
-    bare, ours, hooks = [], [], []
+    """Medians over rounds: milliseconds of a step, and what each connector adds, in per cent of a step of the same round."""
+    spent: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(rounds):
-        order = ("bare", "ours") if number % 2 else ("ours", "bare")
-        spent = {name: arms[name].steps(steps) for name in order}
-        bare.append(spent["bare"])
-        ours.append(spent["ours"])
-        hooks.append(arms["ours"].steps(steps, hooks=True))
-    step_s = statistics.median(bare)
-    return {
-        "step_ms": step_s * 1e3,
-        "step_with_connector_ms": statistics.median(ours) * 1e3,
-        "added_percent": 100
-        * (statistics.median(after / before for before, after in zip(bare, ours, strict=True)) - 1),
-        "hooks_us": statistics.median(hooks) * 1e6,
-        "hooks_percent": 100 * statistics.median(hooks) / step_s,
-    }
+        for name in list(arms)[:: 1 if number % 2 else -1]:
+            spent[name].append(arms[name].steps(steps))
+    # In the end: every step makes the next one longer, so arms are compared at equal lengths of context only.
+    hooks = [arms["ours"].steps(steps, hooks=True) for _ in range(rounds)]
+    bare = spent["bare"]
+    result = {f"{name}_step_ms": statistics.median(seconds) * 1e3 for name, seconds in spent.items()}
+    for name in ("idle", "layout", "ours"):
+        result[f"{name}_percent"] = 100 * (statistics.median(map(truediv, spent[name], bare)) - 1)
+    result["ours_over_idle_percent"] = 100 * (statistics.median(map(truediv, spent["ours"], spent["idle"])) - 1)
+    result["hooks_us"] = statistics.median(hooks) * 1e6
+    result["hooks_percent"] = 100 * statistics.median(hooks) / bare[-1]
+    return result
 
 
-def serve(model: Path, running: int, socket: str | None) -> None:
+def serve(name: str, model: Path, running: int, socket: str) -> None:
     """An arm: answers each line of input with seconds."""
     import vllm
     from vllm.config import KVTransferConfig
 
     options: dict[str, Any] = {}
-    if socket is not None:
+    if (connector := CONNECTORS[name]) is not None:
         options["kv_transfer_config"] = KVTransferConfig(
-            kv_connector="PrfaasConnector",
-            kv_connector_module_path="engine.vllm.connector",
+            kv_connector=connector[0],
+            kv_connector_module_path=connector[1],
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={"agent_socket": socket, "http_url": "http://127.0.0.1:1"},
@@ -172,11 +179,11 @@ def main() -> int:
     parser.add_argument("--running", type=int, default=16)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--arm", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--connector", help=argparse.SUPPRESS)
+    parser.add_argument("--arm", choices=CONNECTORS, help=argparse.SUPPRESS)
+    parser.add_argument("--socket", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.arm:
-        serve(Path(options.model), options.running, options.connector)
+        serve(options.arm, Path(options.model), options.running, options.socket)
         return 0
     from engine.model.tiny import ARCHITECTURES, build_model
 
@@ -185,7 +192,7 @@ def main() -> int:
         model = Path(options.model)
         if options.model in ARCHITECTURES:
             model = build_model(options.model, scratch / "model", report=lambda line: None).path
-        arms = {name: Arm(model, options.running, scratch, connector=name == "ours") for name in ("bare", "ours")}
+        arms = {name: Arm(name, model, options.running, scratch) for name in CONNECTORS}
         try:
             for arm in arms.values():
                 arm.wait_ready()

@@ -225,7 +225,7 @@ class MoveEstimate:
         w, wx, wxx, wy, wxy = (each + least for each, least in zip(self._sums, self._least, strict=True))
         slope = (w * wxy - wx * wy) / max(w * wxx - wx * wx, LEAST_S)
         slope = min(max(slope, 0.0), wy / wx)  # neither calls nor bytes take less than no time
-        self.calls_s = (wy - slope * wx) / w
+        self.calls_s = max(0.0, wy - slope * wx) / w  # rounding may leave a little less than nothing
         self.bytes_per_s = 1.0 / max(slope, LEAST_SLOPE)
 
     @property

@@ -5,7 +5,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from planner.decisions.estimates import (
@@ -158,6 +158,7 @@ def test_moves_of_one_size_say_nothing_absurd_of_others(num_bytes):
         assert found.seconds(20 * num_bytes) == pytest.approx(0.01 + 20 * num_bytes / 1e9, rel=0.2)
 
 
+@example([(9_756_194_756, 1.8817294120590304), (9_756_194_759, 7924.0), (9_756_194_759, 243.0)])
 @given(st.lists(st.tuples(st.integers(0, 10**12), st.floats(0, 1e4)), max_size=60))
 def test_whatever_moves_took_more_bytes_never_take_less_and_none_no_time(moves):
     found = MoveEstimate(1e9)
