@@ -53,7 +53,7 @@ test: $(STAMP)   ## The tests, about four minutes on two cores; those that take 
 # CI runs samples of the long ones, others for every commit; this is all of them, for releases: over an hour.
 test-all: lint test test-e2e fuzz soak soak-cache test-storm test-crowd test-flips test-rdma test-vllm test-equality wheel demo  ## Everything, whole
 
-test-e2e: $(STAMP)  ## Whole systems: nodes killed, connections cut, certificates replaced, disks that lie, prefixes on the move
+test-e2e: $(STAMP)  ## Whole systems: nodes killed, connections cut, certificates replaced, disks that lie, plans that move nodes
 	$(BIN)/python -m pytest -m e2e tests/e2e $(sampled)
 
 test-storm: $(STAMP)  ## A system under traffic while its processes, links, disk and memory fail at random; nobody helps it

@@ -110,19 +110,22 @@ def requests_of(site: Site, count: int, seed: int) -> Trace:
     )
 
 
-def contender(site: Site, name: str, scale: Scale, state_dir: Path) -> Contender:
-    """Its plan is the one that E[T(L)] gives."""
+def contender(
+    site: Site, name: str, scale: Scale, state_dir: Path, plan_service: Mapping[str, Any] | None = None
+) -> Contender:
+    """Its plan is the one that E[T(L)] gives; with a `plan_service` ([plan] of a topology) it may change while it runs."""
     deployment = DEPLOYMENTS[name]
     plan = outline(site, Options(), deployment)
     deployed = site.deployed(deployment)[0] if deployment else site
     scenario = scenario_of(deployed, Setting.of(plan), Trial(tail_share=TAIL_SHARE))
-    return Contender(name=name, plan=plan, scenario=scenario, topology=_topology(plan, scale, state_dir))
+    return Contender(name=name, plan=plan, scenario=scenario, topology=_topology(plan, scale, state_dir, plan_service))
 
 
-def _topology(plan: Plan, scale: Scale, state_dir: Path) -> Topology:
-    """`configs/case_study_live.toml` with other counts and another threshold."""
+def _topology(plan: Plan, scale: Scale, state_dir: Path, plan_service: Mapping[str, Any] | None) -> Topology:
+    """`configs/case_study_live.toml` with other counts, another threshold and another plan service, or none."""
     document = read_toml(CONFIGS / "case_study_live.toml")
-    del document["plan"]  # what is compared stays as it is
+    del document["plan"]
+    document |= {"plan": plan_service} if plan_service is not None else {}
     scales = {"time_scale": scale.time, "token_scale": scale.tokens, "byte_scale": scale.bytes}
     document["model"] |= {"profile": str(CONFIGS / document["model"]["profile"]), **scales}
     threshold_tokens = scale.tokens_of(plan.threshold_tokens) + 1 if plan.threshold_tokens else 0

@@ -1,4 +1,5 @@
-"""A disturbance as a picture: the TTFT of every request by its arrival; below, requests under way and what the link carries."""
+"""A disturbance as a picture: the TTFT of every request by its arrival; below, requests under way and what the link carries, and
+below that the threshold of the plan that is followed, with its version, and how many nodes prefill."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -24,10 +25,11 @@ def plot(course: "Course", path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 5.5), sharex=True, height_ratios=(3, 2))
+    figure, (above, middle, below) = pyplot.subplots(3, 1, figsize=(9, 7), sharex=True, height_ratios=(3, 2, 2))
     _requests(course, above)
-    _state(course, below)
-    for axes in (above, below):
+    _state(course, middle)
+    _plan(course, below)
+    for axes in (above, middle, below):
         axes.axvspan(course.begin_s, course.end_s, color="#000000", alpha=0.07, linewidth=0)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
@@ -65,9 +67,40 @@ def _state(course: "Course", axes: Any) -> None:
         color="#d55e00", linestyle="--", linewidth=1.2, label="link as the gateway has it (0: down)",
     )  # fmt: skip
     link.set_ylabel("MB/s")
-    link.set_ylim(bottom=0)
-    link.spines["top"].set_visible(False)
-    lines = [*axes.get_lines(), *link.get_lines()]
+    _legend(axes, link)
+
+
+def _plan(course: "Course", axes: Any) -> None:
+    at_s = [each.at_s for each in course.samples]
+    axes.step(
+        at_s, [each.threshold_tokens for each in course.samples],
+        where="post", color="#009e73", label="threshold t; numbers are versions of plans",
+    )  # fmt: skip
+    axes.set_ylabel("t, tokens")
+    top = max((each.threshold_tokens for each in course.samples), default=1.0)
+    for each in course.changes():
+        axes.annotate(
+            f"{each.version}", (each.at_s, each.threshold_tokens), (2, 3), textcoords="offset points", fontsize=7
+        )
+    axes.set_ylim(top=1.25 * top)
+    nodes = axes.twinx()
+    nodes.step(
+        at_s, [each.num_prefill for each in course.samples],
+        where="post", color="#cc79a7", linestyle="--", linewidth=1.2, label="prefill nodes that are ready",
+    )  # fmt: skip
+    nodes.step(
+        at_s, [each.num_decode for each in course.samples],
+        where="post", color="#56b4e9", linestyle=":", linewidth=1.4, label="decode nodes that are ready",
+    )  # fmt: skip
+    nodes.set_ylabel("nodes")
+    _legend(axes, nodes)
+
+
+def _legend(axes: Any, other: Any) -> None:
+    """One for both, beside them."""
+    other.set_ylim(bottom=0)
+    other.spines["top"].set_visible(False)
+    lines = [*axes.get_lines(), *other.get_lines()]
     axes.legend(
         lines,
         [line.get_label() for line in lines],

@@ -1,7 +1,8 @@
 """What disturbs a running deployment, and how it comes back: `python -m benchmarks.disturbances [--only NAME …] [--plots DIR]`.
 
 The PrfaaS-PD deployment of the case study (`configs/case_study_live.toml`) under a steady load; its link goes through a relay
-whose rate can be changed. One disturbance after the other, each between a calm before and a calm after:
+whose rate can be changed, and its plan service applies by itself what it finds better: threshold and roles of nodes. One
+disturbance after the other, each between a calm before and a calm after:
 
     thin link       the line carries a tenth
     dead link       it carries nothing, and nobody is told
@@ -10,7 +11,9 @@ whose rate can be changed. One disturbance after the other, each between a calm 
     night to day    short prompts and few become long ones and many
 
 Seconds are of here (the model's times `time_scale`). Of each: P90 TTFT before, in and after; how long after its end P90 was
-near what it was before; what was refused with a reason, what failed although it was accepted, and wrong tokens.
+near what it was before; what was refused with a reason, what failed although it was accepted, and wrong tokens; which plans
+came into force, and how often the threshold went too far and came back. `--plots DIR` draws them, and the table is Markdown:
+docs/planner.md shows both.
 """
 
 import argparse
@@ -24,10 +27,13 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
+import msgspec
 import numpy as np
 
 from benchmarks.case_study import CONFIGS, SLO_TTFT_P90_S, contender, requests_of, say
@@ -35,8 +41,12 @@ from benchmarks.disturbance_plot import plot
 from benchmarks.processes import End
 from engine.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE
 from engine.model.emulated import emulated_tokens
+from planner.decisions.offered import GatewayLoad, of_kind
+from planner.decisions.views import ClusterKind, Role
 from planner.model.site import Site, load_site
 from planner.model.workload import Trace
+from planner.solve.ledger import Change, Entry
+from planner.solve.readings import Cursors
 from prfaas.client import RequestFailed, complete
 from prfaas.errors import StartError
 from prfaas.models import ensure_model
@@ -54,6 +64,17 @@ WINDOW_S: Final = 5.0
 RECOVERED: Final = 1.5  # P90 of a window over that of the calm before
 SAMPLE_EVERY_S: Final = 0.25
 REFUSED: Final = ("HTTP 429", "HTTP 503")
+ENTRIES: Final = 200  # of the plan service's history: a course has some dozens
+# Seconds of here. A window of 20 s is 100 of the model, where a quarter of an hour is usual, so that a shift shows within a
+# minute; what 150 requests leave open, the controller's own test of its gains keeps it from believing.
+PLAN_SERVICE: Final = {
+    "port": 0,
+    "mode": "auto",
+    "conversions": True,
+    "drain_timeout_s": 20.0,
+    "controller": {"tick_s": 1.0, "warmup_s": 2.0, "window_s": 20.0, "min_requests": 60, "cooldown_s": 20.0},
+    "limits": {"settle_s": 4.0},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +109,18 @@ class Answered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """What the gateway says of its link, and how many requests are under way."""
+    """What the gateway says of its link, how many requests are under way, and which plan (0: none) it follows with how many
+    nodes of either role."""
 
     at_s: float
     under_way: int
     up: bool
     available_bytes_per_s: float
     behind_bytes: float
+    version: int
+    threshold_tokens: float
+    num_prefill: int
+    num_decode: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +133,23 @@ class Course:
     calm_p90_s: float  # of the steady load
     answers: Sequence[Answered]
     samples: Sequence[Sampled]
+    not_converted: Sequence[str] = ()  # node and reason
+
+    def changes(self) -> list[Sampled]:
+        """The first sample, and the first of every plan after."""
+        return [next(same) for _, same in groupby(self.samples, lambda each: each.version)]
+
+    def splits(self) -> list[str]:
+        """Prefill and decode nodes that were ready, as they were one after the other."""
+        return [split for split, _ in groupby(f"{each.num_prefill}/{each.num_decode}" for each in self.samples)]
+
+    def overshoots(self) -> int:
+        """How often the threshold went too far and came back, in the disturbance and after it, whichever is more."""
+        return max(turns(self.thresholds(self.begin_s, self.end_s)), turns(self.thresholds(self.end_s, float("inf"))))
+
+    def thresholds(self, since_s: float, until_s: float) -> list[float]:
+        """That from which it started then, and those that followed."""
+        return [each.threshold_tokens for each in self.samples if since_s <= each.at_s < until_s]
 
     def p90_s(self, since_s: float, until_s: float) -> float:
         """Of the requests that arrived then and had a token."""
@@ -136,8 +179,21 @@ class Course:
             "recovered_after_s": self.recovered_s(),
             "most_under_way": max(under_way, default=0),
             "under_way_at_the_end": under_way[-1] if under_way else 0,
+            "plans": [
+                {"at_s": round(each.at_s, 1), "version": each.version, "threshold_tokens": each.threshold_tokens}
+                for each in self.changes()
+            ],
+            "overshoots": self.overshoots(),
+            "splits": self.splits(),
+            "not_converted": list(self.not_converted),
             "failures": sorted({each.detail for each in self.answers if each.outcome in ("failed", "wrong")})[:5],
         }
+
+
+def turns(course: Sequence[float]) -> int:
+    """How often it went one way after the other."""
+    steps = [after - before for before, after in pairwise(course) if after != before]
+    return sum((step > 0) != (following > 0) for step, following in pairwise(steps))
 
 
 class Stage:
@@ -163,7 +219,7 @@ class Stage:
         phases = (disturbance.before, disturbance.phase, disturbance.after)
         begin_s = phases[0].seconds
         end_s = begin_s + phases[1].seconds
-        start = time.monotonic()
+        start, began_at = time.monotonic(), datetime.now(UTC).timestamp()
         samples: list[Sampled] = []
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             sampling = asyncio.create_task(self._sample(session, start, samples))
@@ -174,9 +230,16 @@ class Stage:
                     for number, arrival in enumerate(self._arrivals(phases))
                 ]
             sampling.cancel()
+            entries = await self._history(session, began_at)
         answers = sorted((task.result() for task in sent), key=lambda each: each.at_s)
         course = Course(
-            name=disturbance.name, begin_s=begin_s, end_s=end_s, calm_p90_s=0.0, answers=answers, samples=samples
+            name=disturbance.name,
+            begin_s=begin_s,
+            end_s=end_s,
+            calm_p90_s=0.0,
+            answers=answers,
+            samples=samples,
+            not_converted=[entry.reason for entry in entries if entry.change is Change.NOT_CONVERTED],
         )
         self._calm_p90_s = self._calm_p90_s or course.p90_s(0.0, begin_s)
         return replace(course, calm_p90_s=self._calm_p90_s)
@@ -222,10 +285,15 @@ class Stage:
         return Answered(at_s=at_s, ttft_s=done.ttft_s, outcome=done.route.partition(";")[0] if right else "wrong")
 
     async def _sample(self, session: aiohttp.ClientSession, start: float, samples: list[Sampled]) -> None:
+        cursors = Cursors()
         while True:
             with suppress(aiohttp.ClientError, ValueError, IndexError):
                 async with session.get(f"{self.system.api_url}/prfaas/links") as answer:
                     link = (await answer.json(content_type=None))["data"][0]
+                async with session.get(f"{self.system.api_url}/prfaas/load", params=cursors.query()) as answer:
+                    load = msgspec.json.decode(await answer.read(), type=GatewayLoad)
+                cursors.new(load)
+                prefills, decodes = (of_kind(load.nodes, ClusterKind.PD, role) for role in (Role.PREFILL, Role.DECODE))
                 samples.append(
                     Sampled(
                         at_s=time.monotonic() - start,
@@ -233,9 +301,19 @@ class Stage:
                         up=link["up"],
                         available_bytes_per_s=link["available_bytes_per_s"] or 0.0,
                         behind_bytes=link["queued_bytes"] + link["promised_bytes"],
+                        version=load.follows.version if load.follows is not None else 0,
+                        threshold_tokens=load.threshold_tokens,
+                        num_prefill=len(prefills),
+                        num_decode=len(decodes),
                     )
                 )
             await asyncio.sleep(SAMPLE_EVERY_S)
+
+    async def _history(self, session: aiohttp.ClientSession, since: float) -> list[Entry]:
+        """What the plan service has written down since then (seconds since the epoch)."""
+        async with session.get(f"{self.system.plan_url}/history", params={"limit": ENTRIES}) as answer:
+            entries = msgspec.json.decode(await answer.read(), type=list[Entry])
+        return [entry for entry in entries if entry.at >= since]
 
 
 async def _thin(stage: Stage) -> Callable[[], Awaitable[None]]:
@@ -270,7 +348,7 @@ async def _nothing() -> None:
 
 
 CALM: Final = Disturbance(name="calm", phase=Phase(seconds=1.0), strike=_only_load, after=Phase(seconds=1.0))
-NIGHT: Final = Phase(seconds=BEFORE_S, rate=0.6, length=0.5)
+NIGHT: Final = Phase(seconds=2 * BEFORE_S, rate=0.6, length=0.5)  # long enough to be planned for
 DISTURBANCES: Final = (
     Disturbance(name="thin link", phase=Phase(seconds=30.0), strike=_thin),
     Disturbance(name="dead link", phase=Phase(seconds=30.0), strike=_dead),
@@ -283,7 +361,7 @@ DISTURBANCES: Final = (
 def deployment(site: Site, scale: Scale, state_dir: Path) -> tuple[Topology, dict[str, int]]:
     """The case study's with its SLO as a promise, and the ports at which its decode nodes really listen for the line."""
     promised = {"default": {"ttft_s": SLO_TTFT_P90_S * scale.time}}
-    topology = contender(site, "PrfaaS-PD", scale, state_dir).topology.replace_gateway(classes=promised)
+    topology = contender(site, "PrfaaS-PD", scale, state_dir, PLAN_SERVICE).topology.replace_gateway(classes=promised)
     ports = {node.node_id: free_port() for node in topology.nodes if node.role == "decode"}
     return topology, ports
 
@@ -346,16 +424,25 @@ async def _keep(system: System) -> None:
         say(f"given up: {error}")
 
 
+COLUMNS: Final = ("", "requests", "refused", "failed", "wrong", "P90 TTFT before, in, after (s)", "back to normal after (s)",
+                  "under way at most, at the end", "plans applied", "overshoots", "prefill/decode nodes")  # fmt: skip
+
+
 def table(result: dict[str, Any]) -> str:
-    """One line per disturbance."""
-    lines = [f"{'':14} {'requests':>8} {'refused':>8} {'failed':>7} {'wrong':>6} {'P90 TTFT before, in, after':>27} "
-             f"{'recovered':>10} {'under way, most, last':>22}"]  # fmt: skip
+    """One line per disturbance, in Markdown."""
+    lines = [_line(COLUMNS), _line(["---"] * len(COLUMNS))]
     for row in result["courses"]:
-        p90s = ", ".join(f"{row[f'ttft_p90_{when}_s']:.2f}" for when in ("before", "during", "after")) + " s"
-        counts = f"{row['requests']:8} {row['refused']:8} {row['failed']:7} {row['wrong']:6}"
+        p90s = ", ".join(f"{row[f'ttft_p90_{when}_s']:.2f}" for when in ("before", "during", "after"))
+        counts = [row[name] for name in ("requests", "refused", "failed", "wrong")]
         under_way = f"{row['most_under_way']}, {row['under_way_at_the_end']}"
-        lines.append(f"{row['name']:14} {counts} {p90s:>27} {row['recovered_after_s']:8.0f} s {under_way:>22}")
-    return "\n".join(lines)
+        plans = [len(row["plans"]) - 1, row["overshoots"], " → ".join(row["splits"])]
+        lines.append(_line([row["name"], *counts, p90s, f"{row['recovered_after_s']:.0f}", under_way, *plans]))
+    about = f"{result['load']:.0%} of what the deployment can carry, {result['rate_req_per_s']:.1f} requests/s"
+    return "\n".join([*lines, "", f"{about}; load average {result['load_average']:.1f}."])
+
+
+def _line(cells: Sequence[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def main() -> None:
