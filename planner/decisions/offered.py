@@ -7,11 +7,15 @@ them. A reader that comes too late misses the oldest ones, and is told how many 
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
+from typing import Final
 
 import msgspec
 
 from planner.decisions.plan import LivePlan
 from planner.decisions.views import ClusterKind, Role
+
+READY: Final = "ready"  # a node's state
+CONVERTING: Final = "converting"  # another one
 
 
 class Samples(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,4 +94,4 @@ class GatewayLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 def of_kind(nodes: Iterable[NodeSeen], kind: ClusterKind, role: Role) -> list[NodeSeen]:
     """Those that work, of a kind and a role."""
-    return [node for node in nodes if node.kind is kind and node.role is role and node.state == "ready"]
+    return [node for node in nodes if node.kind is kind and node.role is role and node.state == READY]

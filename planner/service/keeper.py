@@ -12,8 +12,10 @@ from contextlib import suppress
 from typing import Any, Final
 
 import aiohttp
+from msgspec.structs import replace
 
-from planner.decisions.offered import GatewayLoad
+from planner.decisions.conversions import Standing, why_not
+from planner.decisions.offered import CONVERTING, READY, GatewayLoad
 from planner.decisions.plan import LivePlan, Seen, Setting
 from planner.decisions.views import Role
 from planner.errors import Refused
@@ -225,19 +227,37 @@ class Keeper:
             return None
         if not self._nodes:  # the next look will tell
             return None
+        roles = plan.setting.roles
         waiting = [name for name, state in self.ledger.conversions.items() if state == PENDING]
-        return (plan, waiting[0], plan.setting.roles[waiting[0]]) if waiting else None
+        # Of two that change places, one can go first: the other would leave a role without a node.
+        waiting.sort(key=lambda name: bool(self._obstacle(name, roles[name])))
+        return (plan, waiting[0], roles[waiting[0]]) if waiting else None
+
+    def _obstacle(self, node_id: str, role: Role) -> str:
+        """What speaks against it; "" nothing. One that is converting already may have been told so by the leader before."""
+        standings = [
+            Standing(
+                node_id=node.node_id,
+                cluster=node.cluster,
+                kind=node.kind,
+                role=node.role,
+                is_ready=node.state == READY or (node.node_id == node_id and node.state == CONVERTING),
+            )
+            for node in self._nodes
+        ]
+        return why_not(node_id, role, standings)
 
     async def _convert(self, plan: LivePlan, node_id: str, role: Role) -> None:
-        node = next((node for node in self._nodes if node.node_id == node_id), None)
-        failure = ""
-        try:
-            if node is None:
-                raise ConversionFailed("no gateway sees this node")
+        failure = self._obstacle(node_id, role)
+        if not failure:
+            node = next(node for node in self._nodes if node.node_id == node_id)
             self._controller.converted(self._clock())
-            await self._converter.convert(node, role, plan.version)
-        except ConversionFailed as error:
-            failure = str(error)
+            try:
+                await self._converter.convert(node, role, plan.version)
+                self._nodes = [replace(each, role=role) if each.node_id == node_id else each for each in self._nodes]
+            except ConversionFailed as error:
+                failure = str(error)
+        if failure:
             log.warning("%s does not become a %s node: %s", node_id, role, failure)
 
         def noted(ledger: Ledger) -> tuple[Ledger, Entry | None]:

@@ -10,13 +10,12 @@ from typing import Final
 
 import numpy as np
 
-from planner.decisions.offered import GatewayLoad, LinkSeen, NodeSeen, Samples, of_kind
+from planner.decisions.offered import CONVERTING, READY, GatewayLoad, LinkSeen, NodeSeen, Samples, of_kind
 from planner.decisions.plan import Seen, Setting
 from planner.decisions.views import ClusterKind, Role
 from planner.solve.controller import Observation
 
 MAX_BOOTS: Final = 64  # lives of one gateway that are remembered: its workers, and a few restarts
-CONVERTING: Final = "converting"  # a node's state
 FULL: Final = 0.85  # of a link: from here on it shows what it can carry
 
 
@@ -103,7 +102,7 @@ class Readings:
         found: dict[str, NodeSeen] = {}
         for load in self._loads.values():
             for node in load.nodes:
-                if node.node_id not in found or node.state == "ready":
+                if node.node_id not in found or node.state == READY:
                     found[node.node_id] = node
         return list(found.values())
 

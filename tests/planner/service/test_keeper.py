@@ -13,7 +13,7 @@ from planner.decisions.views import Role
 from planner.errors import Refused
 from planner.service.config import ApplyMode
 from planner.service.store import Store
-from planner.solve.ledger import DONE, PENDING, Change
+from planner.solve.ledger import DONE, PENDING, Change, Draft, Limits
 from tests.planner.service.worlds import LAW, PATIENCE_S, Desk, desk, fake_gateway, on_loop
 
 
@@ -261,3 +261,33 @@ async def test_by_itself_it_applies_nothing_that_is_not_found_better_now(tmp_pat
             assert at.keeper.ledger.in_force is None
             await at.look(LAW)
             assert at.keeper.ledger.in_force is not None
+
+
+@on_loop
+async def test_a_role_is_not_left_without_a_node_by_a_plan_that_waited_too_long(tmp_path: Path) -> None:
+    async with fake_gateway(threshold_tokens=19_684.0, num_prefill=6) as gateway, desk(
+        tmp_path, gateway, conversions=True
+    ) as at:  # fmt: skip
+        await seen_enough(at)
+        await at.keeper.pause("ann")
+        for name in ("n1", "n2", "n3", "n4", "n5"):
+            del gateway.roles[name]
+        await at.look()
+        await at.keeper.apply("ann")
+        await until(lambda: at.keeper.ledger.conversions == {"n0": "n0 is the last prefill node of w that is ready"})
+        assert at.nodes.asked == []
+
+
+@on_loop
+async def test_nodes_that_change_places_do_so_in_the_order_that_leaves_every_role_a_node(tmp_path: Path) -> None:
+    async with fake_gateway(threshold_tokens=19_684.0, num_prefill=1) as gateway, desk(
+        tmp_path, gateway, conversions=True
+    ) as at:  # fmt: skip
+        await at.look()
+        at.keeper.ledger, _ = at.keeper.ledger.propose(
+            Draft(setting=Setting(threshold_tokens=19_684.0, roles={"n0": Role.DECODE, "n1": Role.PREFILL}), reason=""),
+            Limits(), 0.0,
+        )  # fmt: skip
+        await at.keeper.apply("ann")
+        await until(lambda: at.keeper.ledger.conversions == {"n0": DONE, "n1": DONE})
+        assert [name for name, *_ in at.nodes.asked] == ["n1", "n0"]
