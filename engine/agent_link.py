@@ -258,9 +258,19 @@ class AgentLink:
 
     # Load
 
-    def report_load(self, running: int, waiting: int, queued_tokens: int) -> None:
+    def report_load(
+        self,
+        running: int,
+        waiting: int,
+        queued_tokens: int,
+        *,
+        slots: int = 0,
+        steps: tuple[tuple[float, float], ...] = (),
+    ) -> None:
         """Tells the agent, at once or within LOAD_REPORT_INTERVAL_S of the last report."""
-        self._wanted_load = LoadReport(running=running, waiting=waiting, queued_tokens=queued_tokens)
+        self._wanted_load = LoadReport(
+            running=running, waiting=waiting, queued_tokens=queued_tokens, slots=slots, steps=steps
+        )
         if self._load_timer is None:
             self._send_load()
 

@@ -164,7 +164,9 @@ class Service:
         self.metrics.on_load(load.running, load.waiting, load.queued_tokens)
         if self.link is not None:
             self.metrics.on_agent(connected=self.link.connected)
-            self.link.report_load(load.running, load.waiting, load.queued_tokens)
+            self.link.report_load(
+                load.running, load.waiting, load.queued_tokens, slots=self.model.slots, steps=self.model.steps
+            )
 
     # Which way
 

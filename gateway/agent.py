@@ -1,8 +1,10 @@
 """The gateway's side of node.proto: one agent, called over gRPC, answering in values of ours."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from math import inf
 from typing import Any, Final
 
 import grpc
@@ -20,6 +22,7 @@ from transport.control.tickets import MAX_CONTROL_BYTES, REASON_KEY, ticket_info
 from transport.wire.identity import Identity
 
 MAX_EVENT_HASHES: Final = 2048
+MAX_STEPS: Final = 64  # step times in a report: nodes have a dozen
 REASONS: Final = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: "no_capacity",
     grpc.StatusCode.UNAVAILABLE: "unreachable",
@@ -91,14 +94,31 @@ class LinkLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What of a node's arena a new prompt could have: in pages, and in tokens of a prompt that fits.
+
+    `free_tokens` fit into the free pages alone, `tokens` into these and what eviction would free.
+    """
+
+    pages_total: int
+    pages_free: int
+    pages_evictable: int
+    free_tokens: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLoad:
-    """How busy a node said it is."""
+    """How busy a node said it is. `slots` of 0 and a `room` of None are not known; for `steps` see `NodeView`."""
 
     running: int = 0
     waiting: int = 0
     queued_tokens: int = 0
     egress_bytes_total: int = 0
     links: tuple[LinkLoad, ...] = ()
+    slots: int = 0
+    steps: tuple[tuple[float, float], ...] = ()
+    room: Room | None = None
 
 
 NodeEvent = NodeInfo | NodeLoad | BlocksStored | BlocksRemoved | CacheCleared
@@ -333,6 +353,25 @@ def load_from(load: pb.Load) -> NodeLoad:
             )
             for link in load.links
         ),
+        slots=load.slots,
+        steps=_steps_from(load.steps),
+        room=_room_from(load.room) if load.HasField("room") else None,
+    )
+
+
+def _steps_from(steps: Iterable[pb.StepTime]) -> tuple[tuple[float, float], ...]:
+    """By rising batch; what makes no sense is left out, and so is what is too much."""
+    sane = {step.batch: step.seconds for step in islice(steps, MAX_STEPS) if step.batch > 0 and 0 < step.seconds < inf}
+    return tuple(sorted(sane.items()))
+
+
+def _room_from(room: pb.Room) -> Room:
+    return Room(
+        pages_total=room.pages_total,
+        pages_free=room.pages_free,
+        pages_evictable=room.pages_evictable,
+        free_tokens=room.free_tokens,
+        tokens=room.tokens,
     )
 
 

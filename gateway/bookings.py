@@ -25,6 +25,8 @@ class Booking:
         self._answer = Work()
         self._prefill: tuple[Node, Work] | None = None
         decode.take(self._answer)
+        if decode.info is not None:
+            decode.expects(len(hashes) * decode.info.block_size)
 
     def prefill(self, node: Node, route: Route) -> None:
         """`node` computes the prompt as `route` says from now on, and nobody else does."""

@@ -95,6 +95,7 @@ class Decider:
             num_tokens=request.prompt.num_tokens,
             kv_bytes=request.served.layout.kv_bytes,
             tie=tie_of(request.leg_id),
+            answer_tokens=self._answers.tokens(request.call.options.output_tokens),
             home=home or self._home,
             unshared=request.call.options.is_unshared,
         )

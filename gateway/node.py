@@ -8,7 +8,7 @@ from gateway.agent import AgentClient, LinkLoad, NodeInfo, NodeLoad
 from gateway.underway import Underway
 from hybrid_cache.index import Holding
 from planner.decisions.estimates import PrefillShare
-from planner.decisions.views import ClusterKind, NodeView, Role
+from planner.decisions.views import ClusterKind, NodeView, Role, room_beside
 
 KINDS: Final = {
     kind.value: kind for kind in ClusterKind
@@ -47,6 +47,10 @@ class Node:
         self._own_requests = self._foreign = self._beyond = 0
         self.promised_bytes: Counter[str] = Counter()  # by destination cluster, of requests that were sent here
         self.underway = Underway()
+        self._landing_tokens = (
+            0,
+            0,
+        )  # that requests sent here since the last report will need, and since the one before
         self._viewed: tuple[tuple[Any, ...], NodeView] | None = None  # the last view, and what it was made of
 
     def __repr__(self) -> str:
@@ -100,6 +104,7 @@ class Node:
             share,
             max_running,
             promised_tokens,
+            self._landing_tokens,
         )
         # Of two prompts, most nodes hold as much: the system prompt, or nothing.
         if self._viewed is not None and self._viewed[0] == made_of:
@@ -115,19 +120,34 @@ class Node:
             queued_tokens=max(load.queued_tokens, self.pending_tokens),
             running=max(load.running, self.pending_requests - load.waiting),
             waiting=load.waiting,
-            max_running=max_running,
+            max_running=min(max_running, load.slots or max_running),
             cached_tokens=cached_tokens,
             attention_tokens=hit.attention_tokens,
             immovable_tokens=cached_tokens - holding.movable_tokens,
             prefill_share=share,
+            room_tokens=self._room_tokens(hit.attention_tokens),
+            steps=load.steps,
         )
         self._viewed = made_of, seen
         return seen
+
+    def _room_tokens(self, attention_tokens: int) -> int | None:
+        room = self.load.room
+        if room is None:
+            return None
+        return room_beside(room.free_tokens, room.tokens, attention_tokens) - sum(self._landing_tokens)
+
+    def expects(self, num_tokens: int) -> None:
+        """KVCache of so many tokens will be reserved here: its node's reports do not have it yet."""
+        since, before = self._landing_tokens
+        self._landing_tokens = since + num_tokens, before
 
     def reported(self, load: NodeLoad) -> None:
         """What its agent says now; of what it has beyond ours, only what two reports agree on is another gateway's."""
         beyond = max(0, load.running + load.waiting - self.pending_requests)  # ours do not end here and there at once
         self._foreign, self._beyond = min(beyond, self._beyond), beyond
+        # The first report after a decision may have been made before the reservation.
+        self._landing_tokens = 0, self._landing_tokens[0]
         self.load = load
 
     @property

@@ -22,6 +22,7 @@ from hybrid_cache.spec import FullAttention, KVCacheSpec, LinearState, SlidingWi
 PAGE_ALIGN_BYTES: Final = 256
 MAX_PAGES_PER_BLOCK: Final = 512
 WASTE_SLACK: Final = 0.01  # larger pages are worth this much more waste than the least possible
+UNBOUNDED_TOKENS: Final = 1 << 40  # of a model whose KVCache does not grow with the prompt
 
 _KINDS: Final[dict[str, type[KVCacheSpec]]] = {
     "full_attention": FullAttention,
@@ -144,6 +145,24 @@ class ModelLayout:
     def kv_bytes(self, num_tokens: int) -> int:
         """S_kv: bytes that prefill of `num_tokens` leaves behind (PrfaaS §3.1), block padding not included."""
         return sum(len(g.layers) * _layer_bytes(g.spec, num_tokens) for g in self.groups)
+
+    def tokens_within(self, num_pages: int) -> int:
+        """The longest prompt whose KVCache, its last states and windows included, fits into so many pages."""
+        left = num_pages - self._tail_pages
+        if left < 0:
+            return 0
+        block = sum(self._block_pages[group] for group in self.full_groups)
+        return left // block * self.block_size if block else UNBOUNDED_TOKENS
+
+    @cached_property
+    def _tail_pages(self) -> int:
+        """What a long prompt takes beside its full attention."""
+        blocks = dict.fromkeys(self.state_groups, 1)
+        for group in self.window_groups:
+            spec = self.groups[group].spec
+            assert isinstance(spec, SlidingWindow)
+            blocks[group] = -(-(spec.window - 1) // self.block_size) + 1  # its ends need not be those of blocks
+        return sum(count * self._block_pages[group] for group, count in blocks.items())
 
     # Places
 

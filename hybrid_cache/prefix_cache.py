@@ -100,6 +100,16 @@ class PrefixCache:
             page_bytes=self.layout.page_bytes,
         )
 
+    @property
+    def free_pages(self) -> int:
+        """Pages that hold nothing."""
+        return self._tree.pool.num_free
+
+    @property
+    def evictable_pages(self) -> int:
+        """Pages of prefixes that no request holds."""
+        return self._tree.evictable_pages
+
     def snapshot(self) -> tuple[BlocksStored, ...]:
         """Everything that can be matched, one entry per group, parents before children."""
         return tuple(BlocksStored(group, tuple(held)) for group, held in enumerate(self._tree.held))

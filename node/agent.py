@@ -352,7 +352,7 @@ class NodeAgent:
         return pb.NODE_STATE_STARTING if starting and not self.supervisor.gave_up else pb.NODE_STATE_ENGINE_DOWN
 
     def load(self) -> pb.Load:
-        """Queues and links right now."""
+        """Queues, memory and links right now."""
         return pb.Load(
             running=self.engine_load.running,
             waiting=self.engine_load.waiting,
@@ -362,6 +362,9 @@ class NodeAgent:
             egress_bytes_total=self.links.bytes_sent,
             ingress_bytes_total=self.links.bytes_received,
             links=self.links.states(),
+            slots=self.engine_load.slots,
+            steps=[pb.StepTime(batch=batch, seconds=seconds) for batch, seconds in self.engine_load.steps],
+            room=self.pages.room() if self.pages else None,
         )
 
     def describe(self) -> pb.NodeDescription:

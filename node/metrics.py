@@ -167,6 +167,17 @@ def _load(load: pb.Load) -> Iterator[Metric]:
     queued = GaugeMetricFamily("prfaas_node_queued_tokens", "Uncached prompt tokens not computed yet")
     queued.add_metric([], load.queued_tokens)
     yield queued
+    slots = GaugeMetricFamily("prfaas_node_slots", "Sequences that the engine runs at once; 0: it does not say")
+    slots.add_metric([], load.slots)
+    yield slots
+    room = GaugeMetricFamily("prfaas_node_room_tokens", "Of a prompt that fits into pages, by which", labels=["pages"])
+    room.add_metric(["free"], load.room.free_tokens)
+    room.add_metric(["free_or_evictable"], load.room.tokens)
+    yield room
+    steps = GaugeMetricFamily("prfaas_node_step_seconds", "What decode steps took lately, by octave", labels=["batch"])
+    for step in load.steps:
+        steps.add_metric([str(1 << (int(step.batch).bit_length() - 1))], step.seconds)
+    yield steps
     moved = CounterMetricFamily(
         "prfaas_kv_bytes",
         "KVCache bytes: egress is what left over TCP, ingress what came over TCP, RDMA and shared memory",

@@ -234,6 +234,17 @@ class Pages:
             page_bytes=self.layout.page_bytes,
         )
 
+    def room(self) -> pb.Room:
+        """What of the arena a new prompt could have."""
+        free, evictable = self.cache.free_pages, self.cache.evictable_pages
+        return pb.Room(
+            pages_total=self.num_pages,
+            pages_free=free,
+            pages_evictable=evictable,
+            free_tokens=self.layout.tokens_within(free),
+            tokens=self.layout.tokens_within(free + evictable),
+        )
+
     def ssd_report(self) -> pb.SsdReport | None:
         """What the SSD tier holds; None where the node has none."""
         if self.ssd:

@@ -19,6 +19,7 @@ from engine.model.batch import DecodeBatch
 from engine.model.emulated import EmulatedEngine
 from engine.model.scheduler import Keep, Load, Scheduler, Work
 from engine.model.standin import StandIn
+from engine.model.steps import Steps
 from prompts.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,9 @@ class PacedScheduler(Scheduler):
         self._take_landings(now)
         self._compute(now)
         due = self._batch.due(now)
+        if due:
+            batch = len(self._batch)
+            self.steps.note(batch, self._stand_in.decode_step_s(batch) * self._stand_in.steps_per_token)
         self._decode(due)
         for work in due:
             if work in self._decoding:
@@ -146,6 +150,14 @@ class PacedModel:
     @property
     def load(self) -> Load:
         return self._scheduler.load
+
+    @property
+    def slots(self) -> int:
+        return self._scheduler.slots
+
+    @property
+    def steps(self) -> Steps:
+        return self._scheduler.steps.report()
 
     def start(self) -> None:
         self.alive = True

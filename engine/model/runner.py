@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from engine.model.scheduler import Keep, Load, Work
+from engine.model.steps import Steps
 
 
 class Runner(Protocol):
@@ -11,6 +12,16 @@ class Runner(Protocol):
     @property
     def load(self) -> Load:
         """With what has been submitted since the last round."""
+        ...
+
+    @property
+    def slots(self) -> int:
+        """Sequences that run at once; more wait."""
+        ...
+
+    @property
+    def steps(self) -> Steps:
+        """What decode steps have taken lately. A stand-in's are those that it keeps to."""
         ...
 
     @property

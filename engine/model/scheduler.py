@@ -18,6 +18,7 @@ from typing import Any, Final
 from engine.base import Engine, Logits
 from engine.errors import EngineError, PagesInvalid, PrefillAborted, TransferError
 from engine.model.sampling import Sampled, Sampler, SamplingParams
+from engine.model.steps import StepTimes
 from engine.pages import JobKV
 from engine.text import OutputText
 from prompts.tokenizer import TextTokenizer
@@ -148,10 +149,11 @@ class Scheduler:
         max_running: int = MAX_RUNNING,
     ) -> None:
         self.chunk_tokens = chunk_tokens
+        self.slots = max_running
+        self.steps = StepTimes()
         self._engine = engine
         self._tokenizer = tokenizer
         self._clock = clock
-        self._max_running = max_running
         self._waiting: deque[Work] = deque()
         self._prefilling: list[Work] = []
         self._decoding: list[Work] = []
@@ -183,7 +185,9 @@ class Scheduler:
         self._admit()
         if self._prefilling:
             self._guarded(self._prefill_some, self._next_prefill())
+        began_s, batch = self._clock(), len(self._decoding)
         self._decode(list(self._decoding))
+        self.steps.note(batch, self._clock() - began_s)
         self._keep_some()
 
     def fail_all(self, error: EngineError) -> None:
@@ -203,7 +207,7 @@ class Scheduler:
             self._decoding = [work for work in self._decoding if not work.aborted]
 
     def _admit(self) -> None:
-        while self._waiting and len(self._prefilling) + len(self._decoding) < self._max_running:
+        while self._waiting and len(self._prefilling) + len(self._decoding) < self.slots:
             self._prefilling.append(self._waiting.popleft())
 
     def _guarded(self, action: Callable[[Work], None], work: Work) -> None:

@@ -8,6 +8,7 @@ from typing import Final
 
 from engine.errors import EngineError
 from engine.model.scheduler import Keep, Load, Scheduler, Work
+from engine.model.steps import Steps
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,14 @@ class ModelThread:
         fresh_tokens = sum(work.remaining_tokens for work in self._fresh)
         last = self._load
         return Load(last.running, last.waiting + len(self._fresh), last.queued_tokens + fresh_tokens)
+
+    @property
+    def slots(self) -> int:
+        return self._scheduler.slots
+
+    @property
+    def steps(self) -> Steps:
+        return self._scheduler.steps.report()
 
     @property
     def alive(self) -> bool:

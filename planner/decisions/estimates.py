@@ -418,7 +418,8 @@ class LearnedCost(PrefillCost):
         return seconds
 
     def step_s(self, node: NodeView, running: int) -> float:
-        return self._steps.step_s(node.node_id, running) if self._steps is not None else 0.0
+        learned = self._steps.step_s(node.node_id, running) if self._steps is not None else 0.0
+        return learned or super().step_s(node, running)  # what streams saw has prompts and the network in it
 
     def queue_s(self, node: NodeView) -> float:
         if node.queue_s is not None or (known := self.estimate(node)) is None:

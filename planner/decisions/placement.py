@@ -246,8 +246,8 @@ def choose_decode(
 ) -> NodeView:
     """The decode node that holds most of the prefix, among those hardly slower than the one with the shortest predicted TBT.
 
-    Nodes without a place or without memory for the prompt come last. While nobody's TBT is known, load stands for it. Ties go
-    to the less busy, then to the earlier one.
+    Nodes without a place, or without memory for the prompt and its predicted answer, come last. While nobody's TBT is known,
+    load stands for it. Ties go to the less busy, then to the earlier one.
     """
     able = nodes
     if any(node.room_tokens is not None for node in nodes):
@@ -268,7 +268,9 @@ def choose_decode(
 
 
 def _has_memory(node: NodeView, request: RouteRequest) -> bool:
-    return node.room_tokens is None or node.room_tokens >= request.num_tokens - node.attention_tokens
+    if node.room_tokens is None:
+        return True
+    return node.room_tokens >= request.num_tokens - node.attention_tokens + request.answer_tokens
 
 
 _load = attrgetter("load")

@@ -35,7 +35,9 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     `immovable_tokens` at the end of `cached_tokens` cannot be sent to another node: only the engine's own cache has them.
     `queue_s`, where known, is the predicted time until the node is free; else `queued_tokens` (uncached tokens waiting
     or being computed) is turned into seconds by the prefill cost. `prefill_share` is the part of its time that a decode
-    node has lately spent on prompts. `room_tokens`, where known, is for how many tokens it has memory that nobody uses now.
+    node has lately spent on prompts. `room_tokens`, where known, is for how many tokens of this prompt, beyond its
+    `attention_tokens`, it has memory that nobody uses now. `steps` is what it says of its decode steps: (requests in them,
+    seconds), by rising number; empty: nothing.
     """
 
     node_id: str
@@ -53,6 +55,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     immovable_tokens: int = 0
     prefill_share: float = 0.0
     room_tokens: int | None = None
+    steps: tuple[tuple[float, float], ...] = ()
 
     @property
     def movable_tokens(self) -> int:
@@ -153,14 +156,37 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     transfers with.
     `tie` in [0, 1) is drawn from a hash of the request id: the only chance that routing knows.
     `home` names the PD cluster that should decode; None lets load decide.
+    `answer_tokens` is the predicted length of its answer.
     `unshared` requests have no use for KVCache that was computed for anybody, here or elsewhere.
     """
 
     num_tokens: int
     kv_bytes: Callable[[int], float] | None = None
     tie: float = 0.0
+    answer_tokens: float = 0.0
     home: str | None = None
     unshared: bool = False
+
+
+def step_at(steps: Sequence[tuple[float, float]], running: float) -> float:
+    """Seconds of a decode step of `running` requests, between what was reported of fewer and of more; there is a report.
+
+    Beyond the largest one the last two go on, as far as that is not downwards.
+    """
+    if running <= steps[0][0] or len(steps) == 1:
+        return steps[0][1]
+    after = next((i for i in range(1, len(steps)) if steps[i][0] >= running), len(steps) - 1)
+    (low, low_s), (high, high_s) = steps[after - 1], steps[after]
+    slope = (high_s - low_s) / (high - low)
+    return low_s + slope * (running - low) if running <= high else high_s + max(0.0, slope) * (running - high)
+
+
+def room_beside(free_tokens: int, tokens: int, attention_tokens: int) -> int:
+    """`room_tokens` of a node whose free pages hold so many tokens, and with those that eviction would free, `tokens`.
+
+    Most likely nobody holds a prompt's own prefix, so that it is among what would be evicted.
+    """
+    return max(free_tokens, tokens - attention_tokens)
 
 
 class PrefillCost:
@@ -184,7 +210,7 @@ class PrefillCost:
 
     def step_s(self, node: NodeView, running: int) -> float:
         """Time between two tokens of a request that decodes on `node` as one of `running`; 0 while unknown."""
-        return 0.0
+        return step_at(node.steps, running) if node.steps else 0.0
 
     def queues_s(self, nodes: Sequence[NodeView]) -> list[float]:
         """`queue_s` of each node."""

@@ -13,6 +13,7 @@ from hybrid_cache.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.prefix_cache import PrefixCache
 from hybrid_cache.reservation import Purpose
 from hybrid_cache.spec import FullAttention, LinearState, SlidingWindow
+from planner.decisions.views import room_beside
 from planner.model.profile import KvSize
 
 
@@ -62,6 +63,12 @@ class NodeCache:
             return None
         self._held.add(request_id)
         return reservation.cached_tokens
+
+    def room_tokens(self, attention_tokens: int) -> int:
+        """For how many tokens of a prompt, beyond its own prefix, there are pages: as nodes report it and gateways read it."""
+        layout, free = self.cache.layout, self.cache.free_pages
+        with_evictable = layout.tokens_within(free + self.cache.evictable_pages)
+        return room_beside(layout.tokens_within(free), with_evictable, attention_tokens)
 
     def fill(self, request_id: str, num_tokens: int, now: float) -> None:
         """The KVCache is there: its blocks may be reused, and stay locked."""

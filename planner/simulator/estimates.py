@@ -101,6 +101,10 @@ class Experience:
     def on_answered(self, tokens: float) -> None:
         self._answers.observe(tokens)
 
+    def answer_tokens(self) -> float:
+        """Predicted length of an answer."""
+        return self._answers.tokens()
+
     def errors(self) -> dict[tuple[str, str], Error]:
         """By what was predicted, and of what."""
         found = {("prefill", cluster): error for cluster, error in self._times.errors().items()}

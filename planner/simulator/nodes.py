@@ -267,6 +267,7 @@ class DecodeNode:
             cached_tokens=cached_tokens,
             attention_tokens=attention_tokens,
             prefill_share=prefill_share,
+            room_tokens=self.cache.room_tokens(attention_tokens) if self.cache is not None else None,
         )
 
     def put(self, now: float, job: Job) -> None:

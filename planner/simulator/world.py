@@ -152,7 +152,10 @@ class World:
         self._consider(now, job)
 
     def _consider(self, now: float, job: Job) -> None:
-        request = RouteRequest(num_tokens=max(2, job.prompt), kv_bytes=self.scenario.kv, tie=self._tie_of[job.index])
+        request = RouteRequest(
+            num_tokens=max(2, job.prompt), kv_bytes=self.scenario.kv, tie=self._tie_of[job.index],
+            answer_tokens=self._experience.answer_tokens(),
+        )  # fmt: skip
         if self.policy.placement is not self._experience.placement:
             self.policy = replace(self.policy, placement=self._experience.placement)
         self._learned.as_of(now)

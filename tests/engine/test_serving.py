@@ -263,6 +263,8 @@ def test_agent_hears_the_load(tmp_path):
             await until(
                 lambda: (reports()[-1].running, reports()[-1].waiting, reports()[-1].queued_tokens) == (0, 0, 0)
             )
+            assert reports()[-1].slots == node.service.model.slots
+            assert [batch for batch, _ in reports()[-1].steps] == [1.0]
 
     asyncio.run(scenario())
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.agent import AgentClient, NodeInfo
+from gateway.agent import AgentClient, NodeInfo, NodeLoad, Room
 from gateway.bookings import Booking, booked
 from gateway.node import Node
+from hybrid_cache.index import NOTHING
 from planner.decisions.routing import Reason, Route, Target
 
 
@@ -52,6 +53,25 @@ def test_a_prompt_that_the_decode_node_computes_is_one_request_there():
         assert (decode.pending_requests, decode.pending_tokens) == (1, 60)
         assert decode.prefill_share.at(0.0) == pytest.approx(0.05)  # half a second of the last ten
     assert (decode.pending_requests, decode.pending_tokens) == (0, 0)
+
+
+def test_what_was_sent_since_the_last_two_reports_takes_room_that_they_do_not_show():
+    decode = node_of("d0", role="decode")
+    decode.info = replace(decode.info, block_size=16)
+    report = NodeLoad(room=Room(pages_total=9, pages_free=4, pages_evictable=4, free_tokens=64, tokens=128))
+
+    def room():
+        return decode.view(NOTHING, 16, 0.0).room_tokens
+
+    assert room() is None
+    decode.reported(report)
+    assert room() == 128
+    with booked(decode, lambda: 0.0, [b"h" * 32] * 2):
+        assert room() == 96
+        decode.reported(report)
+        assert room() == 96
+        decode.reported(report)
+        assert room() == 128
 
 
 Step = tuple[int, int, int, float]  # which request, what it does, by which node, how much

@@ -8,6 +8,7 @@ import pytest
 from gateway.clusters import Clusters, salt_of
 from gateway.errors import NodeError
 from gateway.server import running
+from hybrid_cache.index import NOTHING
 from hybrid_cache.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.spec import FullAttention
 from tests.gateway.scripted import LAYOUT
@@ -294,6 +295,36 @@ async def test_work_under_way_counts_before_the_node_reports_it() -> None:
             node.script.word_interval_s = 0.2
         await asyncio.gather(*(w.complete(PROMPT, stream=True) for _ in range(4)))
         assert [len(node.bodies) for node in w.nodes.decode] == [2, 2]
+
+
+@on_loop
+async def test_a_decode_node_without_memory_for_a_prompt_is_passed_over_while_another_has_some() -> None:
+    async with world(decode=2) as w:
+        full, roomy = w.nodes.decode
+        for node, tokens in ((full, 16), (roomy, 1 << 20)):
+            node.load = pb.Load(room=pb.Room(pages_total=1 << 20, free_tokens=tokens, tokens=tokens))
+            node.tell(pb.NodeEvent(load=node.load))
+        await until(lambda: all(n.load.room for n in w.gateway.clusters.nodes if n.role == "decode"))
+        for _ in range(3):
+            await w.complete(PROMPT)
+        assert [len(full.bodies), len(roomy.bodies)] == [0, 3]
+        roomy.load = full.load
+        roomy.tell(pb.NodeEvent(load=roomy.load))
+        await until(lambda: all(n.load.room.tokens == 16 for n in w.gateway.clusters.nodes if n.load.room))
+        assert (await w.complete(PROMPT)).status == 200  # no node has room: one is asked all the same
+
+
+@on_loop
+async def test_a_node_has_no_more_slots_than_it_says() -> None:
+    async with world(decode=1) as w:
+        node = w.nodes.decode[0]
+        node.load = pb.Load(slots=3, steps=[pb.StepTime(batch=2, seconds=0.5), pb.StepTime(batch=1, seconds=-1.0)])
+        node.tell(pb.NodeEvent(load=node.load))
+        known = next(each for each in w.gateway.clusters.nodes if each.role == "decode")
+        await until(lambda: known.load.slots == 3)
+        seen = known.view(NOTHING, 16, 0.0)
+        assert (seen.max_running, seen.steps) == (3, ((2.0, 0.5),))
+        assert known.view(NOTHING, 2, 0.0).max_running == 2
 
 
 def test_the_salt_separates_tenants_and_models() -> None:

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_cache.errors import LayoutError
+from hybrid_cache.errors import LayoutError, OutOfPages
 from hybrid_cache.layout import (
     PAGE_ALIGN_BYTES,
+    UNBOUNDED_TOKENS,
     KVCacheGroup,
     ModelLayout,
     RangeKey,
@@ -14,6 +15,8 @@ from hybrid_cache.layout import (
     derive_page_bytes,
     transfer_ranges,
 )
+from hybrid_cache.prefix_cache import PrefixCache
+from hybrid_cache.reservation import Purpose
 from hybrid_cache.spec import FullAttention, LinearState, SlidingWindow
 from planner.model.profile import load_profile
 from tests.hybrid_cache.builders import BLOCK, FULL, STATE, WINDOW, make_layout
@@ -244,3 +247,19 @@ def test_a_layout_says_what_its_slabs_consist_of():
 def test_parts_are_the_whole_snapshot():
     with pytest.raises(ValueError, match="100 bytes"):
         LinearState(100, ((64, "float32", 4),))
+
+
+@given(st.sampled_from([(FULL,), (FULL, STATE), (FULL, WINDOW), (FULL, WINDOW, STATE)]), st.integers(1, 80))
+def test_what_is_said_to_fit_into_pages_does(specs, num_pages):
+    layout = make_layout(*specs)
+    if fits := layout.tokens_within(num_pages):
+        PrefixCache(layout, num_pages).reserve("a", [], fits, now=0.0, purpose=Purpose.LANDING)
+    if WINDOW not in specs:  # of a window it is said that it may begin and end within a block
+        with pytest.raises(OutOfPages):
+            PrefixCache(layout, num_pages).reserve("a", [], fits + 1, now=0.0, purpose=Purpose.LANDING)
+
+
+def test_what_does_not_grow_fits_whatever_its_length():
+    layout = make_layout(STATE)
+    assert layout.tokens_within(0) == 0
+    assert layout.tokens_within(layout.pages_per_block(0)) == UNBOUNDED_TOKENS

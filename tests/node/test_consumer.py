@@ -113,3 +113,19 @@ def test_a_reservation_that_waits_for_an_ssd_is_expected_already(
                 assert not decode.consumer.expects_decodes
 
     run(scenario())
+
+
+def test_the_room_told_is_what_is_free_and_what_eviction_would_free(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with two_nodes(tmp_path) as (prefill, decode):
+            empty = decode.pages.room()
+            assert (empty.pages_free, empty.pages_evictable) == (empty.pages_total, 0)
+            ticket = await landed(prefill, decode)
+            held = decode.pages.room()
+            assert held.tokens == held.free_tokens < empty.tokens
+            await decode.consumer.commit(ticket.transfer_id, 1.0)
+            kept = decode.pages.room()
+            assert kept.free_tokens < kept.tokens == empty.tokens
+            assert kept.pages_free + kept.pages_evictable == kept.pages_total
+
+    run(scenario())

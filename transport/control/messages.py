@@ -177,11 +177,17 @@ class ClaimLanding(Message, frozen=True, kw_only=True):
 
 
 class LoadReport(Message, frozen=True, kw_only=True):
-    """Engine to agent, whenever it changes (at most every 50 ms)."""
+    """Engine to agent, whenever it changes (at most every 50 ms).
+
+    `slots`: sequences that it runs at once; 0: it does not say. `steps`: what its decode steps have taken lately, as
+    (sequences in them, seconds), by rising number; empty: it does not know.
+    """
 
     running: int
     waiting: int
     queued_tokens: int
+    slots: int = 0
+    steps: tuple[tuple[float, float], ...] = ()
 
 
 class Drain(Message, frozen=True, kw_only=True):

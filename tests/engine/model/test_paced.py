@@ -70,6 +70,15 @@ def test_a_prompt_takes_the_time_of_its_curve_however_it_is_cut():
         assert isinstance(bench.log[-1][1], Finished)
 
 
+def test_it_reports_the_steps_that_it_keeps_to():
+    bench = Bench()
+    bench.landed("a", 100)
+    bench.run()
+    ((batch, seconds),) = bench.scheduler.steps.report()
+    tokens = bench.of("a", NewToken)
+    assert (batch, seconds) == (1.0, pytest.approx(tokens[1].at_s - tokens[0].at_s))
+
+
 def test_a_cached_prefix_costs_what_the_curve_saves():
     bench = Bench(prefill_points=((0, 0.5), (1000, 1.5), (2000, 4.5)))
     pages = job_pages(bench.engine.layout, 1999, cached_tokens=1024, lengths=[1024])

@@ -2,6 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.decisions.decoding import LearnedSteps
+from planner.decisions.estimates import LearnedCost
 from planner.decisions.placement import MOST_RATIO, PLACERS, PlacementPolicy, place_kvcache_centric
 from planner.decisions.views import PrefillCost
 from tests.planner.worlds import GB, pd_decode, pd_prefill, request
@@ -91,8 +93,8 @@ class Steps(PrefillCost):
         return self.base_s[node.node_id] + 0.001 * running if node.node_id in self.base_s else 0.0
 
 
-def decoded(nodes, cost: PrefillCost = COST, name: str = "kvcache_centric", policy: PlacementPolicy = POLICY, tie=0.0):
-    return PLACERS[name].decode(request(20_000, tie=tie), nodes, policy, cost).node_id
+def decoded(nodes, cost: PrefillCost = COST, name: str = "kvcache_centric", policy: PlacementPolicy = POLICY, **fields):
+    return PLACERS[name].decode(request(20_000, **fields), nodes, policy, cost).node_id
 
 
 def test_decode_goes_where_tokens_come_soonest_whatever_the_number_of_requests():
@@ -120,6 +122,22 @@ def test_decode_nodes_without_a_place_or_memory_come_last():
     assert decoded([small, pd_decode("d1", running=9, room_tokens=30_000)]) == "d1"
     assert decoded([small, pd_decode("d1", running=9)]) == "d1"
     assert decoded([pd_decode("d0", room_tokens=11_000, attention_tokens=9_000)]) == "d0"
+
+
+def test_memory_is_for_the_prompt_and_its_predicted_answer():
+    nodes = [pd_decode("d0", room_tokens=20_500), pd_decode("d1", running=9, room_tokens=30_000)]
+    assert decoded(nodes) == "d0"
+    assert decoded(nodes, answer_tokens=1_000.0) == "d1"
+    assert decoded(nodes[:1], answer_tokens=1_000.0) == "d0"  # nobody else can
+
+
+def test_steps_that_nodes_report_stand_for_those_not_seen_yet():
+    slow = pd_decode("d0", steps=((1.0, 0.05), (16.0, 0.08)))
+    quick = pd_decode("d1", running=3, steps=((1.0, 0.01), (4.0, 0.02)))
+    assert decoded([slow, quick]) == "d1"
+    assert decoded([slow, pd_decode("d1", running=3)]) == "d0"  # not known of all: the least load
+    nothing_learned = LearnedCost(steps=LearnedSteps())
+    assert decoded([slow, quick], nothing_learned) == "d1"
 
 
 def test_netkv_decodes_where_least_must_be_sent():

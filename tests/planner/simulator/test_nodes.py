@@ -3,7 +3,8 @@
 import tracemalloc
 
 from planner.decisions.views import ClusterKind
-from planner.model.profile import DecodeProfile, PrefillCurve
+from planner.model.profile import DecodeProfile, KvSize, PrefillCurve
+from planner.simulator.caches import NodeCache, layout_of
 from planner.simulator.loop import Loop
 from planner.simulator.nodes import DecodeNode, Job, PrefillNode
 from planner.simulator.scenario import Pool
@@ -46,3 +47,18 @@ def test_a_batch_that_never_empties_remembers_no_more():
         tracemalloc.stop()
     assert node.running == 0
     assert sizes[24_000] - sizes[4_000] < 20_000
+
+
+def test_a_decode_node_reports_its_room_as_real_ones_do():
+    layout = layout_of(KvSize(bytes_per_token=1_000, fixed_bytes=16_000), 16)
+    cache = NodeCache(layout, 100 * layout.page_bytes)
+    node = DecodeNode("d0", POOL, Loop(), lambda now, job: None, lambda now, job: None, cache)
+    hashes = [bytes([n]) * 32 for n in range(40)]
+    assert node.view_for(hashes, 640, 0.0).room_tokens == layout.tokens_within(100)
+    cache.expect("a", hashes, 640, 0.0)
+    node.seen = None
+    held = node.view_for([], 640, 0.0).room_tokens
+    assert held == layout.tokens_within(cache.cache.free_pages) < layout.tokens_within(100)
+    cache.end("a", 640, 1.0)  # evictable now, but for a prompt that has it as its prefix
+    assert node.view_for([], 640, 2.0).room_tokens == layout.tokens_within(100)
+    assert node.view_for(hashes, 640, 2.0).room_tokens == max(held, layout.tokens_within(100) - 640)

@@ -333,3 +333,17 @@ def test_a_slow_cluster_is_asked_again_now_and_then_as_by_gateways():
     found = simulate(scenario, arrivals(np.arange(400.0) * 20.0, 5000.0), 0)
     quick, slow = (found.errors["prefill", name].samples for name in ("quick", "slow"))
     assert 10 < slow < quick / 3
+
+
+@pytest.mark.parametrize(("cache_tokens", "beside"), [(26_000, 1), (41_000, 2)])
+def test_a_decode_node_without_memory_for_a_prompt_is_passed_over(cache_tokens, beside):
+    """The second prompt's prefix is on the node that decodes the first one; without room for the rest, it goes elsewhere."""
+    decode = DecodeProfile(max_running=10, step_s=0.01, step_s_per_request=1e-4)
+    pool = replace(queue_of(1).pools[0], num_decode=2, cache_bytes=16.0 * cache_tokens, decode=decode)
+    first = tuple(range(1_000))
+    trace = Trace(
+        name="two", arrival_s=np.array([0.0, 30.0]), prompt_tokens=np.array([16_000.0, 24_000.0]),
+        output_tokens=np.array([5_000.0, 10.0]), blocks=(first, (*first[:500], *range(5_000, 6_000))), block_size=16,
+    )  # fmt: skip
+    found = simulate(queue_of(1, pools=[pool], kv=KvSize(bytes_per_token=16)), trace)
+    assert found.tbt_s[1] == pytest.approx(decode.at(beside))

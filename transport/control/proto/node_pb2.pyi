@@ -125,7 +125,7 @@ class SsdReport(_message.Message):
     def __init__(self, capacity_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., events: _Optional[_Mapping[str, int]] = ..., promotions: _Optional[_Mapping[str, int]] = ..., open: _Optional[bool] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "queued_tokens", "sending", "landing", "egress_bytes_total", "ingress_bytes_total", "links")
+    __slots__ = ("running", "waiting", "queued_tokens", "sending", "landing", "egress_bytes_total", "ingress_bytes_total", "links", "slots", "steps", "room")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +134,9 @@ class Load(_message.Message):
     EGRESS_BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     INGRESS_BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     queued_tokens: int
@@ -142,7 +145,32 @@ class Load(_message.Message):
     egress_bytes_total: int
     ingress_bytes_total: int
     links: _containers.RepeatedCompositeFieldContainer[Link]
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., sending: _Optional[int] = ..., landing: _Optional[int] = ..., egress_bytes_total: _Optional[int] = ..., ingress_bytes_total: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ...) -> None: ...
+    slots: int
+    steps: _containers.RepeatedCompositeFieldContainer[StepTime]
+    room: Room
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., sending: _Optional[int] = ..., landing: _Optional[int] = ..., egress_bytes_total: _Optional[int] = ..., ingress_bytes_total: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., slots: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., room: _Optional[_Union[Room, _Mapping]] = ...) -> None: ...
+
+class StepTime(_message.Message):
+    __slots__ = ("batch", "seconds")
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    batch: float
+    seconds: float
+    def __init__(self, batch: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class Room(_message.Message):
+    __slots__ = ("pages_total", "pages_free", "pages_evictable", "free_tokens", "tokens")
+    PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_EVICTABLE_FIELD_NUMBER: _ClassVar[int]
+    FREE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    pages_total: int
+    pages_free: int
+    pages_evictable: int
+    free_tokens: int
+    tokens: int
+    def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_evictable: _Optional[int] = ..., free_tokens: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Link(_message.Message):
     __slots__ = ("peer", "available_bytes_per_s", "goodput_bytes_per_s", "utilisation", "retransmit_ratio", "rtt_s", "min_rtt_s", "queued_bytes", "connections", "bytes_total", "retransmitted_bytes_total", "budget_bytes_per_s", "congested", "estimate_error", "inflated")
