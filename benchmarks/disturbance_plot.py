@@ -29,12 +29,13 @@ def plot(course: "Course", path: Path) -> None:
     _requests(course, above)
     _state(course, middle)
     _plan(course, below)
+    lasts = course.end_s > course.begin_s
     for axes in (above, middle, below):
-        axes.axvspan(course.begin_s, course.end_s, color="#000000", alpha=0.07, linewidth=0)
+        axes.axvspan(course.begin_s, course.end_s, color="#000000", alpha=0.07, linewidth=0 if lasts else 3)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_ylim(bottom=0)
-    above.set_title(f"{course.name} (shaded)", fontsize=10)
+    above.set_title(f"{course.name} ({'shaded' if lasts else 'at the line'})", fontsize=10)
     below.set_xlabel("seconds")
     figure.savefig(path, dpi=90, bbox_inches="tight")
     pyplot.close(figure)

@@ -144,12 +144,15 @@ class Course:
         return [split for split, _ in groupby(f"{each.num_prefill}/{each.num_decode}" for each in self.samples)]
 
     def overshoots(self) -> int:
-        """How often the threshold went too far and came back, in the disturbance and after it, whichever is more."""
-        return max(turns(self.thresholds(self.begin_s, self.end_s)), turns(self.thresholds(self.end_s, float("inf"))))
+        """How often the threshold went too far and came back, before, in or after the disturbance, whichever is most."""
+        spans = pairwise((0.0, self.begin_s, self.end_s, float("inf")))
+        return max(turns(self.thresholds(since_s, until_s)) for since_s, until_s in spans)
 
     def thresholds(self, since_s: float, until_s: float) -> list[float]:
-        """That from which it started then, and those that followed."""
-        return [each.threshold_tokens for each in self.samples if since_s <= each.at_s < until_s]
+        """The one that held at first, and those that followed."""
+        before = [each for each in self.samples if each.at_s < since_s][-1:]
+        then = [each for each in self.samples if since_s <= each.at_s < until_s]
+        return [each.threshold_tokens for each in (*before, *then)]
 
     def p90_s(self, since_s: float, until_s: float) -> float:
         """Of the requests that arrived then and had a token."""
@@ -348,26 +351,30 @@ async def _nothing() -> None:
 
 
 CALM: Final = Disturbance(name="calm", phase=Phase(seconds=1.0), strike=_only_load, after=Phase(seconds=1.0))
-NIGHT: Final = Phase(seconds=2 * BEFORE_S, rate=0.6, length=0.5)  # long enough to be planned for
+# Long enough to be planned for.
+NIGHT: Final = Phase(seconds=2 * BEFORE_S, rate=0.6, length=0.5)
+DAY: Final = Phase(seconds=2 * AFTER_S)
 DISTURBANCES: Final = (
     Disturbance(name="thin link", phase=Phase(seconds=30.0), strike=_thin),
     Disturbance(name="dead link", phase=Phase(seconds=30.0), strike=_dead),
     Disturbance(name="burst", phase=Phase(seconds=20.0, rate=10.0), strike=_only_load),
     Disturbance(name="dead node", phase=Phase(seconds=15.0), strike=_kill),
-    Disturbance(name="night to day", before=NIGHT, phase=Phase(seconds=30.0), strike=_only_load),
+    # A shift takes no time, and does not end.
+    Disturbance(name="night to day", before=NIGHT, phase=Phase(seconds=0.0), after=DAY, strike=_only_load),
 )
 
 
 def deployment(site: Site, scale: Scale, state_dir: Path) -> tuple[Topology, dict[str, int]]:
-    """The case study's with its SLO as a promise, and the ports at which its decode nodes really listen for the line."""
+    """The case study's with its SLO as a promise, and the ports at which its PD nodes really listen for the line: all of them,
+    as any may come to decode."""
     promised = {"default": {"ttft_s": SLO_TTFT_P90_S * scale.time}}
     topology = contender(site, "PrfaaS-PD", scale, state_dir, PLAN_SERVICE).topology.replace_gateway(classes=promised)
-    ports = {node.node_id: free_port() for node in topology.nodes if node.role == "decode"}
+    ports = {node.node_id: free_port() for node in topology.nodes if node.cluster_kind == "pd"}
     return topology, ports
 
 
 def behind_line(topology: Topology, ports: dict[str, int], relays: dict[str, int]) -> Topology:
-    """Decode nodes are reached from the other cluster through the relay only."""
+    """PD nodes are reached from the other cluster through the relay only."""
     nodes = [
         replace(node, transfer_port=ports[node.node_id], transfer_advertise=f"127.0.0.1:{relays[node.node_id]}")
         if node.node_id in ports
@@ -432,13 +439,18 @@ def table(result: dict[str, Any]) -> str:
     """One line per disturbance, in Markdown."""
     lines = [_line(COLUMNS), _line(["---"] * len(COLUMNS))]
     for row in result["courses"]:
-        p90s = ", ".join(f"{row[f'ttft_p90_{when}_s']:.2f}" for when in ("before", "during", "after"))
+        p90s = ", ".join(_seconds(row[f"ttft_p90_{when}_s"]) for when in ("before", "during", "after"))
         counts = [row[name] for name in ("requests", "refused", "failed", "wrong")]
         under_way = f"{row['most_under_way']}, {row['under_way_at_the_end']}"
         plans = [len(row["plans"]) - 1, row["overshoots"], " → ".join(row["splits"])]
         lines.append(_line([row["name"], *counts, p90s, f"{row['recovered_after_s']:.0f}", under_way, *plans]))
     about = f"{result['load']:.0%} of what the deployment can carry, {result['rate_req_per_s']:.1f} requests/s"
     return "\n".join([*lines, "", f"{about}; load average {result['load_average']:.1f}."])
+
+
+def _seconds(value: float) -> str:
+    """Nothing is said of no request."""
+    return "–" if np.isnan(value) else f"{value:.2f}"
 
 
 def _line(cells: Sequence[object]) -> str:
