@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
@@ -30,6 +31,7 @@ from transport.control.tickets import ticket_info
 START_S = 600.0
 ANSWER_S = 240.0
 FIRST_PLAIN_TOKEN, VOCABULARY = 4, 256
+TELLING_TOKENS, TRIES = 16, 8
 
 
 def _serve(*arguments: Any) -> None:
@@ -354,6 +356,18 @@ def prompt_of(num_tokens: int, seed: int) -> list[int]:
     """Random plain tokens; equal seeds share their beginning."""
     rng = np.random.default_rng(seed)
     return [int(token) for token in rng.integers(FIRST_PLAIN_TOKEN, VOCABULARY, num_tokens)]
+
+
+def telling_prompt(
+    reference: "Engine", num_tokens: int, seeds: Iterator[int], beginning: Sequence[int] = ()
+) -> list[int]:
+    """A prompt to which one server alone says more than one token over and over, as tiny models do now and then."""
+    for _ in range(TRIES):
+        prompt = [*beginning, *prompt_of(num_tokens, next(seeds))]
+        answer = reference.submit(f"t{uuid.uuid4().hex}", prompt, TELLING_TOKENS).result(ANSWER_S)
+        if len(set(answer.tokens)) > 2:
+            return prompt
+    raise AssertionError(f"a degenerate model proves nothing: {TRIES} prompts, {answer.tokens}")
 
 
 def until(holds: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:

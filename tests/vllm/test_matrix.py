@@ -5,7 +5,7 @@ from itertools import count
 import pytest
 
 from tests.vllm.cases import Case
-from tests.vllm.harness import ANSWER_S, Answer, Engine, Pair, prompt_of
+from tests.vllm.harness import ANSWER_S, Answer, Engine, Pair, prompt_of, telling_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -22,7 +22,6 @@ def assert_delivered(leg: Answer, prompt: list[int]) -> None:
 def assert_same(decoded: Answer, prompt: list[int], reference: Engine) -> None:
     assert len(decoded.tokens) == TOKENS
     expected = reference.submit(f"x{next(_seeds)}", prompt, TOKENS).result(ANSWER_S)
-    assert len(set(expected.tokens)) > 2, "a degenerate model proves nothing"
     assert decoded.tokens == expected.tokens
 
 
@@ -38,7 +37,7 @@ def lengths(block: int) -> list[int]:
 
 def test_every_length(pair: Pair, reference: Engine, case: Case) -> None:
     for num_tokens in lengths(pair.layout.block_size):
-        prompt = prompt_of(num_tokens, next(_seeds))
+        prompt = telling_prompt(reference, num_tokens, _seeds)
         leg, decoded = hand_over(pair, prompt)
         assert_delivered(leg, prompt)
         assert decoded.cached_tokens == num_tokens - 1, "computed again what had been sent"
@@ -57,7 +56,7 @@ def test_prefix_hits(pair: Pair, reference: Engine, case: Case, primed: str, for
         node.engine.submit(pair.name(), shared, 1, pair.local_params).result(ANSWER_S)
         if forgotten:
             node.engine.forget_prefixes()
-    prompt = shared + prompt_of(block + 5, next(_seeds))
+    prompt = telling_prompt(reference, block + 5, _seeds, shared)
     leg, decoded = hand_over(pair, prompt)
     assert_delivered(leg, prompt)
     assert_same(decoded, prompt, reference)
@@ -65,7 +64,7 @@ def test_prefix_hits(pair: Pair, reference: Engine, case: Case, primed: str, for
 
 
 def test_six_in_flight(pair: Pair, reference: Engine, case: Case) -> None:
-    prompts = [prompt_of(150 + 130 * number, next(_seeds)) for number in range(6)]
+    prompts = [telling_prompt(reference, 150 + 130 * number, _seeds) for number in range(6)]
     pending = [pair.hand_over(prompt, TOKENS) for prompt in prompts]
     for prompt, (leg, decode) in zip(prompts, pending, strict=True):
         assert_delivered(leg.result(ANSWER_S), prompt)
@@ -77,7 +76,7 @@ def test_six_in_flight(pair: Pair, reference: Engine, case: Case) -> None:
 
 
 def test_a_prompt_sent_twice_is_computed_once(pair: Pair, reference: Engine, case: Case) -> None:
-    prompt = prompt_of(2 * pair.layout.block_size + 1, next(_seeds))
+    prompt = telling_prompt(reference, 2 * pair.layout.block_size + 1, _seeds)
     for _ in range(2):
         leg, decoded = hand_over(pair, prompt)
         assert_delivered(leg, prompt)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.vllm.cases import CASES, LLAMA, Case, build
-from tests.vllm.harness import ANSWER_S, Engine, Node, Pair, make_node, prompt_of
+from tests.vllm.harness import ANSWER_S, Engine, Node, Pair, make_node, prompt_of, telling_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.dimensions(start="ranks")]
 
@@ -42,14 +42,13 @@ def nodes(
 
 def assert_hands_over(pair: Pair, reference: Engine) -> None:
     for num_tokens in (2, 130, 257, 700, 1500):
-        prompt = prompt_of(num_tokens, next(_seeds))
+        prompt = telling_prompt(reference, num_tokens, _seeds)
         leg, decode = pair.hand_over(prompt, TOKENS)
         params, decoded = leg.result(ANSWER_S).params, decode.result(ANSWER_S)
         expected = reference.submit(f"x{next(_seeds)}", prompt, TOKENS).result(ANSWER_S).tokens
         assert params is not None
         assert params["delivered"], params
         assert decoded.cached_tokens == num_tokens - 1, "computed again what had been sent"
-        assert len(set(expected)) > 2, "a degenerate model proves nothing"
         assert decoded.tokens == expected
     pair.assert_idle()
 
