@@ -91,6 +91,14 @@ def _trial(command: argparse.ArgumentParser) -> None:
     command.add_argument("--ttft", type=above_zero, help="TTFT that counts as good, seconds")
     command.add_argument("--tbt", type=above_zero, help="TBT that counts as good, seconds")
     command.add_argument("--link-trace", type=Path, help="CSV of time_s,capacity_gbps")
+    command.add_argument(
+        "--link-down", action="append", default=[], metavar="FROM:UNTIL[:SOURCE:DESTINATION]",
+        help="seconds in which links (or one) carry nothing; repeatable",
+    )  # fmt: skip
+    command.add_argument(
+        "--link-thin", action="append", default=[], metavar="FROM:UNTIL:SHARE[:SOURCE:DESTINATION]",
+        help="seconds in which links (or one) have a share of their capacity; repeatable",
+    )  # fmt: skip
     command.add_argument("--no-cache-in-plan", action="store_true", help="plan for whole prompts, not uncached tails")
 
 

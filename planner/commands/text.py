@@ -135,5 +135,9 @@ def outcome_text(report: Mapping[str, Any], title: str) -> str:
         f"{shown('egress_p99_10s_gbps', '(10 s)')}"
     )
     lines.append("  busy " + ", ".join(f"{stage} {share:.1%}" for stage, share in report["utilisation"].items()))
+    if "link_failures" in report:
+        failed = ", ".join(f"{link} {count:g}" for link, count in report["link_failures"].items())
+        after = ", ".join(f"{reason} {count:g}" for reason, count in report["fallbacks"].items())
+        lines.append(f"  links that failed {failed}; {after}")
     lines.append("  routes " + ", ".join(f"{route} {count:g}" for route, count in report["routes"].items()))
     return "\n".join(lines)

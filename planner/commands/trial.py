@@ -18,7 +18,7 @@ from planner.model.site import Site, load_site
 from planner.model.workload import Trace, read_trace
 from planner.simulator.hits import hits_of
 from planner.simulator.policies import Estimates
-from planner.simulator.scenario import Scenario
+from planner.simulator.scenario import Outage, Scenario
 from planner.simulator.trials import Setting, Source, Trial, from_day, from_trace, from_workload, judged, read_plan
 from planner.solve.controller import ControllerConfig
 from planner.solve.goals import Rule
@@ -40,6 +40,10 @@ def trial_of(args: argparse.Namespace) -> Trial:
         estimates=Estimates(args.estimates),
         controller=controller,
         capacity=_link_trace(args.link_trace) if args.link_trace else None,
+        outages=[
+            *(_outage("link-down", text, 2) for text in args.link_down),
+            *(_outage("link-thin", text, 3) for text in args.link_thin),
+        ],
         ttft_s=args.ttft,
         tbt_s=args.tbt,
     )
@@ -51,6 +55,21 @@ def _link_trace(path: Path) -> list[tuple[float, float]]:
             return [(float(row["time_s"]), float(row["capacity_gbps"]) * 1.25e8) for row in csv.DictReader(text)]
     except (KeyError, TypeError, ValueError) as exc:
         raise InputError(f"link trace {path}: needs columns time_s and capacity_gbps ({exc!r})") from exc
+
+
+def _outage(option: str, text: str, numbers: int) -> Outage:
+    """That many numbers (from, until, and the share that is left), and maybe a link's ends, with colons between."""
+    parts = text.split(":")
+    if len(parts) not in (numbers, numbers + 2):
+        raise InputError(f"{option}={text!r}: write it as --help says")
+    try:
+        from_s, until_s, *share = (float(part) for part in parts[:numbers])
+    except ValueError as exc:
+        raise InputError(f"{option}={text!r}: {exc}") from exc
+    source, destination = parts[numbers:] or ("", "")
+    return Outage(
+        from_s=from_s, until_s=until_s, share=share[0] if share else 0.0, source=source, destination=destination
+    )  # fmt: skip
 
 
 def trace_of(args: argparse.Namespace) -> Trace | None:

@@ -47,17 +47,21 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Egress from a PrfaaS cluster to a PD cluster. `quantiles_gbps` are capacities that robust plans must stand."""
+    """Egress from a PrfaaS cluster to a PD cluster. `quantiles_gbps` are capacities that robust plans must stand.
+
+    `rtt_ms` counts in simulations; next to prefills of seconds, plans leave it out.
+    """
 
     source: str
     destination: str
     capacity_gbps: float
     price_per_hour_per_gbps: float = 0.0
+    rtt_ms: float = 0.0
     quantiles_gbps: tuple[float, ...] = ()
     provenance: str = ""
 
     def __post_init__(self) -> None:
-        _at_least(0, self, "capacity_gbps", "price_per_hour_per_gbps")
+        _at_least(0, self, "capacity_gbps", "price_per_hour_per_gbps", "rtt_ms")
 
     @property
     def bytes_per_s(self) -> float:

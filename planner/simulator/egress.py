@@ -1,7 +1,11 @@
-"""An egress link under simulation: fair sharing, a capacity that changes, and a record of what left when."""
+"""An egress link under simulation: fair sharing, a capacity that changes, and a record of what left when.
+
+A capacity of 0 is a link that is down. Nobody is told: what waits for it fails once nothing has got through for as long as
+senders give a peer up after (`transport.send.options.ClientOptions.peer_timeout_s`), all of it together.
+"""
 
 from collections.abc import Callable
-from math import exp
+from math import exp, inf
 from typing import Any, Final
 
 import numpy as np
@@ -17,13 +21,26 @@ MONITOR_S: Final = 1.0
 
 
 class Egress:
-    """Transfers that share a link; `on_delivered(now, item)` is called as each ends."""
+    """Transfers that share a link; `on_delivered(now, item)` is called as each arrives, `on_lost(now, items)` as they fail."""
 
-    def __init__(self, wire: Wire, loop: Loop, on_delivered: Callable[[float, Any], None]) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        loop: Loop,
+        on_delivered: Callable[[float, Any], None],
+        on_lost: Callable[[float, list[Any]], None],
+        peer_timeout_s: float,
+    ) -> None:
         self.wire = wire
         self._loop = loop
         self._on_delivered = on_delivered
+        self._on_lost = on_lost
+        self._peer_timeout_s = peer_timeout_s
+        self._silences = 0  # times in which nothing got through that began or ended: news of another one is no news
+        self._silent = False
         self._rate = wire.capacity[0][1]
+        # What it last carried is what senders go on telling of a link that carries nothing now.
+        self._last_rate = next((rate for _, rate in wire.capacity if rate > 0), 0.0)
         self._flows = FairShare(self._speed)
         self._busy_since: float | None = None
         self._busy: list[tuple[float, float, float]] = []  # (from, to, bytes per s)
@@ -46,19 +63,33 @@ class Egress:
             self._monitor(now)
             self._busy_since = now
         self._flows.add(now, size, item)
+        if self._rate <= 0:
+            self._fall_silent(now)
         self._expect(now)
 
-    def view(self, now: float) -> LinkView:
-        """What a monitor would tell the routing."""
+    def up_again_at(self, now: float) -> float:
+        """When something gets through: now, later, or never (infinite). Deciders cannot know."""
+        if self._rate > 0:
+            return now
+        return next((at for at, rate in self.wire.capacity if at > now and rate > 0), inf)
+
+    def view(
+        self, now: float, up: bool = True, cut_off: tuple[str, ...] = (), lost: tuple[tuple[str, str], ...] = ()
+    ) -> LinkView:
+        """What a monitor would tell the routing, with what breakers say."""
         self._monitor(now)
         return LinkView(
             source=self.wire.source,
             destination=self.wire.destination,
-            up=self._rate > 0,
-            available_bytes_per_s=self._rate,
+            up=up,
+            cut_off=cut_off,
+            lost=lost,
+            available_bytes_per_s=self._rate or self._last_rate,
             utilisation=self._utilisation,
             queued_bytes=self._flows.remaining(now) if self._busy_since is not None else 0.0,
             promised_bytes=self._promised,
+            rtt_s=self.wire.rtt_s,
+            min_rtt_s=self.wire.rtt_s,
         )
 
     def _monitor(self, now: float) -> None:
@@ -68,7 +99,7 @@ class Egress:
 
     def _expect(self, now: float) -> None:
         end = self._flows.next_end(now)
-        if end is not None and end != float("inf"):
+        if end is not None and end != inf:
             self._loop.at(end, self._on_end, self._flows.version)
 
     def _on_end(self, now: float, version: int) -> None:
@@ -79,15 +110,40 @@ class Egress:
             self._monitor(now)
             self._close(now)
         self._expect(now)
-        for item in ended:
-            self._on_delivered(now, item)
+        if (way_s := self.wire.rtt_s / 2) > 0:
+            for item in ended:
+                self._loop.at(now + way_s, self._on_delivered, item)
+        else:
+            for item in ended:
+                self._on_delivered(now, item)
+
+    def _fall_silent(self, now: float) -> None:
+        if not self._silent:
+            self._silent = True
+            self._silences += 1
+            self._loop.at(now + self._peer_timeout_s, self._on_silence, self._silences)
+
+    def _on_silence(self, now: float, silence: int) -> None:
+        """Nothing has got through for too long: its connections are gone, and with them what was on its way."""
+        if silence != self._silences or not self._silent:
+            return
+        self._silent = False
+        items = self._flows.pop_all(now)
+        self._monitor(now)
+        self._close(now)
+        self._on_lost(now, items)
 
     def _change_rate(self, now: float, rate: float) -> None:
         if self._busy_since is not None:
             self._close(now)
             self._busy_since = now
         self._flows.change_speed(now, self._speed)  # brings V up to date at the old rate
+        self._last_rate = self._rate or self._last_rate
         self._rate = rate
+        if rate > 0:
+            self._silent = False
+        elif self._flows:
+            self._fall_silent(now)
         self._expect(now)
 
     def _close(self, now: float) -> None:

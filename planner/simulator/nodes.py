@@ -24,8 +24,9 @@ class Job:
     """One request on its way."""
 
     __slots__ = (
-        "arrived", "beside", "blocks", "cached", "decode_node", "decode_start", "egress", "est_s", "flows", "forecast",
-        "given", "hashes", "have", "index", "output", "prompt", "queued", "ready_at", "request_id", "route", "service_s",
+        "arrived", "beside", "blocks", "cached", "decode_node", "decode_start", "egress", "est_s", "failed", "flows",
+        "forecast", "given", "hashes", "have", "index", "is_lost", "output", "prompt", "queued", "ready_at", "request_id",
+        "route", "service_s", "unsent",
     )  # fmt: skip
 
     def __init__(self, index: int, arrived: float, prompt: int, output: float, hashes: tuple[bytes, ...]) -> None:
@@ -42,15 +43,26 @@ class Job:
         self.ready_at = 0.0  # a fetched prefix is there
         self.flows = 1  # transfers still to be delivered before decode
         self.egress: Any = None
+        self.unsent = 0.0  # bytes promised to it
+        self.failed: tuple[str, ...] = ()  # prefill nodes that computed it in vain
+        self.is_lost = False  # the transfer was: what its node still computes is for nobody
+        self.forecast = 0.0
         # Set on the way; a million jobs are made.
         self.route: Route
         self.est_s: float  # predicted prefill time
         self.service_s: float
-        self.forecast: float
         self.decode_node: DecodeNode
         self.decode_start: float
         self.beside: int  # requests that decoded with it when it began, itself included
         self.given: array[float]
+
+    def again(self) -> "Job":
+        """The same request on another way to its decode node."""
+        other = Job(self.index, self.arrived, self.prompt, self.output, self.hashes)
+        other.blocks, other.request_id, other.have = self.blocks, self.request_id, self.have
+        other.decode_node, other.failed = self.decode_node, (*self.failed, self.route.prefill_node or "")
+        other.forecast = self.forecast
+        return other
 
 
 class PrefillNode:

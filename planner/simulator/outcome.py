@@ -26,6 +26,8 @@ class Outcome:
     remote: Floats
     rejects: Mapping[str, int]
     wasted_prefill_s: float  # computed for requests that were refused after it
+    fallbacks: Mapping[str, int] = field(default_factory=dict)  # by reason, as gateways count them
+    link_failures: Mapping[str, int] = field(default_factory=dict)  # by link: how often its breakers opened
     routes: Mapping[str, int]
     utilisation: Mapping[str, float]
     egress_bytes: Mapping[float, Floats]  # by window length in s
@@ -52,6 +54,7 @@ class Outcome:
             "rejected_by_reason": dict(self.rejects),
             "wasted_prefill_s": self.wasted_prefill_s,
             **self._by_class(done),
+            **self._failures(),
             "routes": dict(self.routes),
             **_percentiles("ttft", self.ttft_s[done]),
             **_percentiles("tbt", self.tbt_s[done]),
@@ -73,6 +76,12 @@ class Outcome:
             "horizon_s": self.horizon_s,
             "seed": self.seed,
         }
+
+    def _failures(self) -> dict[str, dict[str, int]]:
+        """What failed links cost, where any has."""
+        if not self.link_failures:
+            return {}
+        return {"fallbacks": dict(self.fallbacks), "link_failures": dict(self.link_failures)}
 
     def _by_class(self, done: Any) -> dict[str, dict[str, int]]:
         """Requests that got an answer, and those that got it as their class was promised; nothing of a single class."""
@@ -109,8 +118,9 @@ def over_seeds(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return dict(reports[0]) | {"seeds": 1, "ci95": {}}
     merged: dict[str, Any] = {}
     widths: dict[str, float] = {}
-    for key, first in reports[0].items():
-        values = [report[key] for report in reports]
+    for key in _all_keys(reports):
+        first = next(report[key] for report in reports if key in report)
+        values = [report.get(key, {}) for report in reports]  # what only some have is a table
         if isinstance(first, Mapping):
             merged[key] = {k: float(np.mean([v.get(k, 0) for v in values])) for k in _all_keys(values)}
         elif key == "seed":

@@ -1,7 +1,8 @@
 """What is simulated: clusters with nodes, links with a capacity over time, and the policies in charge."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 
 from hybrid_cache.eviction import POLICIES
 from planner.decisions.admission import AdmissionPolicy
@@ -36,16 +37,48 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """An egress link. `capacity` are steps (from time s, bytes per s), the first at 0."""
+    """An egress link. `capacity` are steps (from time s, bytes per s), the first at 0; a step of 0 is a link that is down."""
 
     source: str
     destination: str
     capacity: Sequence[tuple[float, float]]
+    rtt_s: float = 0.0
 
     def __post_init__(self) -> None:
         times = [time for time, _ in self.capacity]
         if not times or times[0] != 0 or times != sorted(times):
             raise InputError(f"link {self.source} to {self.destination}: capacity must start at 0 s and go forward")
+        if self.rtt_s < 0 or any(rate < 0 for _, rate in self.capacity):
+            raise InputError(f"link {self.source} to {self.destination}: neither capacity nor rtt_s may be negative")
+
+    def with_outage(self, outage: "Outage") -> "Wire":
+        """The link as thin as an outage makes it, if that is one of this link."""
+        if (outage.source or self.source, outage.destination or self.destination) != (self.source, self.destination):
+            return self
+        edges = sorted({0.0, outage.from_s, outage.until_s, *(at for at, _ in self.capacity)})
+        steps = [(at, self._at(at) * (outage.share if outage.from_s <= at < outage.until_s else 1.0)) for at in edges]
+        return replace(self, capacity=[step for step in steps if step[0] < inf])
+
+    def _at(self, time_s: float) -> float:
+        return [rate for at, rate in self.capacity if at <= time_s][-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outage:
+    """A time in which a link has only `share` of its capacity, 0 when it is down; without names it is every link's."""
+
+    from_s: float
+    until_s: float
+    share: float = 0.0
+    source: str = ""
+    destination: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.from_s < self.until_s or not 0 <= self.share <= 1:
+            raise InputError(
+                f"from {self.from_s:g} s until {self.until_s:g} s, share {self.share:g}: the end must come after the "
+                "beginning, and the share be in [0, 1]"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +111,8 @@ class Scenario:
     (the published TTFTs), 1/layers is layer-wise streaming. `conversion_s` is how long a drained node takes to change role.
     `classes` are what requests were promised, by shares of them; without any, all of them the `targets`. With `line`, decode
     nodes have room for so many, and who finds none waits as at a gateway; without, they take everybody.
+    Senders give a peer up after `peer_timeout_s` of silence, and so many nodes compute a prompt's KVCache in vain before its
+    decode node does (`max_attempts`): a sender's and a gateway's defaults.
     """
 
     pools: Sequence[Pool]
@@ -94,6 +129,8 @@ class Scenario:
     estimates: Estimates = Estimates.LEARNED
     classes: Mapping[ServiceClass, float] = field(default_factory=dict)
     line: LineLimits | None = None
+    peer_timeout_s: float = 5.0
+    max_attempts: int = 3
 
     def __post_init__(self) -> None:
         if self.placer not in PLACERS:

@@ -64,6 +64,15 @@ class FairShare:
         self.version += 1
         return ended
 
+    def pop_all(self, now: float) -> list[Any]:
+        """Ends all flows, wherever they are."""
+        items = [item for _, _, item in sorted(self._heap, key=lambda flow: flow[:2])]
+        self._heap.clear()
+        self._updated_at = now
+        self._virtual = self._marks = 0.0
+        self.version += 1
+        return items
+
     def change_speed(self, now: float, speed: Callable[[int], float]) -> None:
         """From now on V moves at another speed."""
         self._advance(now)

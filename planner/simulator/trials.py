@@ -17,7 +17,7 @@ from planner.model.site import BYTES_PER_S_PER_GBPS, Site
 from planner.model.workload import Trace, diurnal, poisson
 from planner.simulator.outcome import Outcome, over_seeds
 from planner.simulator.policies import Estimates
-from planner.simulator.scenario import Pool, Scenario, Targets, Wire
+from planner.simulator.scenario import Outage, Pool, Scenario, Targets, Wire
 from planner.simulator.world import simulate
 from planner.solve.controller import ControllerConfig
 from planner.solve.plan import Plan
@@ -25,7 +25,7 @@ from planner.solve.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """How to run a plan. What is None is the site's; `capacity` are steps (from s, bytes/s) for its links."""
+    """How to run a plan. What is None is the site's; `capacity` are steps (from s, bytes/s) for its links, before outages."""
 
     placer: str = "kvcache_centric"
     admission: AdmissionPolicy = AdmissionPolicy.ACCEPT_ALL
@@ -37,6 +37,7 @@ class Trial:
     estimates: Estimates = Estimates.LEARNED
     controller: ControllerConfig | None = None
     capacity: Sequence[tuple[float, float]] | None = None
+    outages: Sequence[Outage] = ()
     ttft_s: float | None = None
     tbt_s: float | None = None
 
@@ -108,6 +109,7 @@ def scenario_of(site: Site, setting: Setting, trial: Trial) -> Scenario:
             source=link.source,
             destination=link.destination,
             capacity=tuple(trial.capacity) if trial.capacity else ((0.0, link.bytes_per_s),),
+            rtt_s=link.rtt_ms / 1000,
         )
         for link in site.links
         if next(c for c in site.clusters if c.name == link.source).instances and link.bytes_per_s > 0
@@ -116,7 +118,7 @@ def scenario_of(site: Site, setting: Setting, trial: Trial) -> Scenario:
     placement = PlacementPolicy(fetch_bytes_per_s=fetch_gbps * BYTES_PER_S_PER_GBPS)
     return Scenario(
         pools=[pool for pool in pools if pool.num_prefill or pool.num_decode],
-        wires=wires,
+        wires=_with_outages(wires, trial.outages),
         kv=profile.kv_size(),
         routing=RoutingPolicy(
             threshold_tokens=setting.threshold_tokens,
@@ -136,6 +138,17 @@ def scenario_of(site: Site, setting: Setting, trial: Trial) -> Scenario:
         controller=trial.controller,
         estimates=trial.estimates,
     )
+
+
+def _with_outages(wires: Sequence[Wire], outages: Sequence[Outage]) -> list[Wire]:
+    found = list(wires)
+    for outage in outages:
+        changed = [wire.with_outage(outage) for wire in found]
+        if all(old is new for old, new in zip(found, changed, strict=True)):
+            known = ", ".join(f"{wire.source}:{wire.destination}" for wire in found) or "none"
+            raise InputError(f"link {outage.source}:{outage.destination}: there is no such link; known: {known}")
+        found = changed
+    return found
 
 
 Source = Callable[[int], Trace]

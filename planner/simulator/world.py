@@ -1,14 +1,16 @@
 """One run of a scenario: requests arrive, are routed and admitted by the real code, prefilled, moved, decoded.
 
     arrival ── route, admit ──► prefill node ──► (egress link) ──► decode node ──► done
-       └── refused                                  └── refused after prefill (baseline admission)
+       └── refused       ▲                          │   └── refused after prefill (baseline admission)
+                         └── another way, at last the decode node's own ◄── lost on a link that failed
 
 Every request ends exactly once, as done or as refused; `run` asserts it.
 """
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import nan
 from typing import Any
@@ -17,15 +19,19 @@ import numpy as np
 
 from hybrid_cache.layout import ModelLayout
 from planner.decisions.classes import ServiceClass
+from planner.decisions.paths import PATH_FAILED
 from planner.decisions.placement import PLACERS
-from planner.decisions.routing import ReadyNodes, RoutingPolicy, Target, route_among
+from planner.decisions.retries import Next, Stage, failure_of, rule_after
+from planner.decisions.routing import ReadyNodes, Reason, Route, RoutingPolicy, Target, route_among
 from planner.decisions.views import ClusterKind, PrefillCost, RouteRequest
+from planner.errors import NoReadyNode
 from planner.model.profile import Floats, KvSize
 from planner.model.workload import Trace
 from planner.simulator.caches import NodeCache, layout_of
 from planner.simulator.door import Door
 from planner.simulator.egress import Egress
 from planner.simulator.estimates import Experience, LearnedTimes, TrueTimes
+from planner.simulator.links import Links
 from planner.simulator.loop import Loop
 from planner.simulator.nodes import NO_HASHES, DecodeNode, Job, PrefillNode
 from planner.simulator.outcome import Outcome
@@ -69,8 +75,10 @@ class World:
             else TrueTimes(curves, self._prefills, self._decodes, self.loop)
         )
         self._sort_nodes()
-        self._egress = [Egress(wire, self.loop, self._on_delivered) for wire in scenario.wires]
-        self._links = {(link.wire.source, link.wire.destination): link for link in self._egress}
+        self._links = Links(
+            scenario, self._prefills, self._decodes, self.loop,
+            on_delivered=self._on_delivered, on_lost=self._on_lost, is_over=lambda: self._num_ended == len(trace),
+        )  # fmt: skip
         everybody = ServiceClass(ttft_s=scenario.targets.ttft_s, tbt_s=scenario.targets.tbt_s)
         self._door = Door(
             scenario.admission, scenario.classes or {everybody: 1.0}, scenario.line, self._decodes, self.loop,
@@ -85,6 +93,8 @@ class World:
         self._ttft, self._tbt, self._e2e, self._wait = (array("d", [nan]) * size for _ in range(4))
         self._cached, self._remote = (array("d", [0.0]) * size for _ in range(2))
         self._ended = bytearray(size)
+        self._num_ended = 0
+        self._fallbacks: Counter[str] = Counter()
         self._rejects: Counter[str] = Counter()
         self._routes: Counter[tuple[str, str]] = Counter()
         self._offered: list[tuple[float, float]] = []
@@ -152,19 +162,7 @@ class World:
         self._consider(now, job)
 
     def _consider(self, now: float, job: Job) -> None:
-        request = RouteRequest(
-            num_tokens=max(2, job.prompt), kv_bytes=self.scenario.kv, tie=self._tie_of[job.index],
-            answer_tokens=self._experience.answer_tokens(),
-        )  # fmt: skip
-        if self.policy.placement is not self._experience.placement:
-            self.policy = replace(self.policy, placement=self._experience.placement)
-        self._learned.as_of(now)
-        job.route = found = route_among(
-            self._ready_nodes(job, now), request, [link.view(now) for link in self._egress], self.policy,
-            place=self._place, cost=self._cost,
-        )  # fmt: skip
-        if found.prefill_node is not None:
-            self._learned.tried(found.prefill_node, self._prefills[found.prefill_node].pool.name)
+        job.route = found = self._route(now, job)
         if self._controller is not None and now == job.arrived:
             self._offered.append((found.uncached_tokens, job.output))
         admission = self._door.admission(now, job, found)
@@ -180,21 +178,50 @@ class World:
             job.decode_node.assign(1)
             self._dispatch(now, job)
 
+    def _route(self, now: float, job: Job, home: str | None = None, exclude: Collection[str] = ()) -> Route:
+        """Where a job goes now, by what deciders know."""
+        request = RouteRequest(
+            num_tokens=max(2, job.prompt), kv_bytes=self.scenario.kv, tie=self._tie_of[job.index], home=home,
+            answer_tokens=self._experience.answer_tokens(),
+        )  # fmt: skip
+        if self.policy.placement is not self._experience.placement:
+            self.policy = replace(self.policy, placement=self._experience.placement)
+        self._learned.as_of(now)
+        ready = self._ready_nodes(job, now)
+        found = route_among(
+            _without(ready, exclude) if exclude else ready, request, self._links.views(now), self.policy,
+            place=self._place, cost=self._cost,
+        )  # fmt: skip
+        if found.prefill_node is not None:
+            self._learned.tried(found.prefill_node, self._prefills[found.prefill_node].pool.name)
+        return found
+
     def _dispatch(self, now: float, job: Job) -> None:
         found, decode = job.route, job.decode_node
         job.cached = found.cached_tokens
         if found.prefill_node is None:
-            if decode.cache is not None:
-                job.cached = min(decode.cache.begin(job.request_id, job.hashes, job.prompt, now), job.prompt - 1)
-            decode.compute(now, job, self._on_prefilled)
+            self._compute_at_decode(now, job)
             return
         if decode.cache is not None:
             job.have = decode.cache.expect(job.request_id, job.hashes, job.prompt, now)
-        node = self._prefills[found.prefill_node]
+        self._compute_on(now, job, self._prefills[found.prefill_node])
+
+    def _compute_at_decode(self, now: float, job: Job) -> None:
+        decode = job.decode_node
+        self._remote[job.index] = 0.0
+        if decode.cache is not None:
+            job.cached = min(decode.cache.begin(job.request_id, job.hashes, job.prompt, now), job.prompt - 1)
+        decode.compute(now, job, self._on_prefilled)
+
+    def _compute_on(self, now: float, job: Job, node: PrefillNode) -> None:
+        """A prefill node computes it, after a prefix that it is sent where the route says so."""
+        found, decode = job.route, job.decode_node
+        job.cached = found.cached_tokens
+        self._remote[job.index] = 1.0 if found.target is Target.REMOTE else 0.0
         if found.target is Target.REMOTE:
-            self._remote[job.index] = 1.0
-            job.egress = self._links[node.pool.name, decode.pool.name]
-            job.egress.promise(_bytes_to_send(self.scenario.kv, job))
+            job.egress = self._links.between(node.pool.name, decode.pool.name)
+            job.unsent = _bytes_to_send(self.scenario.kv, job)
+            job.egress.promise(job.unsent)
         rate = self.scenario.routing.placement.fetch_bytes_per_s
         if found.fetch_from is not None and rate:
             own = node.match(job.hashes, job.prompt).num_tokens
@@ -228,10 +255,13 @@ class World:
 
     def _send(self, now: float, job: Job, share: float) -> None:
         size = _bytes_to_send(self.scenario.kv, job) * share
+        job.unsent -= size
         job.egress.promise(-size)
         job.egress.send(now, size, job)
 
     def _on_prefilled(self, now: float, job: Job) -> None:
+        if job.is_lost:
+            return
         self._cached[job.index] = job.cached
         if (computed_by := job.route.prefill_node) is not None:
             pool = self._prefills[computed_by].pool.name
@@ -246,8 +276,45 @@ class World:
         job.flows -= 1
         if not job.flows:
             wire = job.egress.wire
-            self._experience.on_arrived((wire.source, wire.destination), job.route.arrives_s, now - job.arrived)
+            if not job.failed:
+                self._experience.on_arrived((wire.source, wire.destination), job.route.arrives_s, now - job.arrived)
+            self._links.arrived(now, job)
             self._on_kv_ready(now, job)
+
+    def _on_lost(self, now: float, jobs: list[Job]) -> None:
+        """Their transfers have failed: each goes another way, as gateways have it go (`gateway/run.py`)."""
+        lost = list(dict.fromkeys(jobs))  # one may have two transfers under way
+        for job in lost:
+            job.is_lost = True
+            job.egress.promise(-job.unsent)
+            self._links.failed(now, job)
+        for job in lost:
+            self._fallbacks[f"prefill_{PATH_FAILED}"] += 1
+            self._take_another_way(now, job.again())
+
+    def _take_another_way(self, now: float, job: Job) -> None:
+        decode, failed = job.decode_node, job.failed
+        rule = rule_after(
+            Stage.PREFILL, failure_of(PATH_FAILED), tries=len(failed), max_tries=self.scenario.max_attempts, deaths=0
+        )
+        other = None
+        if rule.next is Next.ELSEWHERE:
+            out = {*failed, *self._links.cut_off_from(decode.node_id)}
+            with suppress(NoReadyNode):
+                other = self._route(now, job, home=decode.pool.name, exclude=out)
+        if other is not None and other.prefill_node and self._decodes[other.decode_node].pool is decode.pool:
+            job.route = other
+            self._compute_on(now, job, self._prefills[other.prefill_node])
+            return
+        # Its landing is given back, and the decode node computes the prompt itself.
+        self._fallbacks["recompute_no_prefill"] += 1
+        job.route = Route(
+            target=Target.DECODE, reason=Reason.NO_PREFILL, decode_node=decode.node_id, prefill_node=None,
+            uncached_tokens=job.prompt, cached_tokens=0, threshold_tokens=self.policy.threshold_tokens,
+        )  # fmt: skip
+        if decode.cache is not None:
+            decode.cache.let_go(job.request_id, now)
+        self._compute_at_decode(now, job)
 
     def _on_kv_ready(self, now: float, job: Job) -> None:
         admission = self._door.to_decode(job)
@@ -297,6 +364,7 @@ class World:
     def _end(self, index: int) -> None:
         assert not self._ended[index], "a request ended twice"
         self._ended[index] = 1
+        self._num_ended += 1
 
     # The long timescale
 
@@ -388,8 +456,8 @@ class World:
     def _outcome(self) -> Outcome:
         horizon = max(self.trace.span_s, 1e-9) if len(self.trace) > 1 else max(self.loop.now, 1e-9)
         utilisation = self._utilisation(horizon)
-        windows = {w: _sent(self._egress, w, horizon) for w in (1.0, 10.0)}
-        capacity = sum(link.wire.capacity[0][1] for link in self._egress)
+        windows = {w: _sent(self._links.all, w, horizon) for w in (1.0, 10.0)}
+        capacity = sum(link.wire.capacity[0][1] for link in self._links.all)
         if capacity:
             utilisation["egress"] = float(windows[1.0].sum()) / horizon / capacity
         start = self.trace.arrival_s[0] if len(self.trace) else 0.0
@@ -404,6 +472,8 @@ class World:
             remote=np.frombuffer(self._remote),
             rejects=dict(sorted(self._rejects.items())),
             wasted_prefill_s=self._door.wasted_s,
+            fallbacks=dict(sorted(self._fallbacks.items())),
+            link_failures={f"{source} to {to}": count for (source, to), count in sorted(self._links.failures.items())},
             routes={f"{target} {reason}": count for (target, reason), count in sorted(self._routes.items())},
             utilisation=utilisation,
             egress_bytes=windows,
@@ -434,6 +504,12 @@ class World:
 def _bytes_to_send(kv: KvSize, job: Job) -> float:
     """What the decode node lacks: states and windows are sent whatever it holds of attention."""
     return kv(job.prompt) - kv.bytes_per_token * job.have
+
+
+def _without(ready: ReadyNodes, exclude: Collection[str]) -> ReadyNodes:
+    """The nodes that are left; no list is empty."""
+    left = {name: [node for node in nodes if node.node_id not in exclude] for name, nodes in ready.prefills.items()}
+    return ReadyNodes({name: nodes for name, nodes in left.items() if nodes}, ready.decodes)
 
 
 def _caches(scenario: Scenario, trace: Trace) -> bool:
