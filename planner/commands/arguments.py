@@ -88,6 +88,12 @@ def _trial(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--controller", choices=list(Rule), help="let the long-timescale controller act")
     command.add_argument("--tick", type=above_zero, default=60.0, help="seconds between the controller's decisions")
+    command.add_argument(
+        "--flip-s",
+        type=above_zero,
+        help="of a drained node that changes its role (default: measured, 27 ms in the median)",
+    )
+    command.add_argument("--flip-failing", type=not_negative, default=0.0, help="share of them that keep the old role")
     command.add_argument("--ttft", type=above_zero, help="TTFT that counts as good, seconds")
     command.add_argument("--tbt", type=above_zero, help="TBT that counts as good, seconds")
     command.add_argument("--link-trace", type=Path, help="CSV of time_s,capacity_gbps")

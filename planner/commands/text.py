@@ -135,6 +135,8 @@ def outcome_text(report: Mapping[str, Any], title: str) -> str:
         f"{shown('egress_p99_10s_gbps', '(10 s)')}"
     )
     lines.append("  busy " + ", ".join(f"{stage} {share:.1%}" for stage, share in report["utilisation"].items()))
+    if "conversions" in report:
+        lines.append("  conversions " + ", ".join(f"{how} {count:g}" for how, count in report["conversions"].items()))
     if "link_failures" in report:
         failed = ", ".join(f"{link} {count:g}" for link, count in report["link_failures"].items())
         after = ", ".join(f"{reason} {count:g}" for reason, count in report["fallbacks"].items())

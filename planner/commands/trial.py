@@ -18,7 +18,7 @@ from planner.model.site import Site, load_site
 from planner.model.workload import Trace, read_trace
 from planner.simulator.hits import hits_of
 from planner.simulator.policies import Estimates
-from planner.simulator.scenario import Outage, Scenario
+from planner.simulator.scenario import FlipTimes, Outage, Scenario
 from planner.simulator.trials import Setting, Source, Trial, from_day, from_trace, from_workload, judged, read_plan
 from planner.solve.controller import ControllerConfig
 from planner.solve.goals import Rule
@@ -44,6 +44,7 @@ def trial_of(args: argparse.Namespace) -> Trial:
             *(_outage("link-down", text, 2) for text in args.link_down),
             *(_outage("link-thin", text, 3) for text in args.link_thin),
         ],
+        flips=_flips(args),
         ttft_s=args.ttft,
         tbt_s=args.tbt,
     )
@@ -55,6 +56,11 @@ def _link_trace(path: Path) -> list[tuple[float, float]]:
             return [(float(row["time_s"]), float(row["capacity_gbps"]) * 1.25e8) for row in csv.DictReader(text)]
     except (KeyError, TypeError, ValueError) as exc:
         raise InputError(f"link trace {path}: needs columns time_s and capacity_gbps ({exc!r})") from exc
+
+
+def _flips(args: argparse.Namespace) -> FlipTimes:
+    measured = FlipTimes(failing=args.flip_failing)
+    return measured if args.flip_s is None else replace(measured, median_s=args.flip_s, p90_s=args.flip_s)
 
 
 def _outage(option: str, text: str, numbers: int) -> Outage:

@@ -219,6 +219,11 @@ class DecodeNode:
         self._given_until = 0.0  # in the batch's virtual time
         self.seen: NodeView | None = None  # the view of a prompt with nothing cached, until something changes
 
+    @property
+    def num_jobs(self) -> int:
+        """Requests that decode, wait, or are on the way here."""
+        return self.assigned
+
     def compute(self, now: float, job: Job, on_computed: Callable[[float, Job], None]) -> None:
         """Prefills a prompt here, after those that came before it."""
         gpu_s = self.pool.prefill(job.prompt) - self.pool.prefill(job.cached)

@@ -36,6 +36,7 @@ class Outcome:
     seed: int
     events: int
     timeline: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
+    conversions: Mapping[str, int] = field(default_factory=dict)  # by how they ended
     classes: Sequence[ServiceClass] = ()
     class_of: Any = ()  # by request, an index into `classes`
     errors: Mapping[tuple[str, str], Error] = field(default_factory=dict)  # of predictions, by what and of what
@@ -55,6 +56,7 @@ class Outcome:
             "wasted_prefill_s": self.wasted_prefill_s,
             **self._by_class(done),
             **self._failures(),
+            **({"conversions": dict(self.conversions)} if self.conversions else {}),
             "routes": dict(self.routes),
             **_percentiles("ttft", self.ttft_s[done]),
             **_percentiles("tbt", self.tbt_s[done]),

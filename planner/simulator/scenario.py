@@ -90,6 +90,27 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FlipTimes:
+    """What a change of role takes beside ending what runs: flip and verification, log-normal by its median and P90.
+
+    The defaults are those of 200 changes of emulated nodes under a trace on two busy cores (`make test-flips`): 27 and 64 ms.
+    An engine that answers its verification prompt by a model takes as long as that prompt. A node has `drain_timeout_s`, and
+    a share of them, `failing`, turns out unfit for the new role and keeps the old one.
+    """
+
+    median_s: float = 0.027
+    p90_s: float = 0.064
+    drain_timeout_s: float = 60.0
+    failing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.median_s <= self.p90_s:
+            raise InputError(f"flips: median_s={self.median_s:g}, p90_s={self.p90_s:g}: need 0 < median <= P90")
+        if not self.drain_timeout_s > 0 or not 0 <= self.failing <= 1:
+            raise InputError(f"{self}: need drain_timeout_s > 0 and failing in [0, 1]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LineLimits:
     """The room of decode nodes, and who waits for it: `landings` are requests that a node takes beyond those it decodes."""
 
@@ -108,7 +129,7 @@ class Scenario:
     """A whole system and its policies.
 
     `tail_share` is the part of a remote KVCache that leaves only after the prefill has ended: 1 transfers after computing
-    (the published TTFTs), 1/layers is layer-wise streaming. `conversion_s` is how long a drained node takes to change role.
+    (the published TTFTs), 1/layers is layer-wise streaming.
     `classes` are what requests were promised, by shares of them; without any, all of them the `targets`. With `line`, decode
     nodes have room for so many, and who finds none waits as at a gateway; without, they take everybody.
     Senders give a peer up after `peer_timeout_s` of silence, and so many nodes compute a prompt's KVCache in vain before its
@@ -125,7 +146,7 @@ class Scenario:
     tail_share: float = 1.0
     eviction: str = "lru"
     controller: ControllerConfig | None = None
-    conversion_s: float = 30.0
+    flips: FlipTimes = field(default_factory=FlipTimes)
     estimates: Estimates = Estimates.LEARNED
     classes: Mapping[ServiceClass, float] = field(default_factory=dict)
     line: LineLimits | None = None

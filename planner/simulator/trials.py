@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from planner.model.site import BYTES_PER_S_PER_GBPS, Site
 from planner.model.workload import Trace, diurnal, poisson
 from planner.simulator.outcome import Outcome, over_seeds
 from planner.simulator.policies import Estimates
-from planner.simulator.scenario import Outage, Pool, Scenario, Targets, Wire
+from planner.simulator.scenario import FlipTimes, Outage, Pool, Scenario, Targets, Wire
 from planner.simulator.world import simulate
 from planner.solve.controller import ControllerConfig
 from planner.solve.plan import Plan
@@ -38,6 +38,7 @@ class Trial:
     controller: ControllerConfig | None = None
     capacity: Sequence[tuple[float, float]] | None = None
     outages: Sequence[Outage] = ()
+    flips: FlipTimes = field(default_factory=FlipTimes)
     ttft_s: float | None = None
     tbt_s: float | None = None
 
@@ -136,6 +137,7 @@ def scenario_of(site: Site, setting: Setting, trial: Trial) -> Scenario:
         tail_share=trial.tail_share,
         eviction=trial.eviction,
         controller=trial.controller,
+        flips=trial.flips,
         estimates=trial.estimates,
     )
 

@@ -9,36 +9,35 @@ Every request ends exactly once, as done or as refused; `run` asserts it.
 
 from array import array
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import nan
-from typing import Any
 
 import numpy as np
 
-from hybrid_cache.layout import ModelLayout
 from planner.decisions.classes import ServiceClass
 from planner.decisions.paths import PATH_FAILED
 from planner.decisions.placement import PLACERS
 from planner.decisions.retries import Next, Stage, failure_of, rule_after
-from planner.decisions.routing import ReadyNodes, Reason, Route, RoutingPolicy, Target, route_among
-from planner.decisions.views import ClusterKind, PrefillCost, RouteRequest
+from planner.decisions.routing import ReadyNodes, Reason, Route, Target, route_among
+from planner.decisions.views import PrefillCost, RouteRequest
 from planner.errors import NoReadyNode
 from planner.model.profile import Floats, KvSize
 from planner.model.workload import Trace
-from planner.simulator.caches import NodeCache, layout_of
+from planner.simulator.caches import layout_of
 from planner.simulator.door import Door
 from planner.simulator.egress import Egress
 from planner.simulator.estimates import Experience, LearnedTimes, TrueTimes
 from planner.simulator.links import Links
 from planner.simulator.loop import Loop
-from planner.simulator.nodes import NO_HASHES, DecodeNode, Job, PrefillNode
+from planner.simulator.nodes import NO_HASHES, Job, PrefillNode
 from planner.simulator.outcome import Outcome
 from planner.simulator.policies import Estimates
-from planner.simulator.scenario import Pool, Scenario
+from planner.simulator.roles import Roles
+from planner.simulator.scenario import Scenario
+from planner.simulator.steering import Steering
 from planner.simulator.turns import hashes_of, next_turns
-from planner.solve.controller import Controller, Effects, Model, Move, Observation
 
 
 class World:
@@ -54,16 +53,11 @@ class World:
         self._ties: Floats = np.random.default_rng(seed).random(len(trace))
         self._place = PLACERS[scenario.placer]
         layout = layout_of(scenario.kv, trace.block_size) if _caches(scenario, trace) else None
-        self._prefills = {
-            name: self._prefill_node(name, pool, layout)
-            for pool in scenario.pools
-            for name in (f"{pool.name}-p{index}" for index in range(pool.num_prefill))
-        }
-        self._decodes = {
-            name: self._decode_node(name, pool, layout)
-            for pool in scenario.pools
-            for name in (f"{pool.name}-d{index}" for index in range(pool.num_decode))
-        }
+        self._roles = Roles(
+            scenario, layout, self.loop, seed, on_start=self._on_prefill_start, on_prefilled=self._on_prefilled,
+            on_first_token=self._on_first_token, on_decoded=self._on_decoded,
+        )  # fmt: skip
+        self._prefills, self._decodes = self._roles.prefills, self._roles.decodes
         self._layout = layout
         self._following = next_turns(trace) if layout is not None else {}
         self._learned = LearnedTimes(self._prefills, self._decodes)
@@ -74,7 +68,6 @@ class World:
             if scenario.estimates is Estimates.LEARNED
             else TrueTimes(curves, self._prefills, self._decodes, self.loop)
         )
-        self._sort_nodes()
         self._links = Links(
             scenario, self._prefills, self._decodes, self.loop,
             on_delivered=self._on_delivered, on_lost=self._on_lost, is_over=lambda: self._num_ended == len(trace),
@@ -86,9 +79,6 @@ class World:
             decode_s=next(iter(self._decodes.values())).profile.full_step_s * float(trace.output_tokens.mean()),
             draws=np.random.default_rng((seed, 1)).random(len(trace)),
         )  # fmt: skip
-        self._converting = 0
-        self._names = 0
-        self._retired: dict[str, tuple[float, float]] = {}
         size = len(trace)
         self._ttft, self._tbt, self._e2e, self._wait = (array("d", [nan]) * size for _ in range(4))
         self._cached, self._remote = (array("d", [0.0]) * size for _ in range(2))
@@ -97,44 +87,7 @@ class World:
         self._fallbacks: Counter[str] = Counter()
         self._rejects: Counter[str] = Counter()
         self._routes: Counter[tuple[str, str]] = Counter()
-        self._offered: list[tuple[float, float]] = []
-        self._timeline: list[dict[str, Any]] = []
-        self._controller = self._make_controller()
-
-    # Building
-
-    def _prefill_node(self, node_id: str, pool: Pool, layout: ModelLayout | None) -> PrefillNode:
-        return PrefillNode(
-            node_id, pool, self.loop, self._cache(pool, layout), self._on_prefill_start, self._on_prefilled
-        )
-
-    def _cache(self, pool: Pool, layout: ModelLayout | None) -> NodeCache | None:
-        if layout is None or not pool.cache_bytes:
-            return None
-        return NodeCache(layout, pool.cache_bytes, self.scenario.eviction)
-
-    def _decode_node(self, node_id: str, pool: Pool, layout: ModelLayout | None) -> DecodeNode:
-        computes = self.policy.increment_tokens > 0
-        cache = self._cache(pool, layout)
-        return DecodeNode(node_id, pool, self.loop, self._on_first_token, self._on_decoded, cache, computes)
-
-    def _make_controller(self) -> Controller | None:
-        config = self.scenario.controller
-        if config is None:
-            return None
-        pd = next(pool for pool in self.scenario.pools if pool.kind is ClusterKind.PD)
-        prfaas = next((pool for pool in self.scenario.pools if pool.kind is ClusterKind.PRFAAS), None)
-        assert pd.decode is not None
-        model = Model(
-            local=pd.prefill,
-            remote=prfaas.prefill if prfaas else pd.prefill,
-            kv=self.scenario.kv,
-            num_prfaas=prfaas.num_prefill if prfaas else 0,
-            egress_bytes_per_s=sum(wire.capacity[0][1] for wire in self.scenario.wires),
-            decode_s_per_token=pd.decode.full_step_s / pd.decode.max_running,
-        )
-        self.loop.at(config.tick_s, self._on_tick)
-        return Controller(config, model)
+        self._steering = None if scenario.controller is None else Steering(scenario, scenario.controller, self._roles)
 
     # A request's life
 
@@ -147,6 +100,8 @@ class World:
             self._outputs = array("d", self.trace.output_tokens.tobytes())
             self._tie_of = array("d", self._ties.tobytes())
             self.loop.at(self._arrivals[0], self._on_arrival, 0)
+            if self._steering is not None:
+                self.loop.at(self._steering.tick_s, self._on_tick, self._steering)
         self.loop.run()
         assert all(self._ended), "a request neither ended nor was refused"
         return self._outcome()
@@ -163,8 +118,8 @@ class World:
 
     def _consider(self, now: float, job: Job) -> None:
         job.route = found = self._route(now, job)
-        if self._controller is not None and now == job.arrived:
-            self._offered.append((found.uncached_tokens, job.output))
+        if self._steering is not None and now == job.arrived:
+            self._steering.offered.append((found.uncached_tokens, job.output))
         admission = self._door.admission(now, job, found)
         if not admission.accepted:
             self._refuse(now, job, str(admission.reason))
@@ -187,7 +142,7 @@ class World:
         if self.policy.placement is not self._experience.placement:
             self.policy = replace(self.policy, placement=self._experience.placement)
         self._learned.as_of(now)
-        ready = self._ready_nodes(job, now)
+        ready = self._roles.seen_by(job, now)
         found = route_among(
             _without(ready, exclude) if exclude else ready, request, self._links.views(now), self.policy,
             place=self._place, cost=self._cost,
@@ -230,22 +185,10 @@ class World:
             self.loop.at(job.ready_at, self._experience.on_moved, (moved, moved / rate))
         node.put(now, job)
 
-    def _sort_nodes(self) -> None:
-        """Notes which nodes are ready; to be called when one becomes so or ceases to be."""
-        self._ready_prefills: dict[str, list[PrefillNode]] = {}
-        for node in self._prefills.values():
-            if node.ready:
-                self._ready_prefills.setdefault(node.pool.name, []).append(node)
-        self._ready_decodes = [node for node in self._decodes.values() if node.ready]
-        # What a prompt sees that can have nothing cached.
-        self._blank_prefills = {name: [node.view(0) for node in nodes] for name, nodes in self._ready_prefills.items()}
-
-    def _ready_nodes(self, job: Job, now: float) -> ReadyNodes:
-        hashes, prompt = job.hashes, job.prompt
-        if not hashes:
-            return ReadyNodes(self._blank_prefills, [node.seen or node.view() for node in self._ready_decodes])
-        prefills = {name: [node.view_for(job) for node in nodes] for name, nodes in self._ready_prefills.items()}
-        return ReadyNodes(prefills, [node.view_for(hashes, prompt, now) for node in self._ready_decodes])
+    def _on_tick(self, now: float, steering: Steering) -> None:
+        self.policy = steering.steer(now, self.policy)
+        if now < self._arrivals[-1]:
+            self.loop.at(now + steering.tick_s, self._on_tick, steering)
 
     def _on_prefill_start(self, now: float, job: Job) -> None:
         self._wait[job.index] = now - job.arrived
@@ -366,96 +309,11 @@ class World:
         self._ended[index] = 1
         self._num_ended += 1
 
-    # The long timescale
-
-    def _on_tick(self, now: float, _: Any) -> None:
-        controller = self._controller
-        assert controller is not None
-        prefills = [n for n in self._prefills.values() if n.pool.kind is ClusterKind.PD and n.ready]
-        decodes = [n for n in self._decodes.values() if n.ready]
-        seen = Observation(
-            at_s=now,
-            uncached_tokens=[tokens for tokens, _ in self._offered],
-            output_tokens=[output for _, output in self._offered],
-            num_prefill=len(prefills),
-            num_decode=len(decodes),
-            threshold_tokens=self.policy.threshold_tokens,
-            tie_share=self.policy.tie_share,
-            prefill_loads=[float(node.num_jobs) for node in prefills],
-            decode_loads=[node.assigned / node.profile.max_running for node in decodes],
-            converting=self._converting,
-        )
-        self._offered = []
-        effects = controller.on_tick(seen)
-        self._carry_out(now, effects, prefills, decodes)
-        self._timeline.append(
-            {
-                "at_s": now,
-                "num_prefill": len(prefills),
-                "num_decode": len(decodes),
-                "threshold_tokens": self.policy.threshold_tokens,
-                "offered": len(seen.uncached_tokens),
-                "diagnosis": effects.diagnosis,
-            }
-        )
-        if now < self._arrivals[-1]:
-            self.loop.at(now + controller.config.tick_s, self._on_tick)
-
-    def _carry_out(
-        self, now: float, effects: Effects, prefills: Sequence[PrefillNode], decodes: Sequence[DecodeNode]
-    ) -> None:
-        if effects.threshold_tokens is not None:
-            self.policy = _with_threshold(self.policy, effects.threshold_tokens, effects.tie_share)
-        if effects.convert is not None and self._controller is not None:
-            self._controller.converted(now)
-        if effects.convert is Move.TO_DECODE:
-            leaving = min(prefills, key=lambda node: node.num_jobs)
-            leaving.ready = False
-            self._sort_nodes()
-            self._converting += 1
-            self._drain_prefill(now, leaving)
-        elif effects.convert is Move.TO_PREFILL:
-            quiet = min(decodes, key=lambda node: node.assigned)
-            quiet.ready = False
-            self._sort_nodes()
-            self._converting += 1
-            self._drain_decode(now, quiet)
-
-    def _drain_prefill(self, now: float, node: PrefillNode) -> None:
-        if node.num_jobs:
-            self.loop.at(now + 1.0, self._drain_prefill, node)
-            return
-        del self._prefills[node.node_id]
-        self._retire("pd_prefill", node.busy_s, now - node.since)
-        self.loop.at(now + self.scenario.conversion_s, self._become_decode, node.pool)
-
-    def _drain_decode(self, now: float, node: DecodeNode) -> None:
-        if node.assigned:
-            self.loop.at(now + 1.0, self._drain_decode, node)
-            return
-        del self._decodes[node.node_id]
-        self._retire("pd_decode", node.slot_s, (now - node.since) * node.profile.max_running)
-        self.loop.at(now + self.scenario.conversion_s, self._become_prefill, node.pool)
-
-    def _become_decode(self, now: float, pool: Pool) -> None:
-        self._names += 1
-        node = self._decode_node(f"{pool.name}-c{self._names}", pool, self._layout)
-        self._decodes[node.node_id] = node
-        self._sort_nodes()
-        self._converting -= 1
-
-    def _become_prefill(self, now: float, pool: Pool) -> None:
-        self._names += 1
-        node = self._prefill_node(f"{pool.name}-c{self._names}", pool, self._layout)
-        self._prefills[node.node_id] = node
-        self._sort_nodes()
-        self._converting -= 1
-
     # Results
 
     def _outcome(self) -> Outcome:
         horizon = max(self.trace.span_s, 1e-9) if len(self.trace) > 1 else max(self.loop.now, 1e-9)
-        utilisation = self._utilisation(horizon)
+        utilisation = _by_stage(self._roles.busy(horizon))
         windows = {w: _sent(self._links.all, w, horizon) for w in (1.0, 10.0)}
         capacity = sum(link.wire.capacity[0][1] for link in self._links.all)
         if capacity:
@@ -481,24 +339,12 @@ class World:
             targets=self.scenario.targets,
             seed=self.seed,
             events=self.loop.events,
-            timeline=tuple(self._timeline),
+            timeline=tuple(self._steering.timeline) if self._steering is not None else (),
+            conversions=dict(sorted(self._roles.conversions.items())),
             classes=self._door.classes,
             class_of=self._door.class_of,
             errors=self._experience.errors(),
         )
-
-    def _retire(self, stage: str, busy_s: float, available_s: float) -> None:
-        done = self._retired.get(stage, (0.0, 0.0))
-        self._retired[stage] = (done[0] + busy_s, done[1] + available_s)
-
-    def _utilisation(self, horizon: float) -> dict[str, float]:
-        """Busy over available time per stage, nodes that changed role counted while they had it."""
-        for node in self._prefills.values():
-            stage = "prfaas_compute" if node.pool.kind is ClusterKind.PRFAAS else "pd_prefill"
-            self._retire(stage, node.busy_s, max(0.0, horizon - node.since))
-        for other in self._decodes.values():
-            self._retire("pd_decode", other.slot_s, max(0.0, horizon - other.since) * other.profile.max_running)
-        return {stage: busy / available for stage, (busy, available) in sorted(self._retired.items()) if available}
 
 
 def _bytes_to_send(kv: KvSize, job: Job) -> float:
@@ -521,8 +367,13 @@ def _sent(links: Sequence[Egress], window_s: float, horizon_s: float) -> Floats:
     return np.sum(parts, axis=0) if parts else np.zeros(max(1, int(np.ceil(horizon_s / window_s))))
 
 
-def _with_threshold(policy: RoutingPolicy, threshold_tokens: float, tie_share: float | None) -> RoutingPolicy:
-    return replace(policy, threshold_tokens=threshold_tokens, tie_share=1.0 if tie_share is None else tie_share)
+def _by_stage(busy: Mapping[tuple[str, str], tuple[float, float]]) -> dict[str, float]:
+    """Busy over available time, all clusters together."""
+    totals: dict[str, tuple[float, float]] = {}
+    for (_, stage), (busy_s, available_s) in busy.items():
+        done = totals.get(stage, (0.0, 0.0))
+        totals[stage] = (done[0] + busy_s, done[1] + available_s)
+    return {stage: busy_s / available_s for stage, (busy_s, available_s) in sorted(totals.items()) if available_s}
 
 
 def simulate(scenario: Scenario, trace: Trace, seed: int = 0) -> Outcome:
