@@ -24,6 +24,9 @@ from tests.planner.simulator.systems import PUBLISHED, arrivals, case_study_scen
 from tests.planner.traces import MOONCAKE
 
 
+QUEUED = 3000  # per seed: the 95 % interval of eight seeds is a tenth to a quarter of the mean
+
+
 def waits(scenario, trace_of, seeds: int = 8) -> tuple[float, float]:
     """Mean prefill wait over seeds, the first fifth of each run left out, and its 95 % half-width."""
     means = []
@@ -41,7 +44,7 @@ def exponential(rng, size):
 @pytest.mark.parametrize(("servers", "load"), [(1, 0.5), (3, 0.8)])
 def test_m_m_k(servers, load):
     def trace(rng):
-        return arrivals(np.cumsum(rng.exponential(1 / (load * servers), 6000)), exponential(rng, 6000))
+        return arrivals(np.cumsum(rng.exponential(1 / (load * servers), QUEUED)), exponential(rng, QUEUED))
 
     mean, half = waits(queue_of(servers), trace)
     expected = erlang_c(servers, load * servers) / (servers * (1 - load))
@@ -51,7 +54,7 @@ def test_m_m_k(servers, load):
 
 def test_m_d_1():
     def trace(rng):
-        return arrivals(np.cumsum(rng.exponential(1 / 0.7, 6000)), 1000.0)
+        return arrivals(np.cumsum(rng.exponential(1 / 0.7, QUEUED)), 1000.0)
 
     mean, half = waits(queue_of(1), trace)
     assert mean == pytest.approx(0.7 / (2 * 0.3), abs=2 * half)
@@ -62,7 +65,7 @@ def test_m_g_1():
         return np.where(rng.random(size) < 0.2, 3000.0, 500.0)
 
     def trace(rng):
-        return arrivals(np.cumsum(rng.exponential(1 / 0.6, 6000)), lengths(rng, 6000))
+        return arrivals(np.cumsum(rng.exponential(1 / 0.6, QUEUED)), lengths(rng, QUEUED))
 
     mean, half = waits(queue_of(1), trace)
     expected = 0.6 * (0.2 * 9 + 0.8 * 0.25) / (2 * (1 - 0.6))  # Pollaczek–Khinchine
@@ -86,7 +89,7 @@ def test_zero_load_ttft_is_the_models(case_study):
 def test_below_saturation_utilisation_and_throughput_are_the_closed_forms(case_study):
     plan = make_plan(case_study, Options.as_in_paper())
     rate = 0.7 * 3.163
-    trace = poisson(case_study.workload.lengths, 1024, rate, 20_000, np.random.default_rng(0))
+    trace = poisson(case_study.workload.lengths, 1024, rate, 12_000, np.random.default_rng(0))
     found = simulate(case_study_scenario(case_study), trace)
     report = found.report()
     assert report["throughput_req_per_s"] == pytest.approx(len(trace) / trace.span_s, rel=1e-9)
@@ -105,7 +108,7 @@ def test_below_saturation_utilisation_and_throughput_are_the_closed_forms(case_s
 
 def test_ttft_under_load_is_near_the_queueing_formula(case_study):
     plan = make_plan(case_study, Options.as_in_paper())
-    report = judged(case_study_scenario(case_study), from_workload(case_study, 0.8 * 3.24, 12_000), range(3))
+    report = judged(case_study_scenario(case_study), from_workload(case_study, 0.8 * 3.24, 12_000), range(2))
     assert report["ttft_mean_s"] == pytest.approx(3.55, abs=0.24)  # four standard deviations between seeds
     assert report["ttft_mean_s"] == pytest.approx(plan.loaded_ttft_mean_s, rel=0.08)
     assert report["ttft_p90_s"] == pytest.approx(plan.loaded_ttft_p90_s, rel=0.08)
@@ -265,6 +268,10 @@ def test_one_decode_node_does_everything_when_nobody_prefills():
     assert found.routes == {"decode no_prefill": 1}
 
 
+# Room for a conversation many times over; making the pages of a node's 800 GB takes seconds.
+CACHE_GB = 50.0
+
+
 def conversation(turns: int, first: int = 30_000, new: int = 60, every_s: float = 60.0, block: int = 16) -> Trace:
     """One conversation: each prompt is the one before, its answer and some more; partial last blocks are nobody else's."""
     prompts = [first + new * turn for turn in range(turns)]
@@ -281,7 +288,7 @@ def conversation(turns: int, first: int = 30_000, new: int = 60, every_s: float 
 def test_a_conversation_does_not_stay_remote_because_it_began_there(case_study):
     """Six turns of 60 new tokens after a long prompt: the decode node at home holds all the rest."""
     trace, kv = conversation(7), case_study.profile.kv_size()
-    scenario = case_study_scenario(case_study, cache_gb=800.0, increment_tokens=1_024)
+    scenario = case_study_scenario(case_study, cache_gb=CACHE_GB, increment_tokens=1_024)
     found = simulate(scenario, trace)
     assert found.routes == {"decode held": 6, "remote long": 1}
     assert found.egress_bytes[1.0].sum() == pytest.approx(kv(30_000))
@@ -289,13 +296,13 @@ def test_a_conversation_does_not_stay_remote_because_it_began_there(case_study):
 
 
 def test_a_prefix_on_a_decode_node_is_fetched_by_a_prefill_node_of_its_cluster(case_study):
-    found = simulate(case_study_scenario(case_study, cache_gb=800.0, fetch_gbps=100.0), conversation(7))
+    found = simulate(case_study_scenario(case_study, cache_gb=CACHE_GB, fetch_gbps=100.0), conversation(7))
     assert found.routes == {"local short": 6, "remote long": 1}
 
 
 def test_a_decode_node_is_sent_only_what_it_lacks(case_study):
     trace, kv = conversation(4, new=25_000), case_study.profile.kv_size()
-    found = simulate(case_study_scenario(case_study, cache_gb=800.0), trace)
+    found = simulate(case_study_scenario(case_study, cache_gb=CACHE_GB), trace)
     assert found.routes["remote long"] == 4
     had = [0, *((int(n) + 50) // 16 * 16 for n in trace.prompt_tokens[:-1])]
     lacking = [kv(n) - kv.bytes_per_token * have for n, have in zip(trace.prompt_tokens, had, strict=True)]
@@ -306,7 +313,7 @@ def test_a_decode_node_is_sent_only_what_it_lacks(case_study):
 def test_a_batch_stands_still_while_its_node_computes_a_prompt(case_study):
     """The answer that is under way is longer by what the GPUs spent on the prompt, no more and no less."""
     trace = replace(conversation(2, every_s=10.0), output_tokens=np.array([1_000.0, 10.0]))
-    scenario = case_study_scenario(case_study, cache_gb=800.0, increment_tokens=1_024)
+    scenario = case_study_scenario(case_study, cache_gb=CACHE_GB, increment_tokens=1_024)
     found, alone = simulate(scenario, trace), simulate(scenario, trace.head(1))
     curve = case_study.profile.prefill_on("h20x8")
     assert found.routes == {"decode held": 1, "remote long": 1}
