@@ -73,17 +73,12 @@ class Egress:
             return now
         return next((at for at, rate in self.wire.capacity if at > now and rate > 0), inf)
 
-    def view(
-        self, now: float, up: bool = True, cut_off: tuple[str, ...] = (), lost: tuple[tuple[str, str], ...] = ()
-    ) -> LinkView:
-        """What a monitor would tell the routing, with what breakers say."""
+    def view(self, now: float) -> LinkView:
+        """What a monitor would tell the routing."""
         self._monitor(now)
         return LinkView(
             source=self.wire.source,
             destination=self.wire.destination,
-            up=up,
-            cut_off=cut_off,
-            lost=lost,
             available_bytes_per_s=self._rate or self._last_rate,
             utilisation=self._utilisation,
             queued_bytes=self._flows.remaining(now) if self._busy_since is not None else 0.0,

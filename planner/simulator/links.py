@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from msgspec import structs
+
 from planner.decisions.paths import MAX_LOST, PROBE_TICK_S, Paths
 from planner.decisions.views import LinkView
 from planner.simulator.egress import Egress
@@ -67,7 +69,7 @@ class Links:
             (sender, receiver) for sender, receiver in pairs
             if self._cluster_of.get(sender) == source and self._cluster_of_decode(receiver) == destination
         )  # fmt: skip
-        return link.view(now, len(cut_off) < len(senders), cut_off, lost)
+        return structs.replace(link.view(now), up=len(cut_off) < len(senders), cut_off=cut_off, lost=lost)
 
     def _cluster_of_decode(self, node_id: str) -> str:
         node = self._decodes.get(node_id)

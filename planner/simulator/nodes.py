@@ -3,6 +3,7 @@
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import copy
 from math import inf
 from typing import Any
 
@@ -43,25 +44,24 @@ class Job:
         self.ready_at = 0.0  # a fetched prefix is there
         self.flows = 1  # transfers still to be delivered before decode
         self.egress: Any = None
-        self.unsent = 0.0  # bytes promised to it
         self.failed: tuple[str, ...] = ()  # prefill nodes that computed it in vain
         self.is_lost = False  # the transfer was: what its node still computes is for nobody
-        self.forecast = 0.0
         # Set on the way; a million jobs are made.
         self.route: Route
         self.est_s: float  # predicted prefill time
         self.service_s: float
+        self.unsent: float  # bytes that its egress has been promised
+        self.forecast: float
         self.decode_node: DecodeNode
         self.decode_start: float
         self.beside: int  # requests that decoded with it when it began, itself included
         self.given: array[float]
 
     def again(self) -> "Job":
-        """The same request on another way to its decode node."""
-        other = Job(self.index, self.arrived, self.prompt, self.output, self.hashes)
-        other.blocks, other.request_id, other.have = self.blocks, self.request_id, self.have
-        other.decode_node, other.failed = self.decode_node, (*self.failed, self.route.prefill_node or "")
-        other.forecast = self.forecast
+        """The same request, to take another way to its decode node."""
+        other = copy(self)
+        other.failed = (*self.failed, self.route.prefill_node or "")
+        other.is_lost, other.egress, other.flows, other.ready_at = False, None, 1, 0.0
         return other
 
 

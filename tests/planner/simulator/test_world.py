@@ -23,7 +23,6 @@ from planner.solve.problem import Options
 from tests.planner.simulator.systems import PUBLISHED, arrivals, case_study_scenario, queue_of, with_link
 from tests.planner.traces import MOONCAKE
 
-
 QUEUED = 3000  # per seed: the 95 % interval of eight seeds is a tenth to a quarter of the mean
 
 
