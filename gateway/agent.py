@@ -217,6 +217,11 @@ class AgentClient:
         if not done.ok:
             raise NodeError(self.address, "not_landed", done.reason)
 
+    async def drop_prefix(self, hashes: Sequence[bytes], keep_tokens: int, unused_s: float) -> int:
+        """Has this node give up a prefix beyond `keep_tokens`, unless used within `unused_s`; returns the pages freed."""
+        message = pb.DropPrefixRequest(block_hashes=b"".join(hashes), keep_tokens=keep_tokens, unused_s=unused_s)
+        return int((await self._call(self._stub.DropPrefix, message)).pages)
+
     async def probe(self, ticket: TicketInfo, timeout_s: float) -> str:
         """Has this node ask the receiver that `ticket` names for an answer; "" when one came, else why not."""
         done = await self._call(self._stub.Probe, ticket_message(ticket), timeout_s)

@@ -156,6 +156,10 @@ class Metrics:
         self._moved_bytes = Counter(
             "prfaas_prefix_moved_bytes", "KVCache sent to move prefixes", ["reason"], registry=registry
         )
+        self._drops = Counter(
+            "prfaas_prefix_drops", "Cold copies of prefixes that nodes were told to give up, by outcome", ["outcome"],
+            registry=registry,
+        )  # fmt: skip
         self._refused = Children(
             Counter(
                 "prfaas_refusals", "Requests that were sent away for load, by class and binding stage",
@@ -266,6 +270,10 @@ class Metrics:
         """Counts a prefix move that has ended, or was not begun."""
         self._moves.labels(reason, outcome).inc()
         self._moved_bytes.labels(reason).inc(size)
+
+    def dropped(self, outcome: str) -> None:
+        """Counts a cold copy whose node was told to give it up."""
+        self._drops.labels(outcome).inc()
 
     def loop_lag(self, seconds: float) -> None:
         self._lag.observe(seconds)

@@ -97,6 +97,20 @@ class Moves:
         self._running[move.key] = task = self._tasks.start(self._run(move), "move")
         return task
 
+    def drop(self, node: Node, hashes: Sequence[bytes], keep_tokens: int, unused_s: float) -> None:
+        """Has a node give up what is cold of a prefix, without waiting; what comes of it is counted."""
+        self._tasks.start(self._drop(node, hashes, keep_tokens, unused_s), "drop")
+
+    async def _drop(self, node: Node, hashes: Sequence[bytes], keep_tokens: int, unused_s: float) -> None:
+        pages = 0
+        try:
+            pages = await node.agent.drop_prefix(hashes, keep_tokens, unused_s)
+            outcome = OK if pages else "in_use"
+        except NodeError as error:
+            outcome = error.reason
+        self._metrics.dropped(outcome)
+        log.info("cold copy dropped node=%s blocks=%d pages=%d outcome=%s", node.id, len(hashes), pages, outcome)
+
     async def _run(self, move: Move) -> str:
         sent = 0
         began = self._clock()

@@ -1,15 +1,17 @@
 """Copies of hot prefixes inside a cluster: which requests want what is noted as they pass, copies are decided on a slow tick.
 
 Decisions are `hybrid_cache.store`'s, over the prefill nodes of one cluster; `gateway.moves` carries them out. A copy that has
-become cold is left to its node's eviction.
+become cold is given up by command, once its node has nobody waiting. The node knows better: what any gateway's request has found
+there of late stays.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
 from gateway.clusters import Clusters
-from gateway.moves import Move, Moves
+from gateway.moves import OK, Move, Moves
 from gateway.node import Node
 from gateway.prompts import Prompt
 from hybrid_cache.store import PrefixStore, Replicate, StoreConfig
@@ -58,21 +60,35 @@ class Replicas:
             if store is None or len(nodes) < 2:
                 continue
             loads = {name: _load(node) for name, node in nodes.items()}
+            for copy in store.cold(loads, now=now):
+                node = nodes[copy.node_id]
+                if not node.load.waiting:
+                    store.dropped(copy)
+                    self._moves.drop(node, copy.hashes, copy.keep_tokens, store.config.half_life_s)
             for decision in (*store.replicate(loads, now=now), *store.rebalance(loads, now=now)):
-                if isinstance(decision, Replicate):
-                    source, target = nodes[decision.source], nodes[decision.target]
-                    hashes, num_tokens = decision.hashes, decision.num_tokens
-                    num_bytes = store.index.layout.kv_bytes(num_tokens)
-                    self._copy(Move(source, target, hashes, num_tokens, num_bytes, decision.reason))
+                self._copy(store, decision, nodes)
 
-    def _copy(self, move: Move) -> None:
+    def _copy(self, store: PrefixStore, decision: Replicate, nodes: Mapping[str, Node]) -> None:
         """In what requests leave: they move prefixes, too, and those are waited for."""
+        num_tokens = decision.num_tokens
+        move = Move(
+            nodes[decision.source],
+            nodes[decision.target],
+            decision.hashes,
+            num_tokens,
+            store.index.layout.kv_bytes(num_tokens),
+            decision.reason,
+        )
         if len(self._moves):
             self._moves.left_out(move, "not_idle")
         elif not self._pays(move):
             self._moves.left_out(move, "not_worth_it")
-        else:
-            self._moves.start(move)
+        elif (task := self._moves.start(move)) is not None:
+            task.add_done_callback(partial(self._moved, store, decision, store.held_tokens(decision)))
+
+    def _moved(self, store: PrefixStore, decision: Replicate, keep_tokens: int, task: "asyncio.Task[str]") -> None:
+        if not task.cancelled() and task.exception() is None and task.result() == OK:
+            store.copied(decision, keep_tokens, now=self._clock())
 
     def _store(self, cluster: str) -> PrefixStore | None:
         index = self._clusters.index

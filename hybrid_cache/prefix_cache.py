@@ -9,6 +9,7 @@ blocks) and releases. Own pages are transfer-cache blocks: never matched, never 
 Single-threaded and pure: the owner serialises calls, passes `now` and moves the bytes.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -26,6 +27,7 @@ from hybrid_cache.snapshots import BranchPoints, Prefill, SnapshotPolicy
 from hybrid_cache.tree import PrefixTree
 
 EVENT_LIMIT: Final = 1 << 20  # hashes kept for a reader that does not come
+HITS_REMEMBERED: Final = 4096  # to know which prefixes have been of use lately
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,7 @@ class PrefixCache:
         self._events = EventLog(EVENT_LIMIT if event_limit is None else event_limit)
         self._tree = PrefixTree(layout, num_pages, self._eviction, self._events)
         self._holds: dict[str, Hold] = {}
+        self._found: OrderedDict[bytes, float] = OrderedDict()  # last blocks of the hits of late, and when that was
 
     def __repr__(self) -> str:
         return f"PrefixCache({self._tree!r}, {len(self._holds)} reservations)"
@@ -145,12 +148,18 @@ class PrefixCache:
         cached = hit.num_tokens if purpose is Purpose.PREFILL else hit.attention_tokens
         hold = Hold(request_id, hashes, num_tokens)
         self._tree.lock_prefix(hold, cached, purpose)
+        hit_end = hold.nodes[-1].hash if hold.nodes else None
         try:
             self._allocate_own(hold, cached, self._snapshot_lengths(num_tokens, hit, purpose), now)
         except OutOfPages:
             self._tree.unlock(hold, now)
             raise
         self._holds[request_id] = hold
+        if hit_end is not None:
+            self._found[hit_end] = now
+            self._found.move_to_end(hit_end)
+            if len(self._found) > HITS_REMEMBERED:
+                self._found.popitem(last=False)
         if purpose not in (Purpose.ANSWER, Purpose.PROMOTION, Purpose.ATTENTION):  # the request itself is still to come
             self._eviction.begin(Use(now, hashes, category))
         return Reservation(hold, self.layout, purpose, cached)
@@ -200,6 +209,17 @@ class PrefixCache:
         """Evicts until `num_pages` more pages are free, or nothing can leave; returns how many more there are."""
         before = self._tree.pool.num_free
         self._tree.evict(min(num_pages, self._tree.evictable_pages), now)
+        return self._tree.pool.num_free - before
+
+    def drop(self, hashes: Sequence[bytes], keep_tokens: int, *, unused_since: float, now: float) -> int:
+        """Gives up the end of a prefix, down to its first `keep_tokens` tokens; returns how many more pages are free.
+
+        What is in use, what goes on, and what a request has found since `unused_since` stays.
+        """
+        before = self._tree.pool.num_free
+        end = hashes[keep_tokens // self.layout.block_size :]
+        found = [index for index, each in enumerate(end) if self._found.get(each, unused_since) > unused_since]
+        self._tree.drop(end[found[-1] + 1 :] if found else end, now)
         return self._tree.pool.num_free - before
 
     def clear(self, now: float) -> None:

@@ -2,7 +2,8 @@
 
 Mooncake's store (FAST'25 §3.2, §4.2) keeps hot blocks on several nodes, so that popular prefixes do not make one node the
 bottleneck. A prefix is hot when more requests want it at once than its holders can serve; it is copied to the least loaded
-node that has none. A node whose demand is far above its peers' hands prefixes over.
+node that has none. A node whose demand is far above its peers' hands prefixes over. A copy that has been made is known as
+one, whatever has been forgotten of the prefix since, and is given up when it is cold and another node has the prefix, too.
 """
 
 from collections import OrderedDict
@@ -29,7 +30,8 @@ class StoreConfig:
     min_tokens: int = 512  # a shorter prefix is computed sooner than copied
     imbalance: float = 2.0  # a node is hot when its load exceeds this many times the mean
     max_tracked: int = 100_000  # prefixes that were asked for
-    max_tracked_bytes: int = 64 << 20  # of what is remembered of them
+    max_tracked_bytes: int = 64 << 20  # of what is remembered of them, and of copies
+    max_copies: int = 1024  # the oldest is forgotten, and left to its node's eviction
 
     def __post_init__(self) -> None:
         for name in (
@@ -39,6 +41,7 @@ class StoreConfig:
             "imbalance",
             "max_tracked",
             "max_tracked_bytes",
+            "max_copies",
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
@@ -57,10 +60,11 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class DropReplica:
-    """The prefix is cold: this copy is one too many."""
+    """The prefix is cold: this copy is one too many. The node had `keep_tokens` of it before."""
 
     node_id: str
     hashes: tuple[bytes, ...]
+    keep_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +75,11 @@ class Placement:
     hit: PrefixHit
 
 
-Decision = Replicate | DropReplica
-
-
 @dataclass(slots=True)
 class _Demand:
     hashes: tuple[bytes, ...]
     level: float
     at: float
-    copies: set[str]  # nodes that were told to keep a replica
 
     @property
     def size_bytes(self) -> int:
@@ -90,6 +90,17 @@ class _Demand:
         return self.level * float(0.5**halvings)
 
 
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    hashes: tuple[bytes, ...]
+    keep_tokens: int
+    at: float
+
+    @property
+    def size_bytes(self) -> int:
+        return BYTES_PER_PREFIX + BYTES_PER_HASH * len(self.hashes)
+
+
 class PrefixStore:
     """put, get and replica decisions over a prefix index. Loads are the nodes' concurrent requests (any common unit)."""
 
@@ -97,6 +108,9 @@ class PrefixStore:
         self.index = index
         self.config = config or StoreConfig()
         self._demand: OrderedDict[bytes, _Demand] = OrderedDict()  # by the last hash, the one asked for last at the end
+        self._copies: OrderedDict[tuple[str, bytes], _Copy] = (
+            OrderedDict()
+        )  # by node and last hash, the newest at the end
         self.tracked_bytes = 0
 
     def get(self, hashes: Sequence[bytes], num_tokens: int, loads: Mapping[str, float], *, now: float) -> Placement:
@@ -113,75 +127,95 @@ class PrefixStore:
         roomy = [node for node in loads if free_pages.get(node, 0) >= num_pages]
         return min(roomy, key=lambda node: (loads[node], -free_pages[node], node), default=None)
 
-    def replicate(self, loads: Mapping[str, float], *, now: float) -> list[Decision]:
-        """Copies for hot prefixes, hottest first, and the copies that cooled-down ones give up."""
-        decisions: list[Decision] = []
+    def replicate(self, loads: Mapping[str, float], *, now: float) -> list[Replicate]:
+        """Copies for hot prefixes, hottest first: for each of them one at a time, until there are enough for its demand."""
+        decisions: list[Replicate] = []
         levels = [(demand.decayed(now, self.config.half_life_s), demand) for demand in self._demand.values()]
         for level, demand in sorted(levels, key=lambda pair: -pair[0]):
-            if level < self.config.demand_per_replica and not demand.copies:
-                continue  # one holder is enough, and there is no copy to give up
-            decisions += self.change_replica(demand.hashes, loads, now=now)
+            if level < self.config.demand_per_replica:
+                break  # one holder is enough
+            holders = self._holders(demand.hashes, loads)
+            wanted = min(self.config.max_replicas, len(loads), max(1, round(level / self.config.demand_per_replica)))
+            source = min(self._senders(demand.hashes, holders), key=lambda n: (loads[n], n), default=None)
+            if wanted > len(holders) and source is not None:
+                target = min((n for n in loads if n not in holders), key=lambda n: (loads[n], n))
+                decisions.append(Replicate(source, target, demand.hashes, self._tokens(demand.hashes), "hot"))
         return decisions
 
-    def change_replica(self, hashes: Sequence[bytes], loads: Mapping[str, float], *, now: float) -> list[Decision]:
-        """Brings the number of holders of one prefix in line with its demand, by one copy at a time."""
-        demand = self._demand.get(hashes[-1])
-        if demand is None:
-            return []
-        num_tokens = len(demand.hashes) * self.index.layout.block_size
-        demand.copies.intersection_update(loads)  # other nodes are gone
-        holders = self._holders(demand, loads)
-        if not holders:
-            return []
-        level = demand.decayed(now, self.config.half_life_s)
-        wanted = min(self.config.max_replicas, len(loads), max(1, round(level / self.config.demand_per_replica)))
-        if wanted > len(holders):
-            target = min((n for n in loads if n not in holders), key=lambda n: (loads[n], n))
-            source = min(self._senders(demand, holders), key=lambda n: (loads[n], n), default=None)
-            if source is None:
-                return []
-            demand.copies.add(target)
-            return [Replicate(source, target, demand.hashes, num_tokens, "hot")]
-        surplus = [n for n in holders if n in demand.copies]
-        if wanted < len(holders) and surplus and level < self.config.demand_per_replica * (len(holders) - 1) / 2:
-            victim = max(surplus, key=lambda n: (loads[n], n))
-            demand.copies.discard(victim)
-            return [DropReplica(victim, demand.hashes)]
-        return []
+    def held_tokens(self, decision: Replicate) -> int:
+        """How much of the prefix the target has before it is sent the rest."""
+        return self.index.match(decision.target, decision.hashes, decision.num_tokens).attention_tokens
 
-    def rebalance(self, loads: Mapping[str, float], *, now: float) -> list[Decision]:
+    def copied(self, decision: Replicate, keep_tokens: int, *, now: float) -> None:
+        """The prefix has been copied; its target had `keep_tokens` of it for itself."""
+        key = decision.target, decision.hashes[-1]
+        self._forget_copy(key)
+        self._copies[key] = copy = _Copy(decision.hashes, keep_tokens, now)
+        self.tracked_bytes += copy.size_bytes
+        self._keep_limits()
+
+    def cold(self, loads: Mapping[str, float], *, now: float) -> list[DropReplica]:
+        """Copies that fewer requests want than their other holders are good for, the oldest first, one of each prefix.
+
+        None that is younger than the demand's half-life. What has left its node anyway is forgotten.
+        """
+        decisions: dict[bytes, DropReplica] = {}
+        for (node, last), copy in list(self._copies.items()):
+            if not self._holds(node, copy.hashes, ANYWHERE):
+                self._forget_copy((node, last))
+                continue
+            if node not in loads or last in decisions or now - copy.at < self.config.half_life_s:
+                continue
+            others = len(self._holders(copy.hashes, loads)) - 1
+            demand = self._demand.get(last)
+            level = demand.decayed(now, self.config.half_life_s) if demand is not None else 0.0
+            if others and level < self.config.demand_per_replica * others / 2:
+                decisions[last] = DropReplica(node, copy.hashes, copy.keep_tokens)
+        return list(decisions.values())
+
+    def dropped(self, decision: DropReplica) -> None:
+        """It is carried out: whatever comes of it, the copy is known no more."""
+        self._forget_copy((decision.node_id, decision.hashes[-1]))
+
+    @property
+    def num_copies(self) -> int:
+        """Copies that are known."""
+        return len(self._copies)
+
+    def rebalance(self, loads: Mapping[str, float], *, now: float) -> list[Replicate]:
         """Copies the hottest prefix that only an overloaded node holds to the least loaded one."""
         if len(loads) < 2:
             return []
         mean = sum(loads.values()) / len(loads)
         hot = [node for node in loads if loads[node] > self.config.imbalance * mean]
         target = min(loads, key=lambda node: (loads[node], node))
-        decisions: list[Decision] = []
+        decisions: list[Replicate] = []
         for node in hot:
             demand = self._hottest_only_on(node, loads, now)
-            if demand is not None and node != target and len(demand.copies) < self.config.max_replicas:
-                demand.copies.add(target)
-                num_tokens = len(demand.hashes) * self.index.layout.block_size
-                decisions.append(Replicate(node, target, demand.hashes, num_tokens, "rebalance"))
+            if demand is not None and node != target:
+                decisions.append(Replicate(node, target, demand.hashes, self._tokens(demand.hashes), "rebalance"))
         return decisions
 
     def _hottest_only_on(self, node: str, loads: Mapping[str, float], now: float) -> _Demand | None:
         for demand in sorted(self._demand.values(), key=lambda d: -d.decayed(now, self.config.half_life_s)):
-            if self._holders(demand, loads) == [node] == self._senders(demand, [node]):
+            if self._holders(demand.hashes, loads) == [node] == self._senders(demand.hashes, [node]):
                 return demand
         return None
 
-    def _holders(self, demand: _Demand, nodes: Iterable[str]) -> list[str]:
+    def _holders(self, hashes: Sequence[bytes], nodes: Iterable[str]) -> list[str]:
         """Those of `nodes` that have all of a prefix."""
-        return [node for node in nodes if self._holds(node, demand, ANYWHERE)]
+        return [node for node in nodes if self._holds(node, hashes, ANYWHERE)]
 
-    def _senders(self, demand: _Demand, nodes: Iterable[str]) -> list[str]:
+    def _senders(self, hashes: Sequence[bytes], nodes: Iterable[str]) -> list[str]:
         """Those that can send it to another one, too."""
-        return [node for node in nodes if self._holds(node, demand, MOVABLE)]
+        return [node for node in nodes if self._holds(node, hashes, MOVABLE)]
 
-    def _holds(self, node: str, demand: _Demand, media: Sequence[Medium]) -> bool:
-        num_tokens = len(demand.hashes) * self.index.layout.block_size
-        return self.index.match(node, demand.hashes, num_tokens, media).num_tokens == num_tokens
+    def _holds(self, node: str, hashes: Sequence[bytes], media: Sequence[Medium]) -> bool:
+        num_tokens = self._tokens(hashes)
+        return self.index.match(node, hashes, num_tokens, media).num_tokens == num_tokens
+
+    def _tokens(self, hashes: Sequence[bytes]) -> int:
+        return len(hashes) * self.index.layout.block_size
 
     def _want(self, hashes: Sequence[bytes], num_tokens: int, now: float) -> None:
         if num_tokens < self.config.min_tokens:
@@ -189,9 +223,19 @@ class PrefixStore:
         prefix = tuple(hashes[: num_tokens // self.index.layout.block_size])
         demand = self._demand.get(prefix[-1])
         if demand is None:
-            demand = self._demand[prefix[-1]] = _Demand(prefix, 0.0, now, set())
+            demand = self._demand[prefix[-1]] = _Demand(prefix, 0.0, now)
             self.tracked_bytes += demand.size_bytes
         demand.level, demand.at = demand.decayed(now, self.config.half_life_s) + 1.0, now
         self._demand.move_to_end(prefix[-1])
-        while len(self._demand) > self.config.max_tracked or self.tracked_bytes > self.config.max_tracked_bytes:
+        self._keep_limits()
+
+    def _keep_limits(self) -> None:
+        limit = self.config.max_tracked_bytes
+        while self._demand and (len(self._demand) > self.config.max_tracked or self.tracked_bytes > limit):
             self.tracked_bytes -= self._demand.popitem(last=False)[1].size_bytes
+        while len(self._copies) > self.config.max_copies or (self._copies and self.tracked_bytes > limit):
+            self._forget_copy(next(iter(self._copies)))
+
+    def _forget_copy(self, key: tuple[str, bytes]) -> None:
+        if (copy := self._copies.pop(key, None)) is not None:
+            self.tracked_bytes -= copy.size_bytes

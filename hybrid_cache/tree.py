@@ -201,6 +201,31 @@ class PrefixTree:
                     policy.offer(parent.hash, now)
         self._on_nodes_gone(left, left_pages)
 
+    def drop(self, hashes: Sequence[bytes], now: float) -> None:
+        """Takes the blocks of a chain out, its last one first, as far as nobody holds them or goes on from them."""
+        left: list[bytes] = []
+        left_pages: list[Pages] = []
+        for block_hash in reversed(hashes):
+            node = self._nodes.get(block_hash)
+            if node is None:
+                continue
+            if node.locks or node.children:
+                break
+            self._drop_companions_of(node)
+            if not self._node_pages:
+                self._prune(node)
+                continue
+            self._eviction.forget(block_hash)
+            del self._nodes[block_hash]
+            left.append(block_hash)
+            left_pages.append(node.pages)
+            parent = node.parent
+            if parent is not None:
+                parent.children -= 1
+                if not parent.children and not parent.locks:
+                    self._eviction.offer(parent.hash, now)
+        self._on_nodes_gone(left, left_pages)
+
     def _evict_companion(self, key: Key) -> int:
         assert isinstance(key, tuple)
         group, block_hash = key

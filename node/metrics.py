@@ -84,6 +84,9 @@ class NodeCollector(Collector):
         yield _counter(
             "prfaas_pushes", "Transfers that left, by outcome", "outcome", {"ok": producer.delivered, **producer.failed}
         )
+        dropped = CounterMetricFamily("prfaas_dropped_pages", "Pages of cold copies of prefixes, dropped by command")
+        dropped.add_metric([], producer.dropped_pages)
+        yield dropped
         yield _counter("prfaas_prefill_refused", "Prefill jobs refused, by reason", "reason", producer.refused)
         yield _counter(
             "prfaas_landings_refused",

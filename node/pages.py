@@ -211,6 +211,13 @@ class Pages:
         self.cache.release(request_id, now=self._now())
         self.changed()
 
+    def drop(self, hashes: Sequence[bytes], keep_tokens: int, unused_s: float) -> int:
+        """Gives up the end of a cached prefix, as `PrefixCache.drop` does; returns how many pages that frees."""
+        now = self._now()
+        pages = self.cache.drop(hashes, keep_tokens, unused_since=now - unused_s, now=now)
+        self.changed()
+        return pages
+
     def changed(self) -> None:
         """Pages may be free now: who waits for some tries again, who watches hears of it."""
         self._freed.set()

@@ -138,6 +138,7 @@ class ProducerCounts:
     failed: dict[str, int] = field(default_factory=dict)
     prefilled_tokens: int = 0
     cached_tokens: int = 0
+    dropped_pages: int = 0  # of prefixes, by command
     jobs: Counter[tuple[str, str]] = field(default_factory=Counter)  # by kind and outcome
 
 
@@ -373,6 +374,14 @@ class Producer:
             assert job.push is not None
             job.push.abort(reason)
         return bool(pushing)
+
+    def drop_prefix(self, hashes: Sequence[bytes], keep_tokens: int, unused_s: float) -> int:
+        """Gives up the end of a cached prefix; returns how many pages that frees. Raises NodeRefusal."""
+        if not unused_s >= 0:
+            raise NodeRefusal("bad_request", f"unused_s is {unused_s}, allowed is 0 and more")
+        pages = self._pages.drop(hashes, keep_tokens, unused_s)
+        self.counts.dropped_pages += pages
+        return pages
 
     async def push_prefix(self, hashes: list[bytes], ticket: m.TicketInfo) -> tuple[int, int]:
         """Sends a cached prefix of `ticket.num_tokens` tokens; returns tokens and bytes. Raises NodeRefusal."""

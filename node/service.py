@@ -100,6 +100,14 @@ class NodeService(rpc.NodeAgentServicer):
             await _refuse(context, NodeRefusal("push_failed", "timeout"))
         return pb.LoadResult(num_tokens=tokens, bytes_sent=size)
 
+    async def DropPrefix(self, request: pb.DropPrefixRequest, context: grpc.aio.ServicerContext) -> pb.DropPrefixResult:
+        try:
+            hashes = split_hashes(request.block_hashes)
+            pages = self._agent.ready_producer().drop_prefix(hashes, request.keep_tokens, request.unused_s)
+        except NodeRefusal as exc:
+            await _refuse(context, exc)
+        return pb.DropPrefixResult(pages=pages)
+
     async def Probe(self, request: pb.Ticket, context: grpc.aio.ServicerContext) -> pb.Done:
         try:
             reason = await self._agent.links.probe(ticket_info(request))

@@ -1,6 +1,7 @@
 """Prefixes that routing wants elsewhere are moved, and a move that fails costs nothing but the computing."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -178,6 +179,43 @@ async def test_a_prefix_that_many_want_at_once_is_copied_inside_its_cluster() ->
             while 'outcome="ok",reason="hot"' not in await w.metrics():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert [to for to, _, _ in w.nodes.remote[0].loads] == ["r1"]
+
+
+async def counted(w: World, series: str) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while series not in await w.metrics():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(("faults", "outcome"), [([], "ok"), (["UNAVAILABLE"], "unreachable")])
+@on_loop
+async def test_a_copy_that_is_cold_is_dropped_once_nobody_waits_at_its_node(faults: list[str], outcome: str) -> None:
+    ahead_s = [0.0]
+    routing = RoutingConfig(replicate=True)
+    async with world(remote=2, routing=routing, clock=lambda: time.monotonic() + ahead_s[0]) as w:
+        replicas, (source, target) = w.gateway.replicas, w.nodes.remote
+        assert replicas is not None
+        for node in w.nodes.remote:
+            node.script.tokens_per_s = 5_000.0
+        await holds(w, source, [LONGER])
+        await asyncio.gather(*(w.complete(LONGER) for _ in range(5)))
+        replicas.tick()
+        await counted(w, 'outcome="ok",reason="hot"')
+        await holds(w, target, [LONGER])
+        replicas.tick()  # it is young
+        ahead_s[0] += 300.0
+        known = w.gateway.clusters.by_id("r1")
+        for waiting in (1, 0):
+            target.load = pb.Load(links=ABUNDANT.links, waiting=waiting)
+            target.tell(pb.NodeEvent(load=target.load))
+            await until(lambda: known.load.waiting == waiting)  # noqa: B023
+            assert target.drops == []
+            target.script.drop = list(faults)
+            replicas.tick()
+        await counted(w, f'prfaas_prefix_drops_total{{outcome="{outcome}"}} 1.0')
+        assert target.drops == ([(len(w.hashes_of(LONGER)), 0)] if outcome == "ok" else [])
+        replicas.tick()  # it is known no more, whatever came of it
+        assert len(target.drops) <= 1
 
 
 @on_loop

@@ -133,12 +133,13 @@ async def world(
     remote_clusters: tuple[str, ...] = ("east",),
     clusters: tuple[str, ...] = ("west",),
     wait: bool = True,
+    clock: Callable[[], float] = time.monotonic,
     **fields: Any,
 ) -> AsyncIterator[World]:
     """A gateway before that many scripted nodes."""
     async with (
         topology(remote, local, decode, remote_clusters, clusters) as nodes,
-        running(config_for(nodes, **fields), text_tokenizer(), time.monotonic) as gateway,
+        running(config_for(nodes, **fields), text_tokenizer(), clock) as gateway,
         aiohttp.ClientSession(gateway.url) as http,
     ):
         if wait:

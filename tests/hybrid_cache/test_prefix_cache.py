@@ -281,3 +281,19 @@ def test_every_policy_that_a_node_may_name_keeps_a_cache_going(name):
         prefill(cache, [number % 7] * 20 + [number] * 20, now=float(number))
         cache.check_integrity()
     assert cache.match(hashes_of([59 % 7] * 20 + [59] * 20), 40).num_tokens
+
+
+def test_a_copy_is_given_up_from_its_end_down_to_what_is_of_use():
+    cache = PrefixCache(make_layout(FULL), 100)
+    tokens = list(range(40))
+    prefill(cache, tokens, now=0.0)
+    held = cache.match(hashes_of(tokens), 40).num_tokens
+    reserve(cache, "running", tokens[:24], now=0.0)  # it finds 24 tokens, and holds them
+    assert cache.drop(hashes_of(tokens), 8, unused_since=50.0, now=100.0) == 4
+    assert (held, cache.match(hashes_of(tokens), 40).num_tokens) == (40, 24)
+    cache.release("running", 100.0)
+    assert cache.drop(hashes_of(tokens), 8, unused_since=-1.0, now=100.0) == 0  # found at 0 s: of late
+    prefill(cache, [*tokens[:12], 99, 99, 99, 99], now=100.0)
+    assert cache.drop(hashes_of(tokens), 8, unused_since=50.0, now=101.0) == 3  # something goes on from 12 tokens
+    assert cache.match(hashes_of(tokens), 40).num_tokens == 12
+    cache.check_integrity()

@@ -43,11 +43,51 @@ def test_concurrent_demand_makes_replicas_and_quiet_drops_them():
     store = make_store("a")
     for _ in range(5):
         store.get(CHAIN, 32, IDLE, now=0.0)
-    assert store.replicate(IDLE, now=0.0) == [Replicate("a", "b", CHAIN, 32, "hot")]
+    (copy,) = store.replicate(IDLE, now=0.0)
+    assert copy == Replicate("a", "b", CHAIN, 32, "hot")
+    assert store.replicate({"a": 0.0}, now=0.0) == []
     store.index.apply("b", BlocksStored(0, CHAIN))
-    assert store.replicate(IDLE, now=1.0) == []
-    assert store.replicate(IDLE, now=300.0) == [DropReplica("b", CHAIN)]
-    assert store.replicate({"a": 0.0}, now=300.0) == []
+    store.copied(copy, 0, now=1.0)
+    assert (store.replicate(IDLE, now=1.0), store.cold(IDLE, now=1.0)) == ([], [])
+    assert (store.replicate(IDLE, now=300.0), store.cold(IDLE, now=300.0)) == ([], [DropReplica("b", CHAIN)])
+    assert store.cold({"a": 0.0}, now=300.0) == []  # its node is not there
+    assert store.num_copies == 1
+
+
+def test_of_a_copy_only_what_was_copied_is_given_up_and_only_once():
+    store = make_store("a")
+    store.index.apply("b", BlocksStored(0, CHAIN[:3]))
+    for _ in range(5):
+        store.get(CHAIN, 32, IDLE, now=0.0)
+    (copy,) = store.replicate(IDLE, now=0.0)
+    had = store.held_tokens(copy)
+    store.index.apply("b", BlocksStored(0, CHAIN))
+    store.copied(copy, had, now=0.0)
+    (drop,) = store.cold(IDLE, now=300.0)
+    assert drop == DropReplica("b", CHAIN, keep_tokens=12)
+    store.dropped(drop)
+    assert (store.num_copies, store.cold(IDLE, now=600.0)) == (0, [])
+
+
+def test_the_last_holder_keeps_a_cold_copy_and_what_was_evicted_is_forgotten():
+    store = make_store("a", "b")
+    store.copied(Replicate("a", "b", CHAIN, 32, "hot"), 0, now=0.0)
+    assert [drop.node_id for drop in store.cold(IDLE, now=300.0)] == ["b"]
+    store.index.drop("a")
+    assert store.cold(IDLE, now=300.0) == []
+    store.index.drop("b")
+    assert (store.cold(IDLE, now=300.0), store.num_copies) == ([], 0)
+
+
+def test_copies_outlive_the_memory_of_their_demand_and_are_bounded():
+    store = make_store("a", "b", max_tracked=1, max_copies=2)
+    store.copied(Replicate("a", "b", CHAIN, 32, "hot"), 0, now=0.0)
+    for length in (8, 16, 24):
+        store.get(CHAIN[: length // 4], length, IDLE, now=0.0)
+    assert store.cold(IDLE, now=300.0) == [DropReplica("b", CHAIN)]
+    for blocks in (2, 4):
+        store.copied(Replicate("a", "b", CHAIN[:blocks], blocks * 4, "hot"), 0, now=0.0)
+    assert [len(drop.hashes) for drop in store.cold(IDLE, now=300.0)] == [2, 4]
 
 
 def test_one_request_is_no_demand():

@@ -173,6 +173,22 @@ def test_load_and_commit_put_a_prefix_into_the_cache(bench: Bench) -> None:
     bench.run(scenario())
 
 
+def test_a_cold_copy_is_given_up_and_computed_again(bench: Bench) -> None:
+    async def scenario() -> None:
+        node, drop = bench.node, pb.DropPrefixRequest
+        for _ in range(2):  # the second one finds it
+            await node.prefill(prompt(8, NUM_TOKENS + 1))
+        await all_free(node)
+        hashes = b"".join(_cached_hashes(node)[-NUM_TOKENS // BLOCK :])
+        assert (await node.stub.DropPrefix(drop(block_hashes=hashes, unused_s=3600.0))).pages == 0
+        assert (await node.stub.DropPrefix(drop(block_hashes=hashes, keep_tokens=2 * BLOCK))).pages > 0
+        assert hashes[: 2 * 32] == b"".join(_cached_hashes(node)[-2:])
+        await node.prefill(prompt(8, NUM_TOKENS + 1))
+        assert hashes in b"".join(_cached_hashes(node))
+
+    bench.run(scenario())
+
+
 def _cached_hashes(node: RunningNode) -> list[bytes]:
     joined = node.agent.snapshot_event().snapshot.groups[0].hashes
     return [joined[i : i + 32] for i in range(0, len(joined), 32)]
@@ -192,6 +208,8 @@ def test_refusals_carry_a_status_and_a_reason(bench: Bench) -> None:
             (stub.Reserve(pb.ReserveRequest(num_tokens=1 << 20)), code.RESOURCE_EXHAUSTED, "no_capacity"),
             (stub.Load(pb.LoadRequest(ticket=ticket, block_hashes=hashes)), code.NOT_FOUND, "not_cached"),
             (stub.Load(pb.LoadRequest(ticket=ticket, block_hashes=b"x")), code.INVALID_ARGUMENT, "bad_request"),
+            (stub.DropPrefix(pb.DropPrefixRequest(block_hashes=b"x")), code.INVALID_ARGUMENT, "bad_request"),
+            (stub.DropPrefix(pb.DropPrefixRequest(unused_s=float("nan"))), code.INVALID_ARGUMENT, "bad_request"),
             (stub.Load(pb.LoadRequest(ticket=wrong)), code.FAILED_PRECONDITION, "layout_mismatch"),
         ):
             assert await refused(call) == (status, reason)

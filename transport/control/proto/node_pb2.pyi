@@ -314,6 +314,22 @@ class LoadResult(_message.Message):
     bytes_sent: int
     def __init__(self, num_tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ...) -> None: ...
 
+class DropPrefixRequest(_message.Message):
+    __slots__ = ("block_hashes", "keep_tokens", "unused_s")
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    KEEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_S_FIELD_NUMBER: _ClassVar[int]
+    block_hashes: bytes
+    keep_tokens: int
+    unused_s: float
+    def __init__(self, block_hashes: _Optional[bytes] = ..., keep_tokens: _Optional[int] = ..., unused_s: _Optional[float] = ...) -> None: ...
+
+class DropPrefixResult(_message.Message):
+    __slots__ = ("pages",)
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    pages: int
+    def __init__(self, pages: _Optional[int] = ...) -> None: ...
+
 class ContextRequest(_message.Message):
     __slots__ = ("context_id", "block_hashes", "num_tokens", "ttl_s")
     CONTEXT_ID_FIELD_NUMBER: _ClassVar[int]

@@ -59,6 +59,11 @@ class NodeAgentStub:
                 request_serializer=transport_dot_control_dot_proto_dot_node__pb2.LoadRequest.SerializeToString,
                 response_deserializer=transport_dot_control_dot_proto_dot_node__pb2.LoadResult.FromString,
                 _registered_method=True)
+        self.DropPrefix = channel.unary_unary(
+                '/prfaas.node.v1.NodeAgent/DropPrefix',
+                request_serializer=transport_dot_control_dot_proto_dot_node__pb2.DropPrefixRequest.SerializeToString,
+                response_deserializer=transport_dot_control_dot_proto_dot_node__pb2.DropPrefixResult.FromString,
+                _registered_method=True)
         self.Probe = channel.unary_unary(
                 '/prfaas.node.v1.NodeAgent/Probe',
                 request_serializer=transport_dot_control_dot_proto_dot_node__pb2.Ticket.SerializeToString,
@@ -129,6 +134,13 @@ class NodeAgentServicer:
 
     def Load(self, request, context):
         """Prefill side: push a cached prefix to the holder of a ticket, without an engine (cross-node cache transfer).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropPrefix(self, request, context):
+        """Gives up the end of a cached prefix: a copy that is cold. What is in use, goes on or was hit of late stays.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -211,6 +223,11 @@ def add_NodeAgentServicer_to_server(servicer, server):
                     servicer.Load,
                     request_deserializer=transport_dot_control_dot_proto_dot_node__pb2.LoadRequest.FromString,
                     response_serializer=transport_dot_control_dot_proto_dot_node__pb2.LoadResult.SerializeToString,
+            ),
+            'DropPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropPrefix,
+                    request_deserializer=transport_dot_control_dot_proto_dot_node__pb2.DropPrefixRequest.FromString,
+                    response_serializer=transport_dot_control_dot_proto_dot_node__pb2.DropPrefixResult.SerializeToString,
             ),
             'Probe': grpc.unary_unary_rpc_method_handler(
                     servicer.Probe,
@@ -383,6 +400,33 @@ class NodeAgent:
             '/prfaas.node.v1.NodeAgent/Load',
             transport_dot_control_dot_proto_dot_node__pb2.LoadRequest.SerializeToString,
             transport_dot_control_dot_proto_dot_node__pb2.LoadResult.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prfaas.node.v1.NodeAgent/DropPrefix',
+            transport_dot_control_dot_proto_dot_node__pb2.DropPrefixRequest.SerializeToString,
+            transport_dot_control_dot_proto_dot_node__pb2.DropPrefixResult.FromString,
             options,
             channel_credentials,
             insecure,
