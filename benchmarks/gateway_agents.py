@@ -18,6 +18,7 @@ import grpc.aio
 from hybrid_cache.hashing import split_hashes
 from hybrid_cache.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.spec import FullAttention, LinearState
+from node.calls import CallServer
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto.node_pb2_grpc import NodeAgentServicer, add_NodeAgentServicer_to_server
 from transport.control.tickets import MAX_CONTROL_BYTES
@@ -40,6 +41,7 @@ class Agent(NodeAgentServicer):
         self._name = name
         self._role = role
         self._engine_url = engine_url
+        self.calls_port = 0
         self._numbers = itertools.count(1)
         self._held: set[bytes] = set()
         self._watchers: set[asyncio.Queue[pb.NodeEvent]] = set()
@@ -61,6 +63,12 @@ class Agent(NodeAgentServicer):
             self._watchers.discard(events)
 
     async def Reserve(self, request: Any, context: Any) -> pb.Ticket:
+        return await self.reserve(request)
+
+    async def Abort(self, request: Any, context: Any) -> pb.Done:
+        return self.abort(request)
+
+    async def reserve(self, request: pb.ReserveRequest) -> pb.Ticket:
         self._hold(split_hashes(request.block_hashes))
         return pb.Ticket(
             transfer_id=f"{self._name}-{next(self._numbers)}",
@@ -74,7 +82,7 @@ class Agent(NodeAgentServicer):
             cluster="home",
         )
 
-    async def Abort(self, request: Any, context: Any) -> pb.Done:
+    def abort(self, request: pb.AbortRequest) -> pb.Done:
         return pb.Done(ok=True)
 
     def _description(self) -> pb.NodeDescription:
@@ -91,6 +99,7 @@ class Agent(NodeAgentServicer):
             block_size=LAYOUT.block_size,
             max_model_len=1 << 22,
             boot_id="1",
+            calls_port=self.calls_port,
         )
 
     def _hold(self, hashes: list[bytes]) -> None:
@@ -104,18 +113,22 @@ class Agent(NodeAgentServicer):
 
 
 async def main(nodes: list[str]) -> None:
-    servers, addresses = [], []
+    servers, kept, addresses = [], [], []
     for number, node in enumerate(nodes):
         role, _, engine_url = node.partition("=")
         options = [("grpc.max_receive_message_length", MAX_CONTROL_BYTES)]
         server = grpc.aio.server(options=options)
-        add_NodeAgentServicer_to_server(Agent(f"{role}{number}", role, engine_url), server)  # type: ignore[no-untyped-call]
+        agent = Agent(f"{role}{number}", role, engine_url)
+        add_NodeAgentServicer_to_server(agent, server)  # type: ignore[no-untyped-call]
+        calls = CallServer(agent)
+        agent.calls_port = await calls.start("127.0.0.1", 0)
         addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
         await server.start()
         servers.append(server)
+        kept.append(calls)
     print(json.dumps({"addresses": addresses}), flush=True)
     await asyncio.to_thread(sys.stdin.read)
-    await asyncio.gather(*(server.stop(None) for server in servers))
+    await asyncio.gather(*(server.stop(None) for server in servers), *(calls.close(0.0) for calls in kept))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The gateway's side of node.proto: one agent, called over gRPC, answering in values of ours."""
+"""The gateway's side of node.proto: one agent, called over gRPC or a kept connection, answering in values of ours."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
@@ -10,6 +10,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
+from gateway.calls import CallConnection, KeptCalls
 from gateway.errors import NodeError
 from gateway.prompts import Prompt
 from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
@@ -60,6 +61,7 @@ class NodeInfo:
     engine_pid: int = 0
     block_size: int = 0
     role_epoch: int = 0  # of the newest command to change its role
+    calls_port: int = 0  # where it takes calls over kept connections; 0: nowhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,12 +129,22 @@ NodeEvent = NodeInfo | NodeLoad | BlocksStored | BlocksRemoved | CacheCleared
 class AgentClient:
     """One agent. Every call has a deadline; every failure is a NodeError with a reason label."""
 
-    def __init__(self, address: str, timeout_s: float, identity: Identity | None = None, name: str = "") -> None:
+    def __init__(
+        self,
+        address: str,
+        timeout_s: float,
+        identity: Identity | None = None,
+        name: str = "",
+        by_grpc: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """`by_grpc` is told why a call that every request makes did not go over a kept connection."""
         self.address = address
         self.timeout_s = timeout_s
         self._identity = identity
         self._version = identity.version() if identity is not None else ()
         self._name = name
+        self._kept = KeptCalls(address, timeout_s, identity, name)
+        self._by_grpc = by_grpc
         self._channel = self._open()
         self._stub: Any = NodeAgentStub(self._channel)  # type: ignore[no-untyped-call]
 
@@ -166,6 +178,7 @@ class AgentClient:
         await old.close(self.timeout_s)
 
     async def close(self) -> None:
+        await self._kept.close()
         await self._channel.close()
 
     async def describe(self) -> tuple[NodeInfo, NodeLoad]:
@@ -191,6 +204,8 @@ class AgentClient:
             tokens_digest=prompt.digest,
             ttl_s=ttl_s,
         )
+        if (answer := self._asked(pb.Call(reserve=message))) is not None:
+            return ticket_info(_unless_refused(await answer, self.address).ticket)
         return ticket_info(await self._call(self._stub.Reserve, message))
 
     async def reserve_prefix(
@@ -229,7 +244,11 @@ class AgentClient:
 
     async def abort(self, transfer_id: str, reason: str) -> None:
         """Frees what a reservation, or a push to it, still holds here."""
-        await self._call(self._stub.Abort, pb.AbortRequest(transfer_id=transfer_id, reason=reason))
+        message = pb.AbortRequest(transfer_id=transfer_id, reason=reason)
+        if (answer := self._asked(pb.Call(abort=message))) is not None:
+            _unless_refused(await answer, self.address)
+            return
+        await self._call(self._stub.Abort, message)
 
     async def watch(self, load_interval_s: float, silence_s: float) -> AsyncGenerator[NodeEvent, None]:
         """Events until the stream ends or is silent for `silence_s`. Raises NodeError, also on a lost event."""
@@ -243,10 +262,20 @@ class AgentClient:
                     raise NodeError(self.address, "event_gap", f"{event.seq} after {last_seq}")
                 last_seq = event.seq
                 for value in events_from(event):
+                    if isinstance(value, NodeInfo):
+                        self._kept.offered(value.calls_port)
                     yield value
                     await asyncio.sleep(0)  # a long snapshot must not hold the event loop
         finally:
             stream.cancel()
+
+    def _asked(self, call: pb.Call) -> "asyncio.Future[pb.CallAnswer] | None":
+        """The answer to a call over the kept connection; None where there is none: then it is to go by gRPC."""
+        connection = self._kept.connection()
+        if isinstance(connection, CallConnection):
+            return connection.ask(call, self.timeout_s)
+        self._by_grpc(connection)
+        return None
 
     async def _call(self, method: Any, message: Any, timeout_s: float | None = None) -> Any:
         try:
@@ -266,6 +295,12 @@ async def _next(stream: Any, silence_s: float, address: str) -> pb.NodeEvent:
     if event is grpc.aio.EOF:
         raise NodeError(address, "stream_ended")
     return event
+
+
+def _unless_refused(answer: pb.CallAnswer, address: str) -> pb.CallAnswer:
+    if answer.HasField("refusal"):
+        raise NodeError(address, answer.refusal.reason, answer.refusal.detail)
+    return answer
 
 
 def node_error(address: str, error: grpc.aio.AioRpcError) -> NodeError:
@@ -318,6 +353,7 @@ def info_from(node: pb.NodeDescription) -> NodeInfo:
         engine_pid=node.engine_pid,
         block_size=node.block_size,
         role_epoch=node.conversion.epoch,
+        calls_port=node.calls_port,
     )
 
 

@@ -134,6 +134,12 @@ class Metrics:
             "prfaas_node_watch_failures", "Times that an agent could not be watched (on), by reason", ["reason"],
             registry=registry,
         )  # fmt: skip
+        self._by_grpc = Counter(
+            "prfaas_calls_by_grpc",
+            "Reservations and aborts that went by gRPC, by why not over a kept connection",
+            ["reason"],
+            registry=registry,
+        )
         self._unforeseen = Counter(
             "prfaas_unforeseen_errors", "Errors of the gateway's own, by the work that they ended", ["work"],
             registry=registry,
@@ -256,6 +262,9 @@ class Metrics:
 
     def node_lost(self, reason: str) -> None:
         self._lost.labels(reason).inc()
+
+    def called_by_grpc(self, reason: str) -> None:
+        self._by_grpc.labels(reason).inc()
 
     def unforeseen(self, work: str) -> None:
         self._unforeseen.labels(work).inc()

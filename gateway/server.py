@@ -103,7 +103,10 @@ async def running(
     strangers = config.strangers.divided(seat.workers)
     now = asyncio.get_running_loop().time
     chores, watches, afterwards, requests = (TaskSet(metrics.unforeseen) for _ in range(4))
-    agents = [AgentClient(node.agent, config.timeouts.rpc_s, config.identity, node.name) for node in config.nodes]
+    agents = [
+        AgentClient(node.agent, config.timeouts.rpc_s, config.identity, node.name, metrics.called_by_grpc)
+        for node in config.nodes
+    ]
     steps = LearnedSteps()
     cost = LearnedCost(config.routing.prefill_tokens_per_s, steps=steps)
 

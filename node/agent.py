@@ -70,6 +70,7 @@ class NodeAgent:
         self.landings: Landings | None = None
         self.contexts: Contexts | None = None
         self.reloads = Counter(applied=0, unchanged=0, refused=0)
+        self.calls_port = 0  # where calls are taken over kept connections; 0: nowhere
         self.draining = False
         self.unusable = ""  # why no engine can work here, whatever it does
         self._now = now
@@ -380,6 +381,7 @@ class NodeAgent:
             load=self.load(),
             boot_id=self.boot_id,
             conversion=self.conversions.report(),
+            calls_port=self.calls_port,
         )
         if hello:
             description.engine_pid = hello.engine_pid if self._engine else 0

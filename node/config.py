@@ -34,7 +34,8 @@ CONGESTION_CONTROLS: Final = ("auto", "bbr", "cubic")
 INTEGRITIES: Final = {"plain": Integrity.NONE, "checksum": Integrity.CHECKSUM, "aead": Integrity.AEAD}
 IDENTITY_KEYS: Final = ("certificate", "key", "authority")
 ANY_CLUSTER: Final = "*"
-LISTENERS: Final = ("control", "transfer", "engine", "metrics")  # each with a key ..._port, and one ..._host
+# Each with a key ..._port, and one ..._host; gateways look for calls at the host of control.
+LISTENERS: Final = ("control", "calls", "transfer", "engine", "metrics")
 # What may be changed while the node runs, by SIGHUP.
 RELOADABLE: Final = ("egress_bytes_per_s",)
 
@@ -79,6 +80,7 @@ class NodeConfig:
     engine_host: str = ""
     metrics_host: str = ""
     control_port: int = 0
+    calls_port: int = 0
     transfer_port: int = 0
     transfer_advertise: str = ""
     engine_port: int = 0
@@ -163,8 +165,8 @@ class NodeConfig:
 
     def port(self, listener: str) -> Port:
         """Where one of LISTENERS is to listen."""
-        host, number = getattr(self, f"{listener}_host") or self.host, getattr(self, f"{listener}_port")
-        return Port(f"{listener}_port", host, number)
+        host = getattr(self, f"{'control' if listener == 'calls' else listener}_host") or self.host
+        return Port(f"{listener}_port", host, getattr(self, f"{listener}_port"))
 
     @property
     def model_name(self) -> str:

@@ -15,6 +15,7 @@ from typing import TypeVar
 import uvloop
 
 from node.agent import ENGINE_STOP_S, NodeAgent
+from node.calls import CallServer
 from node.command_line import add_node_arguments, config_from, split_engine_args
 from node.config import LISTENERS, NodeConfig
 from node.errors import ConfigError, EngineError, NodeError, NoRoom
@@ -85,6 +86,10 @@ async def _start(
     with _binding(control := config.port("control")):
         server, bound = await serve(service, control.host, control.number, config.identity)
     stack.push_async_callback(server.stop, STOP_GRACE_S)
+    calls = CallServer(service)
+    with _binding(kept := config.port("calls")):
+        agent.calls_port = await calls.start(kept.host, kept.number, config.identity)
+    stack.push_async_callback(calls.close, STOP_GRACE_S)
     with _binding(config.port("transfer")):
         await agent.start()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, agent.reconfigure, read_again)

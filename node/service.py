@@ -57,13 +57,13 @@ class NodeService(rpc.NodeAgentServicer):
             description.integrity_error = self._agent.integrity_error()
         return description
 
-    async def Reserve(self, request: pb.ReserveRequest, context: grpc.aio.ServicerContext) -> pb.Ticket:
-        try:
-            self._agent.role.admit(self._agent.conversions.standing, request)
-            consumer = self._agent.ready_consumer()
-            transfer_id, secret, reservation = await consumer.reserve_settled(request)
-        except NodeRefusal as exc:
-            await _refuse(context, exc)
+    # What is called over kept connections, too
+
+    async def reserve(self, request: pb.ReserveRequest) -> pb.Ticket:
+        """A ticket for pages that are ready to be written into. Raises NodeRefusal."""
+        self._agent.role.admit(self._agent.conversions.standing, request)
+        consumer = self._agent.ready_consumer()
+        transfer_id, secret, reservation = await consumer.reserve_settled(request)
         config = self._agent.config
         return pb.Ticket(
             transfer_id=transfer_id,
@@ -78,6 +78,18 @@ class NodeService(rpc.NodeAgentServicer):
             cluster=config.cluster,
         )
 
+    def abort(self, request: pb.AbortRequest) -> pb.Done:
+        known = self._agent.abort(request.transfer_id, request.reason)
+        return pb.Done(ok=True, reason="" if known else "unknown")
+
+    # gRPC
+
+    async def Reserve(self, request: pb.ReserveRequest, context: grpc.aio.ServicerContext) -> pb.Ticket:
+        try:
+            return await self.reserve(request)
+        except NodeRefusal as exc:
+            await _refuse(context, exc)
+
     async def Commit(self, request: pb.TransferRef, context: grpc.aio.ServicerContext) -> pb.Done:
         try:
             # What landed can be kept without an engine, and must be while draining.
@@ -87,8 +99,7 @@ class NodeService(rpc.NodeAgentServicer):
         return pb.Done(ok=True)
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.Done:
-        known = self._agent.abort(request.transfer_id, request.reason)
-        return pb.Done(ok=True, reason="" if known else "unknown")
+        return self.abort(request)
 
     async def Load(self, request: pb.LoadRequest, context: grpc.aio.ServicerContext) -> pb.LoadResult:
         try:

@@ -211,7 +211,11 @@ class MessageError(Exception):
 
 def encode(message: Message) -> bytes:
     """One frame: length and msgpack map."""
-    body = _encoder.encode(message)
+    return frame(_encoder.encode(message))
+
+
+def frame(body: bytes) -> bytes:
+    """`body` with its length before it, as MessageBuffer reads it."""
     return len(body).to_bytes(_LENGTH_BYTES, "little") + body
 
 

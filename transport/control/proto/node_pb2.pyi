@@ -51,7 +51,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, check_integrity: _Optional[bool] = ...) -> None: ...
 
 class NodeDescription(_message.Message):
-    __slots__ = ("node_id", "cluster", "cluster_kind", "role", "state", "engine_url", "model_id", "layout_json", "layout_fingerprint", "block_size", "max_model_len", "load", "pool", "integrity_error", "boot_id", "engine_pid", "ssd", "contexts", "conversion")
+    __slots__ = ("node_id", "cluster", "cluster_kind", "role", "state", "engine_url", "model_id", "layout_json", "layout_fingerprint", "block_size", "max_model_len", "load", "pool", "integrity_error", "boot_id", "engine_pid", "ssd", "contexts", "conversion", "calls_port")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_KIND_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,7 @@ class NodeDescription(_message.Message):
     SSD_FIELD_NUMBER: _ClassVar[int]
     CONTEXTS_FIELD_NUMBER: _ClassVar[int]
     CONVERSION_FIELD_NUMBER: _ClassVar[int]
+    CALLS_PORT_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     cluster: str
     cluster_kind: str
@@ -90,7 +91,8 @@ class NodeDescription(_message.Message):
     ssd: SsdReport
     contexts: _containers.RepeatedCompositeFieldContainer[Context]
     conversion: Conversion
-    def __init__(self, node_id: _Optional[str] = ..., cluster: _Optional[str] = ..., cluster_kind: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., engine_url: _Optional[str] = ..., model_id: _Optional[str] = ..., layout_json: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., pool: _Optional[_Union[PoolReport, _Mapping]] = ..., integrity_error: _Optional[str] = ..., boot_id: _Optional[str] = ..., engine_pid: _Optional[int] = ..., ssd: _Optional[_Union[SsdReport, _Mapping]] = ..., contexts: _Optional[_Iterable[_Union[Context, _Mapping]]] = ..., conversion: _Optional[_Union[Conversion, _Mapping]] = ...) -> None: ...
+    calls_port: int
+    def __init__(self, node_id: _Optional[str] = ..., cluster: _Optional[str] = ..., cluster_kind: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., engine_url: _Optional[str] = ..., model_id: _Optional[str] = ..., layout_json: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., pool: _Optional[_Union[PoolReport, _Mapping]] = ..., integrity_error: _Optional[str] = ..., boot_id: _Optional[str] = ..., engine_pid: _Optional[int] = ..., ssd: _Optional[_Union[SsdReport, _Mapping]] = ..., contexts: _Optional[_Iterable[_Union[Context, _Mapping]]] = ..., conversion: _Optional[_Union[Conversion, _Mapping]] = ..., calls_port: _Optional[int] = ...) -> None: ...
 
 class SsdReport(_message.Message):
     __slots__ = ("capacity_bytes", "blocks", "bytes", "queued_bytes", "events", "promotions", "open")
@@ -295,6 +297,38 @@ class Done(_message.Message):
     ok: bool
     reason: str
     def __init__(self, ok: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Call(_message.Message):
+    __slots__ = ("id", "timeout_s", "reserve", "abort")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    timeout_s: float
+    reserve: ReserveRequest
+    abort: AbortRequest
+    def __init__(self, id: _Optional[int] = ..., timeout_s: _Optional[float] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ...) -> None: ...
+
+class CallAnswer(_message.Message):
+    __slots__ = ("id", "ticket", "done", "refusal")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    ticket: Ticket
+    done: Done
+    refusal: Refusal
+    def __init__(self, id: _Optional[int] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("reason", "detail")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    detail: str
+    def __init__(self, reason: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
     __slots__ = ("request_id", "block_hashes", "ticket")

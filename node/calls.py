@@ -1,0 +1,198 @@
+"""Calls over kept connections: what gateways need for every request, without what gRPC takes for each call.
+
+The same calls as of the gRPC face, which serves whoever has no such connection. One that ends takes what it was waiting for with
+it; what it has been answered stays, until its lease ends.
+"""
+
+import asyncio
+import logging
+import ssl
+from dataclasses import replace
+from typing import Final, Protocol, cast
+
+from google.protobuf.message import DecodeError
+
+from node.errors import NodeRefusal
+from transport.control.calls import GREETING, MAX_CALLS, CallBuffer, keep_alive
+from transport.control.messages import MessageError, frame
+from transport.control.proto import node_pb2 as pb
+from transport.wire.identity import Identity
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_S: Final = 20.0  # as for gRPC: a stranger holds a descriptor for so long
+LONGEST_S: Final = 120.0  # of a call whose caller names no limit, or a longer one
+MAX_CONNECTIONS: Final = 1024  # one per worker of a gateway; who gets none asks by gRPC
+
+
+class Called(Protocol):
+    """Who answers."""
+
+    async def reserve(self, request: pb.ReserveRequest) -> pb.Ticket:
+        """Raises NodeRefusal."""
+        ...
+
+    def abort(self, request: pb.AbortRequest) -> pb.Done: ...
+
+
+class CallServer:
+    """Listens for gateways that keep a connection."""
+
+    def __init__(self, called: Called, *, handshake_s: float = HANDSHAKE_S) -> None:
+        self._called = called
+        self._handshake_s = handshake_s
+        self._connections: set[_Connection] = set()
+        self._server: asyncio.Server | None = None
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    async def start(self, host: str, port: int, identity: Identity | None = None) -> int:
+        """The port it listens on; with an identity, callers must have a certificate, too. Raises OSError."""
+        self._server = await asyncio.get_running_loop().create_server(
+            self._connection,
+            host,
+            port,
+            ssl=_context(identity) if identity is not None else None,
+            ssl_handshake_timeout=self._handshake_s if identity is not None else None,
+        )
+        bound: int = self._server.sockets[0].getsockname()[1]
+        return bound
+
+    async def close(self, grace_s: float) -> None:
+        """Takes no more calls; those under way have `grace_s` to be answered."""
+        if self._server is None:
+            return
+        self._server.close()
+        under_way = {task for connection in self._connections for task in connection.tasks}
+        if under_way:
+            await asyncio.wait(under_way, timeout=grace_s)
+        for connection in list(self._connections):
+            connection.end()
+        await asyncio.gather(*under_way, return_exceptions=True)
+        await self._server.wait_closed()
+
+    def _connection(self) -> "_Connection":
+        return _Connection(self._called, self._connections, self._handshake_s)
+
+
+class _Connection(asyncio.Protocol):
+    """One gateway's connection: a task per call that waits for something."""
+
+    _transport: asyncio.Transport
+
+    def __init__(self, called: Called, others: "set[_Connection]", handshake_s: float) -> None:
+        self.tasks: set[asyncio.Task[None]] = set()
+        self._called = called
+        self._others = others
+        self._handshake_s = handshake_s
+        self._buffer = CallBuffer()
+        self._is_read = False  # our answers, by the other end
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are none by class
+        self._others.add(self)
+        self._is_read = True
+        keep_alive(transport.get_extra_info("socket"))
+        if len(self._others) > MAX_CONNECTIONS:
+            log.warning("a kept connection refused: there are %d", MAX_CONNECTIONS)
+            self._transport.abort()
+        self._silence = asyncio.get_running_loop().call_later(self._handshake_s, self._unless_greeted)
+
+    def _unless_greeted(self) -> None:
+        if not self._buffer.greeted:
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._others.discard(self)
+        self._silence.cancel()
+        for task in self.tasks:
+            task.cancel()
+
+    def end(self) -> None:
+        """Hangs up, once what has been said is sent."""
+        for task in self.tasks:
+            task.cancel()
+        self._transport.close()
+
+    def pause_writing(self) -> None:
+        self._is_read = False
+        self._read_on()
+
+    def resume_writing(self) -> None:
+        self._is_read = True
+        self._read_on()
+
+    def _read_on(self) -> None:
+        """Who does not read what he is answered, or has too much under way, is not heard for as long."""
+        if self._transport.is_closing():
+            return
+        if self._is_read and len(self.tasks) < MAX_CALLS:
+            self._transport.resume_reading()
+        else:
+            self._transport.pause_reading()
+
+    def data_received(self, data: bytes) -> None:
+        greeted = self._buffer.greeted
+        try:
+            bodies = self._buffer.feed(data)
+            if self._buffer.greeted and not greeted:
+                self._transport.write(GREETING)
+            for body in bodies:
+                self._heard(pb.Call.FromString(body))
+        except (MessageError, DecodeError) as exc:
+            log.warning("a kept connection ended: %s", exc)
+            self._transport.abort()
+
+    def _heard(self, call: pb.Call) -> None:
+        match call.WhichOneof("call"):
+            case "reserve":
+                task = asyncio.get_running_loop().create_task(self._reserve(call), name="reserve")
+                self.tasks.add(task)
+                task.add_done_callback(self._ended)
+                if len(self.tasks) >= MAX_CALLS:
+                    self._read_on()
+            case "abort":
+                self._say(pb.CallAnswer(id=call.id, done=self._called.abort(call.abort)))
+            case _:  # of a later version
+                self._refuse(call, "unimplemented", "no such call")
+
+    async def _reserve(self, call: pb.Call) -> None:
+        try:
+            async with asyncio.timeout(min(call.timeout_s or LONGEST_S, LONGEST_S)):
+                ticket = await self._called.reserve(call.reserve)
+        except NodeRefusal as exc:
+            self._refuse(call, exc.label, str(exc))
+        except TimeoutError:
+            self._refuse(call, "timeout", "")
+        except Exception:
+            log.exception("reserve failed")
+            self._refuse(call, "internal", "an error of the agent's own")
+        else:
+            if self._transport.is_closing():  # nobody will ever know its id
+                self._called.abort(pb.AbortRequest(transfer_id=ticket.transfer_id, reason="caller_gone"))
+            self._say(pb.CallAnswer(id=call.id, ticket=ticket))
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self.tasks.discard(task)
+        if len(self.tasks) == MAX_CALLS - 1:
+            self._read_on()
+
+    def _refuse(self, call: pb.Call, reason: str, detail: str) -> None:
+        self._say(pb.CallAnswer(id=call.id, refusal=pb.Refusal(reason=reason, detail=detail)))
+
+    def _say(self, answer: pb.CallAnswer) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(frame(answer.SerializeToString()))
+
+
+def _context(identity: Identity) -> ssl.SSLContext:
+    """What each handshake shows and accepts are the files as they are then."""
+
+    def present(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
+        connection.context = identity.server_context()
+
+    # A context of its own: one that hands over to itself would be in force whatever the files say.
+    context = replace(identity).server_context()
+    context.sni_callback = present
+    return context
