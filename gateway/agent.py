@@ -204,9 +204,7 @@ class AgentClient:
             tokens_digest=prompt.digest,
             ttl_s=ttl_s,
         )
-        if (answer := self._asked(pb.Call(reserve=message))) is not None:
-            return ticket_info(_unless_refused(await answer, self.address).ticket)
-        return ticket_info(await self._call(self._stub.Reserve, message))
+        return await self._reserve(message)
 
     async def reserve_prefix(
         self, request_id: str, hashes: Sequence[bytes], num_tokens: int, ttl_s: float
@@ -219,7 +217,7 @@ class AgentClient:
             ttl_s=ttl_s,
             prefix_only=True,
         )
-        return ticket_info(await self._call(self._stub.Reserve, message))
+        return await self._reserve(message)
 
     async def load(self, request_id: str, hashes: Sequence[bytes], ticket: TicketInfo, timeout_s: float) -> int:
         """Has this node send a prefix that it holds to the holder of `ticket`; returns the bytes sent."""
@@ -268,6 +266,11 @@ class AgentClient:
                     await asyncio.sleep(0)  # a long snapshot must not hold the event loop
         finally:
             stream.cancel()
+
+    async def _reserve(self, message: pb.ReserveRequest) -> TicketInfo:
+        if (answer := self._asked(pb.Call(reserve=message))) is not None:
+            return ticket_info(_unless_refused(await answer, self.address).ticket)
+        return ticket_info(await self._call(self._stub.Reserve, message))
 
     def _asked(self, call: pb.Call) -> "asyncio.Future[pb.CallAnswer] | None":
         """The answer to a call over the kept connection; None where there is none: then it is to go by gRPC."""

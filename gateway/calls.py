@@ -12,7 +12,7 @@ from typing import Final, cast
 from google.protobuf.message import DecodeError
 
 from gateway.errors import NodeError
-from transport.control.calls import GREETING, MAX_CALLS, CallBuffer, keep_alive
+from transport.control.calls import AGENT, CALLER, MAX_CALLS, CallBuffer, keep_alive
 from transport.control.messages import MessageError, frame
 from transport.control.proto import node_pb2 as pb
 from transport.wire.identity import Identity
@@ -30,7 +30,7 @@ class CallConnection(asyncio.Protocol):
         self._address = address
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._buffer = CallBuffer()
+        self._buffer = CallBuffer(AGENT)
         self._asked: dict[int, tuple[asyncio.Future[pb.CallAnswer], asyncio.TimerHandle]] = {}
         self._number = 0
         self._heard_until = 0  # the newest call that was asked when something was last heard
@@ -70,7 +70,7 @@ class CallConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are none by class
         keep_alive(transport.get_extra_info("socket"))
-        self._transport.write(GREETING)
+        self._transport.write(CALLER)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -111,7 +111,8 @@ class CallConnection(asyncio.Protocol):
             self._transport.write(frame(call.SerializeToString()))
 
     def _late(self, number: int, timeout_s: float) -> None:
-        answer, _ = self._asked.pop(number)
+        answer, deadline = self._asked.pop(number)
+        deadline.cancel()
         if not answer.done():
             answer.set_exception(NodeError(self._address, "timeout", f"no answer for {timeout_s} s"))
         if number > self._heard_until:  # nothing at all has come since: the others need not wait as long

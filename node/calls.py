@@ -13,7 +13,7 @@ from typing import Final, Protocol, cast
 from google.protobuf.message import DecodeError
 
 from node.errors import NodeRefusal
-from transport.control.calls import GREETING, MAX_CALLS, CallBuffer, keep_alive
+from transport.control.calls import AGENT, CALLER, MAX_CALLS, CallBuffer, keep_alive
 from transport.control.messages import MessageError, frame
 from transport.control.proto import node_pb2 as pb
 from transport.wire.identity import Identity
@@ -86,7 +86,7 @@ class _Connection(asyncio.Protocol):
         self._called = called
         self._others = others
         self._handshake_s = handshake_s
-        self._buffer = CallBuffer()
+        self._buffer = CallBuffer(CALLER)
         self._is_read = False  # our answers, by the other end
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -137,7 +137,7 @@ class _Connection(asyncio.Protocol):
         try:
             bodies = self._buffer.feed(data)
             if self._buffer.greeted and not greeted:
-                self._transport.write(GREETING)
+                self._transport.write(AGENT)
             for body in bodies:
                 self._heard(pb.Call.FromString(body))
         except (MessageError, DecodeError) as exc:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.conftest import Models
 from tests.e2e.harness import Bench, topology_document
+from transport.control.calls import CALLER
 from transport.control.certificates import Authority
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
@@ -123,6 +124,11 @@ def test_agents_do_not_listen_to_who_has_no_certificate(bench: Bench) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await stub.Describe(pb.DescribeRequest(), timeout=5.0)
             assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+        host = bench.node("decode0").agent_address.rpartition(":")[0]
+        reader, writer = await asyncio.open_connection(host, (await bench.describe("decode0")).calls_port)
+        writer.write(CALLER)
+        assert await reader.read() == b"", "neither over kept connections"
+        writer.close()
         url = bench.node("decode0").metrics_url
         assert await bench.metric(url, 'prfaas_node_security{control="mtls",integrity="aead"}') == 1
         assert await bench.metric(url, "prfaas_certificate_expiry_timestamp_seconds") > 1.7e9

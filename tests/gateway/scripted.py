@@ -15,8 +15,11 @@ import grpc
 import grpc.aio
 from aiohttp import web
 
+from gateway.agent import REASONS
 from hybrid_cache.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.spec import FullAttention, LinearState
+from node.calls import CallServer
+from node.errors import NodeRefusal
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto.node_pb2_grpc import NodeAgentServicer, add_NodeAgentServicer_to_server
 
@@ -106,7 +109,10 @@ class ScriptedNode(NodeAgentServicer):
         self.running = 0
         self._made = 0
         self._listeners: set[asyncio.Queue[pb.NodeEvent]] = set()
+        self.takes_calls = True  # over kept connections; False: an agent of before there were any
+        self.calls_port = 0
         self._agent: grpc.aio.Server | None = None
+        self._calls: CallServer | None = None
         self._engine: web.AppRunner | None = None
 
     def __repr__(self) -> str:
@@ -139,6 +145,9 @@ class ScriptedNode(NodeAgentServicer):
             self._engine = None
 
     async def start_agent(self, address: str = "127.0.0.1:0") -> None:
+        if self.takes_calls:
+            self._calls = CallServer(self)
+            self.calls_port = await self._calls.start("127.0.0.1", 0)
         self._agent = grpc.aio.server()
         add_NodeAgentServicer_to_server(self, self._agent)  # type: ignore[no-untyped-call]
         port = self._agent.add_insecure_port(address)
@@ -149,6 +158,9 @@ class ScriptedNode(NodeAgentServicer):
         if self._agent is not None:
             await self._agent.stop(None)
             self._agent = None
+        if self._calls is not None:
+            await self._calls.close(0.0)
+            self._calls = None
 
     # Agent
 
@@ -167,6 +179,7 @@ class ScriptedNode(NodeAgentServicer):
             max_model_len=self.max_model_len,
             load=self.load,
             boot_id="1",
+            calls_port=self.calls_port,
         )
 
     def tell(self, event: pb.NodeEvent) -> None:
@@ -201,10 +214,17 @@ class ScriptedNode(NodeAgentServicer):
             return pb.NodeEvent(load=self.load)
 
     async def Reserve(self, request: Any, context: Any) -> pb.Ticket:
+        try:
+            return await self.reserve(request)
+        except NodeRefusal as refusal:
+            await context.abort(next(code for code, label in REASONS.items() if label == refusal.label), "scripted")
+        raise AssertionError("abort raises")
+
+    async def reserve(self, request: pb.ReserveRequest) -> pb.Ticket:
         if fault := _next(self.script.reserve):
-            await context.abort(grpc.StatusCode[fault], "scripted")
+            raise NodeRefusal(REASONS[grpc.StatusCode[fault]], "scripted")
         if len(self.open_reservations) >= self.script.room:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "scripted")
+            raise NodeRefusal("no_capacity", "scripted")
         self._made += 1
         transfer_id = f"{self.node_id}-t{self._made}"
         self.open_reservations.add(transfer_id)
@@ -254,6 +274,9 @@ class ScriptedNode(NodeAgentServicer):
         return pb.Done(ok=not why, reason=why)
 
     async def Abort(self, request: Any, context: Any) -> pb.Done:
+        return self.abort(request)
+
+    def abort(self, request: pb.AbortRequest) -> pb.Done:
         self.aborts.append((request.transfer_id, request.reason))
         if request.transfer_id in self.open_reservations:
             self.open_reservations.discard(request.transfer_id)

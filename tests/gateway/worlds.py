@@ -4,13 +4,14 @@ import asyncio
 import functools
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import uvloop
 
 from gateway.config import GatewayConfig, NodeConfig, Timeouts
 from gateway.openai import Endpoint
@@ -43,7 +44,17 @@ def prompt_of(endpoint: Endpoint, hashing: Hashing, **fields: Any) -> Prompt:
 
 def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """Runs an async test on a loop of its own; a task left behind is an error."""
+    return _on_loops(test, [asyncio.new_event_loop])
 
+
+def on_both_loops(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """The same once more on the loop that processes run on: its transports differ in more than speed."""
+    return _on_loops(test, [asyncio.new_event_loop, uvloop.new_event_loop])
+
+
+def _on_loops(
+    test: Callable[..., Awaitable[None]], loops: Sequence[Callable[[], asyncio.AbstractEventLoop]]
+) -> Callable[..., None]:
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
         async def main() -> None:
@@ -52,7 +63,9 @@ def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
             # A grpc server's own tasks end a few steps after it has stopped.
             await until(lambda: len(asyncio.all_tasks()) == 1, asyncio.all_tasks)
 
-        asyncio.run(main())
+        for loop in loops:
+            with asyncio.Runner(loop_factory=loop) as runner:
+                runner.run(main())
 
     return run
 

@@ -87,7 +87,7 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("key", ["control_port", "transfer_port", "engine_port", "metrics_port"])
+@pytest.mark.parametrize("key", ["control_port", "calls_port", "transfer_port", "engine_port", "metrics_port"])
 def test_a_port_in_use_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -98,7 +98,7 @@ def test_a_port_in_use_is_said_in_one_line(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_node_that_was_killed_comes_back_on_its_ports(tmp_path: Path) -> None:
-    ports = free_ports(4)
+    ports = free_ports(len(LISTENERS))
     more = "\n".join(f"{key}_port = {port}" for key, port in zip(LISTENERS, ports, strict=True))
     command = [sys.executable, "-m", "pd_cluster", "-c", config_file(tmp_path, f"main{time.monotonic_ns()}", more)]
     for end in (signal.SIGKILL, signal.SIGTERM):
@@ -127,7 +127,8 @@ def test_a_node_whose_engine_is_given_up_ends_so_that_it_is_started_again(tmp_pa
 
 
 def test_every_port_has_an_address_of_its_own(tmp_path: Path) -> None:
-    hosts = {listener: f"127.0.0.{number}" for number, listener in enumerate(LISTENERS, 2)}
+    own = [listener for listener in LISTENERS if listener != "calls"]  # which are taken where control is
+    hosts = {listener: f"127.0.0.{number}" for number, listener in enumerate(own, 2)}
     (number,) = free_ports(1)  # one for all: they do not meet
     more = "\n".join(f'{name}_host = "{host}"\n{name}_port = {number}' for name, host in hosts.items())
     command = [sys.executable, "-m", "pd_cluster", "-c", config_file(tmp_path, f"main{time.monotonic_ns()}", more)]

@@ -1,10 +1,10 @@
 """What is said on a kept connection between a gateway and an agent: node.proto's Call and CallAnswer, in frames.
 
     gateway                              agent
-      | GREETING ------------------------> |
-      |  <----------------------- GREETING |   only now the gateway believes that it has found an agent
+      | CALLER --------------------------> |
+      |  <-------------------------- AGENT |   only now the gateway believes that it has found an agent
       | Call(id) … ----------------------> |   as many at once as there are requests
-      |  <------------------ CallAnswer(id) |   in any order
+      |  <----------------- CallAnswer(id) |   in any order
 
 Frames are those of `transport.control.messages`, bodies protobuf. A gRPC call takes a gateway 170 to 230 µs of CPU, one over
 a bidirectional gRPC stream 110 to 160, one of these 13, with mutual TLS 14 to 22 (benchmarks/README.md).
@@ -15,7 +15,10 @@ from typing import Final
 
 from transport.control.messages import MessageBuffer, MessageError
 
-GREETING: Final = b"prfaas calls 1\n"  # whoever says something else is a stranger, or has another version
+# Whoever says something else first is a stranger, or has another version. Two greetings: on a loopback a connection to a port
+# that nobody listens on any more can meet itself (simultaneous open, RFC 9293 §3.5).
+CALLER: Final = b"prfaas caller 1\n"
+AGENT: Final = b"prfaas agent 1\n"
 MAX_CALLS: Final = 1024  # under way on one connection
 # A connection between requests is silent: keepalives tell middleboxes that it lives, and us that the other host is gone.
 KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
@@ -24,8 +27,9 @@ KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (sock
 class CallBuffer:
     """Cuts what the other end says into frame bodies, after its greeting; sans-IO, feed it whatever arrived."""
 
-    def __init__(self) -> None:
+    def __init__(self, greeting: bytes) -> None:
         self.greeted = False
+        self._greeting = greeting
         self._first = b""
         self._frames = MessageBuffer()
 
@@ -34,12 +38,13 @@ class CallBuffer:
         if self.greeted:
             return self._frames.feed(data)
         self._first += data
-        if not GREETING.startswith(self._first[: len(GREETING)]):
-            raise MessageError(f"no greeting of ours: {self._first[: len(GREETING)]!r}")
-        if len(self._first) < len(GREETING):
+        said, more = self._first[: len(self._greeting)], self._first[len(self._greeting) :]
+        if not self._greeting.startswith(said):
+            raise MessageError(f"no greeting of ours: {said!r}")
+        if said != self._greeting:
             return []
-        self.greeted = True
-        return self._frames.feed(self._first[len(GREETING) :])
+        self.greeted, self._first = True, b""
+        return self._frames.feed(more)
 
 
 def keep_alive(connection: socket.socket | None) -> None:
