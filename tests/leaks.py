@@ -12,22 +12,24 @@ from typing import Final
 
 import grpc.aio
 import pytest
+import uvloop
 
 PATIENCE_S: Final = 20.0
 
 
 @pytest.fixture(scope="session")
-def grpc_poller() -> None:
-    """What asyncio's gRPC keeps for the process, a thread and its sockets, is there before anybody counts."""
+def kept_by_libraries() -> None:
+    """What asyncio's gRPC and libuv keep for the process, a thread, sockets and a pipe, is there before anybody counts."""
 
     async def on_a_loop() -> None:
         grpc.aio.init_grpc_aio()
 
     asyncio.run(on_a_loop())
+    uvloop.new_event_loop().close()
 
 
 @pytest.fixture(autouse=True)
-def nothing_leaks(grpc_poller: None) -> Iterator[None]:
+def nothing_leaks(kept_by_libraries: None) -> Iterator[None]:
     threads, fds = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
     yield
     deadline = time.monotonic() + PATIENCE_S

@@ -1,5 +1,5 @@
 """Every test leaves the process as it found it; tasks are counted by `worlds.on_loop`."""
 
-from tests.leaks import grpc_poller, nothing_leaks
+from tests.leaks import kept_by_libraries, nothing_leaks
 
-__all__ = ["grpc_poller", "nothing_leaks"]
+__all__ = ["kept_by_libraries", "nothing_leaks"]
