@@ -143,7 +143,7 @@ class AgentClient:
         self._identity = identity
         self._version = identity.version() if identity is not None else ()
         self._name = name
-        self._kept = KeptCalls(address, timeout_s, identity, name)
+        self.kept = KeptCalls(address, timeout_s, identity, name)
         self._by_grpc = by_grpc
         self._channel = self._open()
         self._stub: Any = NodeAgentStub(self._channel)  # type: ignore[no-untyped-call]
@@ -178,7 +178,7 @@ class AgentClient:
         await old.close(self.timeout_s)
 
     async def close(self) -> None:
-        await self._kept.close()
+        await self.kept.close()
         await self._channel.close()
 
     async def describe(self) -> tuple[NodeInfo, NodeLoad]:
@@ -261,7 +261,7 @@ class AgentClient:
                 last_seq = event.seq
                 for value in events_from(event):
                     if isinstance(value, NodeInfo):
-                        self._kept.offered(value.calls_port)
+                        self.kept.offered(value.calls_port)
                     yield value
                     await asyncio.sleep(0)  # a long snapshot must not hold the event loop
         finally:
@@ -274,7 +274,7 @@ class AgentClient:
 
     def _asked(self, call: pb.Call) -> "asyncio.Future[pb.CallAnswer] | None":
         """The answer to a call over the kept connection; None where there is none: then it is to go by gRPC."""
-        connection = self._kept.connection()
+        connection = self.kept.connection()
         if isinstance(connection, CallConnection):
             return connection.ask(call, self.timeout_s)
         self._by_grpc(connection)

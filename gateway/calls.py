@@ -50,7 +50,7 @@ class CallConnection(asyncio.Protocol):
         self._number = number = self._number + 1
         call.id, call.timeout_s = number, timeout_s
         answer: asyncio.Future[pb.CallAnswer] = self._loop.create_future()
-        self._asked[number] = answer, self._loop.call_later(timeout_s, self._late, number, timeout_s)
+        self._asked[number] = answer, self._loop.call_later(timeout_s, self.give_up, number, timeout_s)
         self._transport.write(frame(call.SerializeToString()))
         return answer
 
@@ -110,7 +110,8 @@ class CallConnection(asyncio.Protocol):
             call = pb.Call(abort=pb.AbortRequest(transfer_id=transfer_id, reason="given_up"))
             self._transport.write(frame(call.SerializeToString()))
 
-    def _late(self, number: int, timeout_s: float) -> None:
+    def give_up(self, number: int, timeout_s: float) -> None:
+        """Nobody waits any longer for the answer to call `number`, which has had `timeout_s`."""
         answer, deadline = self._asked.pop(number)
         deadline.cancel()
         if not answer.done():
@@ -143,13 +144,13 @@ class KeptCalls:
         self._port = 0
         self._connection: CallConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._failures = 0
+        self.failures = 0  # to connect, since there was a connection
         self._not_before = 0.0
 
     def offered(self, port: int) -> None:
         """The agent says where it takes calls; 0: nowhere. What is under way to another port comes to its end."""
         if port != self._port:
-            self._port, self._failures, self._not_before = port, 0, 0.0
+            self._port, self.failures, self._not_before = port, 0, 0.0
             if self._connection is not None:
                 self._connection.retire()
                 self._connection = None
@@ -198,15 +199,15 @@ class KeptCalls:
                 await connection.greeted
         except (OSError, ValueError) as error:
             connection.close()
-            pause_s = BACKOFF_S[min(self._failures, len(BACKOFF_S) - 1)]
-            if not self._failures:
+            pause_s = BACKOFF_S[min(self.failures, len(BACKOFF_S) - 1)]
+            if not self.failures:
                 log.warning("no kept connection to %s, port %d: %s", self._address, port, str(error) or "timeout")
-            self._failures, self._not_before = self._failures + 1, loop.time() + pause_s
+            self.failures, self._not_before = self.failures + 1, loop.time() + pause_s
         except BaseException:
             connection.close()
             raise
         else:
-            self._connection, self._failures = connection, 0
+            self._connection, self.failures = connection, 0
             if port != self._port:  # it has been told of another meanwhile
                 self._connection.retire()
 

@@ -131,7 +131,7 @@ async def test_one_late_answer_is_no_stall_and_its_ticket_is_given_back() -> Non
         connection = await connected(calls)
         late = connection.ask(reserve("waits"), PATIENCE_S)
         await connection.ask(reserve("soon"), PATIENCE_S)
-        connection._late(1, PATIENCE_S)
+        connection.give_up(1, PATIENCE_S)
         assert await failure_of(late) == "timeout"
         assert connection.is_open
         room.gate.set()
@@ -194,7 +194,7 @@ async def test_a_listener_that_is_no_agent_is_left_alone() -> None:
 
     server = await asyncio.start_server(someone_else, "127.0.0.1", 0)
     async with kept(server.sockets[0].getsockname()[1]) as calls:
-        await until(lambda: calls._failures)
+        await until(lambda: calls.failures)
         assert calls.connection() == "not_connected"
     server.close()
     await server.wait_closed()
@@ -211,9 +211,9 @@ def test_both_ends_show_certificates_and_the_agents_must_carry_its_name(tmp_path
                 answer = await (await connected(calls)).ask(reserve("a"), PATIENCE_S)
                 assert answer.ticket.transfer_id == "t-a"
             async with kept(port, identity=gateway) as calls:  # 127.0.0.1 is not among its names
-                await until(lambda: calls._failures)
+                await until(lambda: calls.failures)
             async with kept(port) as calls:
-                await until(lambda: calls._failures)
+                await until(lambda: calls.failures)
 
     scenario()
 
@@ -225,12 +225,10 @@ def test_both_ends_show_certificates_and_the_agents_must_carry_its_name(tmp_path
 async def test_reservations_of_requests_go_over_the_kept_connection() -> None:
     async with world(decode=1) as w:
         (client,) = (node.agent for node in w.gateway.clusters.nodes if node.id == "d0")
-        await connected(client._kept)
-        by_grpc: list[str] = []
-        client._by_grpc = by_grpc.append
+        await connected(client.kept)
         assert (await w.complete(PROMPT)).status == 200
-        assert by_grpc == []
-        assert w.nodes.decode[0]._made == 1
+        assert w.nodes.decode[0].bodies[-1]["kv_transfer_params"]["transfer_id"] == "d0-t1"
+        assert "prfaas_calls_by_grpc_total{" not in await w.metrics()
         assert not w.nodes.decode[0].open_reservations
 
 
