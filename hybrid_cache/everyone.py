@@ -53,9 +53,11 @@ def unbroken_blocks(groups: Sequence[Holders], bits: int, hashes: Sequence[bytes
 class Snapshots:
     """Lengths, in blocks, at which any node has states of a prompt: looked for only where somebody asks."""
 
-    def __init__(self, groups: Sequence[Holders], hashes: Sequence[bytes]) -> None:
+    def __init__(self, groups: Sequence[Holders], hashes: Sequence[bytes], known: int) -> None:
+        """Of all bits only those of `known` are anybody's."""
         self._groups = groups
         self._hashes = hashes
+        self._known = known
         self._chunks: dict[int, _Chunk] = {}
         self._ends: dict[int, list[int]] = {}  # who holds the state of each group, by length
 
@@ -64,9 +66,7 @@ class Snapshots:
         if not limit:
             return 0
         # Where its attention ends, a prompt ended; so there it mostly has a state, too. And many end where others do.
-        if (held := self._ends.get(limit)) is None:
-            held = self._ends[limit] = [holders.get(self._hashes[limit - 1]) for holders in self._groups]
-        if 0 not in map(bits.__and__, held):
+        if 0 not in map(bits.__and__, self._held_at(limit)):
             return limit
         for number in range((limit - 1) // CHUNK_BLOCKS, -1, -1):
             chunk = self._chunks.get(number) or self._look_at(number)
@@ -76,18 +76,50 @@ class Snapshots:
                         return length
         return 0
 
+    def split(self, nodes: int, limit: int, plane: int = 0) -> Iterator[tuple[int, int]]:
+        """(length, nodes): the same of each of `nodes`, which may have it at their own bit or, if not 0, `plane` above it."""
+        if limit:
+            held = self._held_at(limit)
+            if some := _held_by_all(held, nodes, plane):
+                yield limit, some
+                nodes ^= some
+            for number in range((limit - 1) // CHUNK_BLOCKS, -1, -1) if nodes else ():
+                chunk = self._chunks.get(number) or self._look_at(number)
+                if not nodes & (chunk.anybody | chunk.anybody >> plane):
+                    continue
+                for length, held in chunk.found:
+                    if length < limit and (some := _held_by_all(held, nodes, plane)):
+                        yield length, some
+                        nodes ^= some
+                if not nodes:
+                    return
+        if nodes:
+            yield 0, nodes
+
+    def _held_at(self, length: int) -> list[int]:
+        if (held := self._ends.get(length)) is None:
+            held = self._ends[length] = [holders.get(self._hashes[length - 1]) & self._known for holders in self._groups]
+        return held
+
     def _look_at(self, number: int) -> "_Chunk":
         start = number * CHUNK_BLOCKS
         some = self._hashes[start : start + CHUNK_BLOCKS]
         first, *others = self._groups
         chunk = self._chunks[number] = _Chunk()
-        held = first.of_all(some)
-        for at in list(compress(range(len(held)), held))[::-1]:
-            of_others = [group.get(some[at]) for group in others]
-            if all(of_others):
-                chunk.found.append((start + at + 1, [held[at], *of_others]))
-                chunk.anybody |= held[at]
+        by_first = first.of_all(some)
+        for at in list(compress(range(len(by_first)), by_first))[::-1]:
+            held = [by_first[at] & self._known, *(group.get(some[at]) & self._known for group in others)]
+            if all(held):
+                chunk.found.append((start + at + 1, held))
+                chunk.anybody |= held[0]
         return chunk
+
+
+def _held_by_all(held: Sequence[int], nodes: int, plane: int) -> int:
+    """Those of `nodes` that are in every one of `held`, by either bit."""
+    for some in held:
+        nodes &= some | some >> plane
+    return nodes
 
 
 class _Chunk:

@@ -11,7 +11,8 @@ given to another one only after that; a snapshot that comes meanwhile is stored 
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Final, NamedTuple, Self
 
 from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Medium
@@ -24,6 +25,7 @@ DEFAULT_MAX_BLOCKS = 4_000_000
 TIDY_WORK: Final = 2048  # of one step, in blocks taken out: about a millisecond
 ANYWHERE: Final = tuple(Medium)
 MOVABLE: Final = (Medium.MEMORY, Medium.SSD)
+PLANE: Final = 64  # a node's bit for its engine's cache is so many places above the one for its memory: a shift tells nodes apart
 
 
 class Holding(NamedTuple):
@@ -46,8 +48,7 @@ class PrefixIndex:
         self.max_blocks = max_blocks
         self._holders: tuple[Holders, ...] = tuple(Holders() for _ in layout.groups)
         self._bits: dict[tuple[str, Medium], int] = {}
-        self._nodes: list[tuple[str, _Media, _Media | None]] | None = None  # made of the bits, until these change
-        self._closed = 0
+        self._known: _Known | None = None  # made of the bits, until these change
         self._dead_bits = 0  # of who is gone; still in the table
         self._tidying = 0  # those of them that are being taken out now
         self._found: list[bytes] = []  # blocks of the part at hand that are theirs
@@ -129,9 +130,8 @@ class PrefixIndex:
         if len(held_in.closed) > 1 or held_in.has_holes:
             full = [self._holders[group] for group in self.layout.full_groups]
             limit = min(num_tokens // self.layout.block_size, len(hashes))
-            hashes = hashes[
-                : held_in.attention(full, _lengths(full, sum(held_in.closed), hashes, limit), hashes, limit)
-            ]
+            led = leading_blocks(full, sum(held_in.closed), hashes, limit) if held_in.closed else ()
+            hashes = hashes[: held_in.attention(full, _lengths(led), hashes, limit)]
         return longest_common_hit(self.layout, held, hashes, num_tokens)
 
     def match_all(self, hashes: Sequence[bytes], num_tokens: int) -> dict[str, "Holding"]:
@@ -142,43 +142,25 @@ class PrefixIndex:
                 hit = self.match(node_id, hashes, num_tokens)
                 found[node_id] = Holding(hit, self.movable_tokens(node_id, hashes, hit))
             return found
-        size = self.layout.block_size
-        limit = min(num_tokens // size, len(hashes))
-        full = [self._holders[group] for group in self.layout.full_groups]
-        states = [self._holders[group] for group in self.layout.state_groups]
-        longest = Snapshots(states, hashes).longest if states else _any_length
-        nodes, closed = self._known()
-        lengths = _lengths(full, closed, hashes, limit)
-        same: dict[tuple[int, int, int], Holding] = {}  # most nodes hold as much
-        for node_id, media, movable in nodes:
-            attention = media.attention(full, lengths, hashes, limit)
-            agreed = others = longest(media.bits, attention) if attention else 0
-            if agreed and movable is not None:
-                others = longest(movable.bits, min(agreed, movable.attention(full, lengths, hashes, limit)))
-            key = (agreed, attention, others)
-            if (holding := same.get(key)) is None:
-                holding = same[key] = Holding(PrefixHit(agreed * size, attention * size), others * size)
-            found[node_id] = holding
+        known = self._known or self._look_up()
+        look = _Look(self.layout, self._holders, known, hashes, num_tokens)
+        sets = look.sets(known.nodes, known.engines)
+        if sets:  # most nodes hold as much: their system prompt, or nothing
+            _, most = max(sets, key=_how_many)
+            found.update(dict.fromkeys(known.names.values(), most))
+            for nodes, holding in sets:
+                if holding is not most:
+                    found.update((known.names[bit], holding) for bit in _bits_of(nodes))
+        for node_id, media, movable in known.others:
+            found[node_id] = look.of(media, movable)
         return found
 
-    def _known(self) -> tuple[list[tuple[str, "_Media", "_Media | None"]], int]:
-        """Every node with its media, and those of them that others can be sent from where they differ; all closed bits."""
-        if self._nodes is None:
-            names: dict[str, dict[Medium, int]] = {}
-            for (node_id, medium), bit in self._bits.items():
-                names.setdefault(node_id, {})[medium] = bit
-            self._nodes = [
-                (
-                    node_id,
-                    _Media.of(media),
-                    _Media.of({each: media[each] for each in MOVABLE if each in media})
-                    if Medium.ENGINE in media
-                    else None,
-                )
-                for node_id, media in names.items()
-            ]
-            self._closed = sum(sum(media.closed) for _, media, _ in self._nodes)
-        return self._nodes, self._closed
+    def _look_up(self) -> "_Known":
+        names: dict[str, dict[Medium, int]] = {}
+        for (node_id, medium), bit in self._bits.items():
+            names.setdefault(node_id, {})[medium] = bit
+        self._known = _Known.of(names)
+        return self._known
 
     def movable_tokens(self, node_id: str, hashes: Sequence[bytes], hit: PrefixHit) -> int:
         """How much of `hit` the node can send to another one."""
@@ -187,15 +169,27 @@ class PrefixIndex:
         return self.match(node_id, hashes, hit.num_tokens, MOVABLE).num_tokens
 
     def _bit(self, node_id: str, medium: Medium) -> int:
-        key = (node_id, medium)
-        if key not in self._bits:
-            used = sum(self._bits.values()) | self._dead_bits
-            self._bits[key] = ~used & (used + 1)  # the lowest bit nobody has
-            self._nodes = None
-        return self._bits[key]
+        if (bit := self._bits.get((node_id, medium))) is None:
+            bit = self._bits[node_id, medium] = self._free_bit(node_id, medium)
+            self._known = None
+        return bit
+
+    def _free_bit(self, node_id: str, medium: Medium) -> int:
+        """One that nobody has: a node's memory and its engine's cache a PLANE apart, unless that one is being tidied."""
+        used = sum(self._bits.values()) | self._dead_bits
+        if medium is Medium.ENGINE and (memory := self._bits.get((node_id, Medium.MEMORY))):
+            wanted = memory << PLANE
+        elif medium is Medium.MEMORY and (engine := self._bits.get((node_id, Medium.ENGINE))):
+            wanted = engine >> PLANE
+        else:
+            wanted = 0
+        if wanted and not wanted & used:
+            return wanted
+        low = next(low for low in map(_low_bit, count()) if not used & (low | low << PLANE))
+        return low << PLANE if medium is Medium.ENGINE else low
 
     def _clear(self, node_id: str, media: Sequence[Medium]) -> None:
-        self._nodes = None
+        self._known = None
         self._dead_bits |= sum(self._bits.pop((node_id, medium), 0) for medium in media)
 
     def _store(self, holders: Holders, bit: int, hashes: Sequence[bytes]) -> None:
@@ -232,20 +226,113 @@ class _Media(NamedTuple):
         return unbroken_blocks(full, self.bits, hashes, longest, limit) if self.has_holes else longest
 
 
-def _lengths(full: Sequence[Holders], closed: int, hashes: Sequence[bytes], limit: int) -> dict[int, int]:
-    """Leading blocks whose attention is held, by each of the bits `closed`."""
-    lengths: dict[int, int] = {}
-    for length, bits in leading_blocks(full, closed, hashes, limit) if closed else ():
-        while bits:
-            bit = bits & -bits
-            lengths[bit] = length
-            bits ^= bit
-    return lengths
+def _lengths(led: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Leading blocks whose attention is held, by bit."""
+    return {bit: length for length, bits in led for bit in _bits_of(bits)}
 
 
-def _any_length(bits: int, limit: int) -> int:
-    """Of a model without states, every length is one to go on from."""
-    return limit
+class _Known(NamedTuple):
+    """The nodes there are: those that can be asked together, each by its bit for memory, and those that cannot."""
+
+    names: Mapping[int, str]
+    nodes: int  # all of `names`
+    engines: int  # those of them with an engine's cache
+    others: Sequence[tuple[str, _Media, _Media]]  # with what can be sent: with an SSD, or with bits from here and there
+    bits: int  # of everybody
+    closed: int  # those of prefix-closed media
+
+    @classmethod
+    def of(cls, media_of: Mapping[str, Mapping[Medium, int]]) -> Self:
+        names: dict[int, str] = {}
+        engines = bits = closed = 0
+        others: list[tuple[str, _Media, _Media]] = []
+        for node_id, media in media_of.items():
+            all_of_it = _Media.of(media)
+            bits |= all_of_it.bits
+            closed |= sum(all_of_it.closed)
+            memory, engine = media.get(Medium.MEMORY, 0), media.get(Medium.ENGINE, 0)
+            low = memory or engine >> PLANE
+            if Medium.SSD in media or engine not in (0, low << PLANE):
+                movable = _Media.of({each: media[each] for each in MOVABLE if each in media})
+                others.append((node_id, all_of_it, movable))
+            else:
+                names[low] = node_id
+                engines |= low if engine else 0
+        return cls(names, sum(names), engines, others, bits, closed)
+
+
+class _Look:
+    """One look at a prompt, in blocks."""
+
+    def __init__(
+        self, layout: ModelLayout, holders: Sequence[Holders], known: _Known, hashes: Sequence[bytes], num_tokens: int
+    ) -> None:
+        self._size = layout.block_size
+        self._hashes = hashes
+        self._limit = min(num_tokens // layout.block_size, len(hashes))
+        self._full = [holders[group] for group in layout.full_groups]
+        states = [holders[group] for group in layout.state_groups]
+        self._snapshots = Snapshots(states, hashes, known.bits) if states else None
+        self._led = list(leading_blocks(self._full, known.closed, hashes, self._limit)) if known.closed else []
+        self._led.sort(reverse=True)
+        self._lengths: dict[int, int] | None = None  # of each closed bit, once somebody asks
+
+    def sets(self, nodes: int, engines: int) -> list[tuple[int, Holding]]:
+        """What each of `nodes` holds, those that hold as much together; of `engines`, their engine's cache may hold more."""
+        found: list[tuple[int, Holding]] = []
+        snapshots, size = self._snapshots, self._size
+        for length, bits in self._led:
+            some = (bits | bits >> PLANE) & nodes
+            if not some:
+                continue
+            nodes ^= some  # whatever its other medium holds is shorter
+            agreeing = ((length, some),) if snapshots is None else snapshots.split(some, length, PLANE)
+            for agreed, these in agreeing:
+                hit = PrefixHit(agreed * size, length * size)
+                if without := these & ~engines:
+                    found.append((without, Holding(hit, agreed * size)))
+                if cached := these & engines:
+                    found += [(those, Holding(hit, movable * size)) for movable, those in self._movable(cached, agreed)]
+        return found
+
+    def _movable(self, nodes: int, agreed: int) -> list[tuple[int, int]]:
+        """(length, nodes): what of `agreed` blocks each of `nodes` has in memory."""
+        found: list[tuple[int, int]] = []
+        for length, bits in self._led:
+            if some := bits & nodes:
+                nodes ^= some
+                limit = min(agreed, length)
+                found += ((limit, some),) if self._snapshots is None else self._snapshots.split(some, limit)
+        return [*found, (0, nodes)] if nodes else found
+
+    def of(self, media: _Media, movable: _Media) -> Holding:
+        """What one node holds, whatever its bits are."""
+        if self._lengths is None:
+            self._lengths = _lengths(self._led)
+        attention = media.attention(self._full, self._lengths, self._hashes, self._limit)
+        agreed = others = self._longest(media, attention)
+        if agreed and movable != media:
+            others = movable.attention(self._full, self._lengths, self._hashes, self._limit)
+            others = self._longest(movable, min(agreed, others))
+        return Holding(PrefixHit(agreed * self._size, attention * self._size), others * self._size)
+
+    def _longest(self, media: _Media, limit: int) -> int:
+        return limit if self._snapshots is None else self._snapshots.longest(media.bits, limit)
+
+
+def _low_bit(number: int) -> int:
+    """The bit of memory of the `number`-th place for a node."""
+    return 1 << number // PLANE * 2 * PLANE + number % PLANE
+
+
+def _bits_of(bits: int) -> Iterator[int]:
+    while bits:
+        yield bits & -bits
+        bits &= bits - 1
+
+
+def _how_many(some: tuple[int, Holding]) -> int:
+    return some[0].bit_count()
 
 
 class _HeldBy:

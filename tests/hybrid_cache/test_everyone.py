@@ -39,8 +39,14 @@ def test_a_missing_block_ends_what_is_unbroken(missing, one, other):
 )
 def test_the_longest_snapshot_is_one_of_every_group(nodes, questions):
     groups = [holders({1 << node: both[group] for node, both in enumerate(nodes)}) for group in (0, 1)]
-    snapshots = Snapshots(groups, CHAIN)
-    for node, limit in questions:
+    everybody = (1 << len(nodes)) - 1
+    snapshots = Snapshots(groups, CHAIN, everybody)
+
+    def expected(node, limit):
         both = set.intersection(*nodes[node]) if node < len(nodes) else set[int]()
-        expected = max([at + 1 for at in both if at < limit], default=0)
-        assert snapshots.longest(1 << node, limit) == expected
+        return max([at + 1 for at in both if at < limit], default=0)
+
+    for node, limit in questions:
+        assert snapshots.longest(1 << node, limit) == expected(node, limit)
+        found = [(length, each) for length, some in snapshots.split(everybody, limit) for each in range(4) if some >> each & 1]
+        assert sorted(found) == sorted((expected(each, limit), each) for each in range(len(nodes)))

@@ -111,31 +111,53 @@ def test_what_only_an_engine_has_cannot_be_moved():
     assert index.movable_tokens("a", CHAIN, PrefixHit(24, 24)) == 0
 
 
-EVENTS = st.lists(
-    st.tuples(
-        st.sampled_from("abcd"),
-        st.sampled_from([*Medium, Medium.MEMORY]),
-        st.integers(0, 1),
-        st.integers(0, 40),
-        st.lists(st.integers(0, 39), max_size=3),
-    ),
-    max_size=14,
+STORED = st.tuples(
+    st.sampled_from("abcd"),
+    st.sampled_from([*Medium, Medium.MEMORY, Medium.ENGINE]),
+    st.integers(0, 2),
+    st.integers(0, 40),
+    st.lists(st.integers(0, 39), max_size=3),
 )
+GONE = st.tuples(st.sampled_from("abcd"), st.sampled_from([*Medium, None, "dropped"]))
+CHAIN_OF_160 = hashes_of(list(range(160)))
 
 
-@given(EVENTS, st.integers(0, 170), st.booleans())
-def test_all_nodes_at_once_are_told_what_each_is_told(events, num_tokens, has_states):
+class Untidy(PrefixIndex):
+    """Bits of nodes that are gone stay in the table."""
+
+    def tidy(self) -> int:
+        return 0
+
+
+
+@pytest.mark.parametrize("num_states", [0, 1, 2])
+@given(
+    st.lists(st.one_of(STORED, STORED, GONE), max_size=14),
+    st.integers(0, 170),
+    st.sampled_from([0, 0, 62, 128]),
+    st.sampled_from([PrefixIndex, Untidy]),
+)
+def test_all_nodes_at_once_are_told_what_each_is_told(num_states, events, num_tokens, strangers, index_class):
     """Attention in memory and in an engine's cache is prefix-closed, as both keep it; on an SSD there may be holes."""
-    index = PrefixIndex(make_layout(FULL, STATE) if has_states else make_layout(FULL))
-    chain = hashes_of(list(range(160)))
-    for node, medium, group, length, holes in events:
-        group = min(group, len(index.layout.groups) - 1)
-        index.apply(node, BlocksStored(group, tuple(chain[:length][:: 1 + 4 * group]), medium))
-        if medium is Medium.SSD or group:
-            index.apply(node, BlocksRemoved(group, tuple(chain[hole] for hole in holes), medium))
+    index = index_class(make_layout(FULL, *[STATE] * num_states))
+    chain = CHAIN_OF_160
+    for number in range(strangers):  # so that bits are beyond those of one plane
+        index.apply(f"s{number}", BlocksStored(0, tuple(chain[:3])))
+    for node, *event in events:
+        match event:
+            case ["dropped"]:
+                index.drop(node)
+            case [medium]:
+                index.apply(node, CacheCleared(medium))
+            case medium, group, length, holes:
+                group = min(group, len(index.layout.groups) - 1)
+                index.apply(node, BlocksStored(group, tuple(chain[:length][:: 1 + 4 * group]), medium))
+                if medium is Medium.SSD or group:
+                    index.apply(node, BlocksRemoved(group, tuple(chain[hole] for hole in holes), medium))
     everyone = index.match_all(chain, num_tokens)
     assert set(everyone) == set(index.nodes())
-    for node, holding in everyone.items():
+    for node in {"a", "b", "c", "d", "s0"} & set(everyone):
+        holding = everyone[node]
         hit = index.match(node, chain, num_tokens)
         assert holding == (hit, index.movable_tokens(node, chain, hit))
 
