@@ -22,6 +22,7 @@ from hybrid_cache.events import CacheEvent
 from hybrid_cache.hashing import model_salt
 from hybrid_cache.index import NOTHING, Holding, PrefixIndex
 from hybrid_cache.layout import ModelLayout
+from planner.decisions.routing import ReadyNodes
 from planner.decisions.views import ClusterKind, NodeView, Role
 
 log = logging.getLogger("prfaas.gateway.clusters")
@@ -29,6 +30,7 @@ log = logging.getLogger("prfaas.gateway.clusters")
 LOAD_INTERVAL_S: Final = 0.25
 SILENCE_S: Final = 10.0  # a node that reports its load every quarter of a second has been dead for long
 DEATH_NEWS_S: Final = 1.0  # an agent sees its engine end within milliseconds, unless it went with it
+_Named = list[tuple[str, Node]]  # nodes by their names, which take a moment to ask for
 SUSPECT_S: Final = 2.0  # how long a node whose engine failed a leg is left alone; its agent knows better by then
 
 
@@ -81,7 +83,8 @@ class Clusters:
             str, PrefixIndex
         ] = {}  # by layout, of all connected nodes: another model may be served next
         self._changed = asyncio.Event()
-        self._serving: list[Node] | None = None  # those that say that they are ready; None: to be looked up again
+        # Those that say that they are ready, prefill nodes by cluster and decode nodes; None: to be looked up again.
+        self._serving: tuple[dict[str, _Named], _Named] | None = None
         self._tasks = tasks
 
     def start(self) -> None:
@@ -113,22 +116,45 @@ class Clusters:
             raise NodeError(node_id, "gone", "its agent answers under another name now")
         return node
 
-    def views(self, prompt: Prompt, exclude: Collection[str] = ()) -> list[NodeView]:
+    def views(self, prompt: Prompt, exclude: Collection[str] = ()) -> ReadyNodes:
         """The nodes as routing sees them for `prompt`; nodes that cannot serve it are left out."""
         now, index = self._clock(), self.index
         if index is None:
-            return []
+            return ReadyNodes({}, [])
         self._catch_up(self.nodes)
-        if self._serving is None:
-            self._serving = [node for node in self.nodes if node.state == "ready" and self._serves(node)]
         holding_of = index.match_all(prompt.hashes, prompt.transfer_tokens).get
-        views = []
-        for node in self._serving:
-            if now >= node.suspect_until and (not exclude or node.id not in exclude):
-                holding = holding_of(node.id, NOTHING)
-                promised = self._promised(node, prompt, holding) if len(node.underway) else 0
-                views.append(node.view(holding, self._decode_slots, now, promised))
-        return views
+
+        def seen(nodes: _Named) -> list[NodeView]:
+            views = []
+            for name, node in nodes:
+                if now >= node.suspect_until and (not exclude or name not in exclude):
+                    holding = holding_of(name, NOTHING)
+                    promised = self._promised(node, prompt, holding) if node.underway.by_end else 0
+                    views.append(node.view(holding, self._decode_slots, now, promised))
+            return views
+
+        prefills, decodes = self._ready()
+        by_cluster = {cluster: views for cluster, nodes in prefills.items() if (views := seen(nodes))}
+        return ReadyNodes(by_cluster, seen(decodes))
+
+    def decodes(self) -> list[Node]:
+        """Decode nodes of the model served to which new work may be sent."""
+        now = self._clock()
+        return [node for _, node in self._ready()[1] if now >= node.suspect_until]
+
+    def _ready(self) -> tuple[dict[str, _Named], _Named]:
+        if self._serving is None:
+            prefills: dict[str, _Named] = {}
+            decodes: _Named = []
+            for node in self.nodes:
+                if node.state != "ready" or not self._serves(node):
+                    continue
+                if node.role == Role.DECODE:
+                    decodes.append((node.id, node))
+                else:
+                    prefills.setdefault(node.cluster, []).append((node.id, node))
+            self._serving = prefills, decodes
+        return self._serving
 
     def _promised(self, node: Node, prompt: Prompt, holding: Holding) -> int:
         """How much of `prompt` a node will hold when it has computed what it computes now, 0 for no more than now."""

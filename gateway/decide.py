@@ -16,7 +16,7 @@ from planner.decisions.accuracy import Accuracy, Error
 from planner.decisions.estimates import AnswerEstimate, LearnedCost, MoveDelays, MoveEstimate
 from planner.decisions.placement import PLACERS, PlacementPolicy
 from planner.decisions.plan import LivePlan, Setting
-from planner.decisions.routing import Route, RoutingPolicy, route
+from planner.decisions.routing import Route, RoutingPolicy, route_among
 from planner.decisions.views import RouteRequest
 from planner.errors import NoReadyNode
 
@@ -103,7 +103,7 @@ class Decider:
         self._cost.as_of(self._clock())
         nodes, links = self._clusters.views(request.prompt, exclude), self._links.views()
         try:
-            found = route(question, nodes, links, self._policy_now(), place=self._place, cost=self._cost)
+            found = route_among(nodes, question, links, self._policy_now(), place=self._place, cost=self._cost)
         except NoReadyNode as error:
             raise Unavailable("No decode node is ready.", "no_decode_node") from error
         if found.prefill_node is not None:

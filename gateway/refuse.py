@@ -15,7 +15,6 @@ from gateway.request import Request, Stay
 from planner.decisions.admission import Admission, AdmissionPolicy, Expected, RejectReason, admit, admit_to_decode
 from planner.decisions.decoding import DecodeForecast, LearnedSteps
 from planner.decisions.routing import Route
-from planner.decisions.views import Role
 
 DECODE_S: Final = 10.0  # of an answer, until some have ended
 
@@ -122,8 +121,7 @@ class Refusals:
 
     def _room(self, request: Request) -> float:
         """Requests of this gateway that decode can hold within the TBT of this one's class."""
-        now = self._clock()
-        ready = [node for node in self._clusters.nodes if node.role == Role.DECODE and node.is_ready(now)]
+        ready = self._clusters.decodes()
         room = self._steps.room([node.id for node in ready], self._slots, request.service.tbt_s)
         return room - sum(node.others for node in ready)
 

@@ -24,7 +24,9 @@ class Underway:
 
     def __init__(self) -> None:
         self._promises = Promises()
-        self._by_end: dict[bytes, list[Computing]] = {}
+        self.by_end: dict[
+            bytes, list[Computing]
+        ] = {}  # by their last hash; empty while nothing is that would be cached
 
     def __len__(self) -> int:
         return len(self._promises)
@@ -33,7 +35,7 @@ class Underway:
         computing = Computing(hashes)
         if hashes:
             self._promises.add(hashes)
-            self._by_end.setdefault(hashes[-1], []).append(computing)
+            self.by_end.setdefault(hashes[-1], []).append(computing)
         return computing
 
     def end(self, computing: Computing) -> None:
@@ -42,10 +44,10 @@ class Underway:
         if not computing.hashes:
             return
         self._promises.remove(computing.hashes)
-        left = self._by_end[computing.hashes[-1]]
+        left = self.by_end[computing.hashes[-1]]
         left.remove(computing)
         if not left:
-            del self._by_end[computing.hashes[-1]]
+            del self.by_end[computing.hashes[-1]]
 
     def longest(self, hashes: Sequence[bytes], held: int) -> int:
         """Blocks of a prompt with these full blocks that will be there, of which `held` are already."""
@@ -53,5 +55,5 @@ class Underway:
 
     def first(self, hashes: Sequence[bytes], blocks: int) -> Computing | None:
         """Who will first have computed exactly the first `blocks` of these; None if nobody does just now."""
-        found = self._by_end.get(hashes[blocks - 1], ()) if 0 < blocks <= len(hashes) else ()
+        found = self.by_end.get(hashes[blocks - 1], ()) if 0 < blocks <= len(hashes) else ()
         return found[0] if found else None

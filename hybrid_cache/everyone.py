@@ -66,7 +66,8 @@ class Snapshots:
         if not limit:
             return 0
         # Where its attention ends, a prompt ended; so there it mostly has a state, too. And many end where others do.
-        if 0 not in map(bits.__and__, self._held_at(limit)):
+        held = self._ends.get(limit) or self._held_at(limit)
+        if 0 not in map(bits.__and__, held):
             return limit
         for number in range((limit - 1) // CHUNK_BLOCKS, -1, -1):
             chunk = self._chunks.get(number) or self._look_at(number)
@@ -79,7 +80,7 @@ class Snapshots:
     def split(self, nodes: int, limit: int, plane: int = 0) -> Iterator[tuple[int, int]]:
         """(length, nodes): the same of each of `nodes`, which may have it at their own bit or, if not 0, `plane` above it."""
         if limit:
-            held = self._held_at(limit)
+            held = self._ends.get(limit) or self._held_at(limit)
             if some := _held_by_all(held, nodes, plane):
                 yield limit, some
                 nodes ^= some
@@ -97,8 +98,7 @@ class Snapshots:
             yield 0, nodes
 
     def _held_at(self, length: int) -> list[int]:
-        if (held := self._ends.get(length)) is None:
-            held = self._ends[length] = [holders.get(self._hashes[length - 1]) & self._known for holders in self._groups]
+        held = self._ends[length] = [holders.get(self._hashes[length - 1]) & self._known for holders in self._groups]
         return held
 
     def _look_at(self, number: int) -> "_Chunk":
@@ -108,8 +108,10 @@ class Snapshots:
         chunk = self._chunks[number] = _Chunk()
         by_first = first.of_all(some)
         for at in list(compress(range(len(by_first)), by_first))[::-1]:
-            held = [by_first[at] & self._known, *(group.get(some[at]) & self._known for group in others)]
-            if all(held):
+            held = [by_first[at] & self._known]
+            for group in others:
+                held.append(group.get(some[at]) & self._known)
+            if 0 not in held:
                 chunk.found.append((start + at + 1, held))
                 chunk.anybody |= held[0]
         return chunk

@@ -23,9 +23,12 @@ from hybrid_cache.lookup import MISS, PrefixHit, longest_common_hit
 
 DEFAULT_MAX_BLOCKS = 4_000_000
 TIDY_WORK: Final = 2048  # of one step, in blocks taken out: about a millisecond
+MOST_SETS: Final = 24  # where hardly two nodes hold as much, each is asked on its own
 ANYWHERE: Final = tuple(Medium)
 MOVABLE: Final = (Medium.MEMORY, Medium.SSD)
-PLANE: Final = 64  # a node's bit for its engine's cache is so many places above the one for its memory: a shift tells nodes apart
+PLANE: Final = (
+    64  # a node's bit for its engine's cache is so many places above the one for its memory: a shift tells nodes apart
+)
 
 
 class Holding(NamedTuple):
@@ -144,16 +147,16 @@ class PrefixIndex:
             return found
         known = self._known or self._look_up()
         look = _Look(self.layout, self._holders, known, hashes, num_tokens)
-        sets = look.sets(known.nodes, known.engines)
-        if sets:  # most nodes hold as much: their system prompt, or nothing
+        alone = known.others
+        if look.num_lengths > MOST_SETS:
+            alone = known.everybody
+        elif sets := look.sets(known.nodes, known.engines):  # most nodes hold as much: their system prompt, or nothing
             _, most = max(sets, key=_how_many)
-            found.update(dict.fromkeys(known.names.values(), most))
+            found = dict.fromkeys(known.names.values(), most)
             for nodes, holding in sets:
                 if holding is not most:
-                    found.update((known.names[bit], holding) for bit in _bits_of(nodes))
-        for node_id, media, movable in known.others:
-            found[node_id] = look.of(media, movable)
-        return found
+                    found.update([(known.names[bit], holding) for bit in _bits_of(nodes)])
+        return found | look.each(alone) if alone else found
 
     def _look_up(self) -> "_Known":
         names: dict[str, dict[Medium, int]] = {}
@@ -228,7 +231,16 @@ class _Media(NamedTuple):
 
 def _lengths(led: Iterable[tuple[int, int]]) -> dict[int, int]:
     """Leading blocks whose attention is held, by bit."""
-    return {bit: length for length, bits in led for bit in _bits_of(bits)}
+    lengths: dict[int, int] = {}
+    for length, bits in led:
+        while bits:
+            bit = bits & -bits
+            lengths[bit] = length
+            bits ^= bit
+    return lengths
+
+
+_Bits = tuple[str, _Media, _Media | None]  # a node's, and those of what others can be sent, where not all can be
 
 
 class _Known(NamedTuple):
@@ -237,7 +249,8 @@ class _Known(NamedTuple):
     names: Mapping[int, str]
     nodes: int  # all of `names`
     engines: int  # those of them with an engine's cache
-    others: Sequence[tuple[str, _Media, _Media]]  # with what can be sent: with an SSD, or with bits from here and there
+    everybody: Sequence[_Bits]
+    others: Sequence[_Bits]  # not in `names`: with an SSD, or with bits from here and there
     bits: int  # of everybody
     closed: int  # those of prefix-closed media
 
@@ -245,20 +258,22 @@ class _Known(NamedTuple):
     def of(cls, media_of: Mapping[str, Mapping[Medium, int]]) -> Self:
         names: dict[int, str] = {}
         engines = bits = closed = 0
-        others: list[tuple[str, _Media, _Media]] = []
+        everybody: list[_Bits] = []
+        others: list[_Bits] = []
         for node_id, media in media_of.items():
             all_of_it = _Media.of(media)
             bits |= all_of_it.bits
             closed |= sum(all_of_it.closed)
             memory, engine = media.get(Medium.MEMORY, 0), media.get(Medium.ENGINE, 0)
             low = memory or engine >> PLANE
+            movable = _Media.of({each: media[each] for each in MOVABLE if each in media}) if engine else None
+            everybody.append((node_id, all_of_it, movable))
             if Medium.SSD in media or engine not in (0, low << PLANE):
-                movable = _Media.of({each: media[each] for each in MOVABLE if each in media})
-                others.append((node_id, all_of_it, movable))
+                others.append(everybody[-1])
             else:
                 names[low] = node_id
                 engines |= low if engine else 0
-        return cls(names, sum(names), engines, others, bits, closed)
+        return cls(names, sum(names), engines, everybody, others, bits, closed)
 
 
 class _Look:
@@ -274,13 +289,12 @@ class _Look:
         states = [holders[group] for group in layout.state_groups]
         self._snapshots = Snapshots(states, hashes, known.bits) if states else None
         self._led = list(leading_blocks(self._full, known.closed, hashes, self._limit)) if known.closed else []
-        self._led.sort(reverse=True)
-        self._lengths: dict[int, int] | None = None  # of each closed bit, once somebody asks
 
     def sets(self, nodes: int, engines: int) -> list[tuple[int, Holding]]:
         """What each of `nodes` holds, those that hold as much together; of `engines`, their engine's cache may hold more."""
         found: list[tuple[int, Holding]] = []
         snapshots, size = self._snapshots, self._size
+        self._led.sort(reverse=True)
         for length, bits in self._led:
             some = (bits | bits >> PLANE) & nodes
             if not some:
@@ -305,19 +319,29 @@ class _Look:
                 found += ((limit, some),) if self._snapshots is None else self._snapshots.split(some, limit)
         return [*found, (0, nodes)] if nodes else found
 
-    def of(self, media: _Media, movable: _Media) -> Holding:
-        """What one node holds, whatever its bits are."""
-        if self._lengths is None:
-            self._lengths = _lengths(self._led)
-        attention = media.attention(self._full, self._lengths, self._hashes, self._limit)
-        agreed = others = self._longest(media, attention)
-        if agreed and movable != media:
-            others = movable.attention(self._full, self._lengths, self._hashes, self._limit)
-            others = self._longest(movable, min(agreed, others))
-        return Holding(PrefixHit(agreed * self._size, attention * self._size), others * self._size)
+    @property
+    def num_lengths(self) -> int:
+        """How many different lengths of attention there are."""
+        return len(self._led)
 
-    def _longest(self, media: _Media, limit: int) -> int:
-        return limit if self._snapshots is None else self._snapshots.longest(media.bits, limit)
+    def each(self, nodes: Sequence[_Bits]) -> dict[str, Holding]:
+        """What each of some nodes holds, whatever its bits are."""
+        found: dict[str, Holding] = {}
+        full, hashes, limit, size = self._full, self._hashes, self._limit, self._size
+        lengths = _lengths(self._led)
+        longest = self._snapshots.longest if self._snapshots is not None else _any_length
+        for node_id, media, movable in nodes:
+            attention = media.attention(full, lengths, hashes, limit)
+            agreed = others = longest(media.bits, attention) if attention else 0
+            if agreed and movable is not None:
+                others = longest(movable.bits, min(agreed, movable.attention(full, lengths, hashes, limit)))
+            found[node_id] = Holding(PrefixHit(agreed * size, attention * size), others * size)
+        return found
+
+
+def _any_length(bits: int, limit: int) -> int:
+    """Of a model without states, every length is one to go on from."""
+    return limit
 
 
 def _low_bit(number: int) -> int:

@@ -7,7 +7,7 @@ before it. Old samples fade, so that a node which has become slower is believed 
 """
 
 from collections.abc import Collection, Sequence
-from math import exp, exp2
+from math import exp, exp2, inf
 from typing import Final, NamedTuple
 
 from planner.decisions.accuracy import Accuracy, Error
@@ -334,6 +334,17 @@ class PrefillShare:
         return self._share * exp((self._at - now) / PREFILL_SHARE_S)
 
 
+class Curve(NamedTuple):
+    """What is believed of a node, as few numbers as a prediction needs: tens of nodes are asked for several per decision."""
+
+    cluster: str
+    a0: float
+    a1: float
+    a2: float
+    seconds_per_token: float
+    heard: float  # when it was last seen or tried, or its cluster, where that is what is believed; or later
+
+
 class LearnedCost(PrefillCost):
     """Prefill times of every node as they have been lately; of a node that has shown little, its cluster's."""
 
@@ -350,8 +361,8 @@ class LearnedCost(PrefillCost):
         self._heard: dict[str, float] = {}  # when a node's or a cluster's prefill was last seen, or tried
         self._nodes: dict[str, PrefillEstimate] = {}
         self._clusters: dict[str, PrefillEstimate] = {}
-        # By (node, cluster), until something is learned: every node is asked for several times per decision.
-        self._found: dict[tuple[str, str], PrefillEstimate | None] = {}
+        self._curves: dict[str, Curve] = {}  # by node, until something is learned of it
+        self._leaning: dict[str, set[str]] = {}  # by cluster, those of them that are its cluster's
 
     def assume(self, tokens_per_s: float, overhead_s: float = 0.0) -> None:
         """Another prior, for nodes of which nothing has been seen yet."""
@@ -368,13 +379,12 @@ class LearnedCost(PrefillCost):
         for estimates, key in ((self._nodes, node_id), (self._clusters, cluster)):
             if (known := estimates.get(key)) is not None and (trust := self._trust(key)) < 1:
                 known.fade(trust)
-                self._found.clear()
+                self._learned(node_id, cluster)
             self._heard[key] = self._now
 
     def _trust(self, key: str) -> float:
         """How much what was learned of a node or a cluster still says: all of it for some time, then less and less."""
-        age_s = self._now - self._heard.get(key, self._now)
-        return 1.0 if age_s <= FRESH_S else exp2((FRESH_S - age_s) / TRUST_HALVES_S)
+        return _trust_after(self._now - self._heard.get(key, self._now))
 
     def observe(self, node_id: str, cluster: str, computed_tokens: int, cached_tokens: int, seconds: float) -> None:
         """A node has computed a prompt; `seconds` from the start of the computing to its end, no queue, no transfer."""
@@ -384,7 +394,7 @@ class LearnedCost(PrefillCost):
             if (known := estimates.get(key)) is None:
                 known = estimates[key] = PrefillEstimate(self._prior)
             known.observe(computed_tokens, cached_tokens, seconds)
-        self._found.clear()
+        self._learned(node_id, cluster)
 
     def errors(self) -> dict[str, Error]:
         """How wrong late predictions were, by cluster."""
@@ -394,34 +404,67 @@ class LearnedCost(PrefillCost):
         """The node is gone, or is not what it was."""
         self._nodes.pop(node_id, None)
         self._heard.pop(node_id, None)
-        self._found.clear()
+        self._curves.pop(node_id, None)
+
+    def _learned(self, node_id: str, cluster: str) -> None:
+        for name in (node_id, *self._leaning.pop(cluster, ())):
+            self._curves.pop(name, None)
 
     def estimate(self, node: NodeView) -> PrefillEstimate | None:
         """What is known about `node`; None while nothing is."""
-        key = (node.node_id, node.cluster)
-        if key not in self._found:
-            own = self._nodes.get(node.node_id)
-            is_believed = own is not None and own.samples >= BELIEVED
-            self._found[key] = own if is_believed else self._clusters.get(node.cluster, own)
-        return self._found[key]
+        own = self._nodes.get(node.node_id)
+        is_believed = own is not None and own.samples >= BELIEVED
+        return own if is_believed else self._clusters.get(node.cluster, own)
+
+    def curve(self, node: NodeView) -> Curve | None:
+        """The same in numbers."""
+        known = self._curves.get(node.node_id)
+        if known is None or known.cluster != node.cluster:
+            known = self._look_up(node)
+        return known
+
+    def _look_up(self, node: NodeView) -> Curve | None:
+        if (known := self.estimate(node)) is None:
+            return None
+        key = node.node_id
+        if self._nodes.get(node.node_id) is not known:
+            key = node.cluster
+            self._leaning.setdefault(key, set()).add(node.node_id)
+        heard = self._heard.get(key, inf)
+        curve = Curve(node.cluster, *known.coefficients, known.seconds_per_token, heard)
+        self._curves[node.node_id] = curve
+        return curve
 
     def prefill_s(self, node: NodeView, num_tokens: int, cached_tokens: int) -> float:
-        known = self.estimate(node)
-        if known is None:
+        curve = self.curve(node)
+        if curve is None:
             return super().prefill_s(node, num_tokens, cached_tokens)
-        seconds = known.seconds(num_tokens - cached_tokens, cached_tokens)
-        key = node.node_id if self._nodes.get(node.node_id) is known else node.cluster
-        if (trust := self._trust(key)) < 1:
-            # Whoever was slow, and so has not been asked for long, may have got better: what is hoped for grows.
-            hoped_s = super().prefill_s(node, num_tokens, cached_tokens)
-            seconds = min(seconds, trust * seconds + (1.0 - trust) * hoped_s)
-        return seconds
+        computed = num_tokens - cached_tokens
+        u, c = (computed if computed > 0 else 0) / TOKENS, cached_tokens / TOKENS
+        seconds = curve.a0 + u * (curve.a1 + curve.a2 * (2 * c + u))
+        return (
+            seconds if self._now - curve.heard <= FRESH_S else self._hoped_s(node, num_tokens, cached_tokens, seconds)
+        )
+
+    def _hoped_s(self, node: NodeView, num_tokens: int, cached_tokens: int, seconds: float) -> float:
+        """Whoever was slow, and so has not been asked for long, may have got better: what is hoped for grows."""
+        curve = self._look_up(node)  # it may have been tried since
+        assert curve is not None
+        trust = _trust_after(self._now - curve.heard)
+        if trust == 1:
+            return seconds
+        hoped_s = super().prefill_s(node, num_tokens, cached_tokens)
+        return min(seconds, trust * seconds + (1.0 - trust) * hoped_s)
 
     def step_s(self, node: NodeView, running: int) -> float:
         learned = self._steps.step_s(node.node_id, running) if self._steps is not None else 0.0
         return learned or super().step_s(node, running)  # what streams saw has prompts and the network in it
 
     def queue_s(self, node: NodeView) -> float:
-        if node.queue_s is not None or (known := self.estimate(node)) is None:
+        if node.queue_s is not None or (curve := self.curve(node)) is None:
             return super().queue_s(node)
-        return node.queued_tokens * known.seconds_per_token if node.queued_tokens else 0.0
+        return node.queued_tokens * curve.seconds_per_token
+
+
+def _trust_after(age_s: float) -> float:
+    return 1.0 if age_s <= FRESH_S else exp2((FRESH_S - age_s) / TRUST_HALVES_S)

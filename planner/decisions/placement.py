@@ -15,6 +15,7 @@ Five ways to place, by name, so that they can be compared, live and simulated:
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -149,10 +150,19 @@ def place_cache_aware(
     return _cheapest(request, nodes, cost.queues_s(nodes), 0.0, cost)
 
 
+def soonest_s(request: RouteRequest, nodes: Sequence[NodeView], cost: PrefillCost) -> float:
+    """When the first of `nodes` would have computed the prompt, each from its own prefix on."""
+    soonest, num_tokens = inf, request.num_tokens
+    for node, queue_s in zip(nodes, cost.queues_s(nodes), strict=True):
+        if queue_s < soonest:  # else no prefill is short enough, and predicting it takes longer than all else here
+            soonest = min(soonest, queue_s + cost.prefill_s(node, num_tokens, node.cached_tokens))
+    return soonest
+
+
 def _cheapest(
     request: RouteRequest, nodes: Sequence[NodeView], queues_s: Sequence[float], price: float, cost: PrefillCost
 ) -> PrefillChoice:
-    best, best_s, ttft_s = nodes[0], float("inf"), 0.0
+    best, best_s, ttft_s = nodes[0], inf, 0.0
     num_tokens, prefill_s = request.num_tokens, cost.prefill_s
     for node, queue_s in zip(nodes, queues_s, strict=True):
         if queue_s < best_s:

@@ -20,6 +20,7 @@ from planner.decisions.placement import (
     Placer,
     PrefillChoice,
     longest_holder,
+    soonest_s,
 )
 from planner.decisions.views import ClusterKind, LinkView, NodeView, PrefillCost, Role, RouteRequest
 from planner.errors import NoReadyNode
@@ -367,7 +368,10 @@ class _Side:
         return holder.movable_tokens if holder is not None else 0
 
     def queue_s(self, cost: PrefillCost) -> float:
-        return min([cost.queue_s(node) for node in self.prefill])
+        return min(cost.queues_s(self.prefill))
+
+    def soonest_s(self, request: RouteRequest, cost: PrefillCost) -> float:
+        return soonest_s(request, self.prefill, cost)
 
 
 def _best_remote(
@@ -401,7 +405,7 @@ def _best_remote(
 def _remote_delay_s(request: RouteRequest, side: _Side, decode: NodeView, cost: PrefillCost) -> float:
     assert side.link is not None
     # Layers leave while later ones are computed, so the slower of the two is seen (§3.4.1).
-    return max(_soonest_s(request, side, cost), side.link.arrives_s(_bytes_to_send(request, decode)))
+    return max(side.soonest_s(request, cost), side.link.arrives_s(_bytes_to_send(request, decode)))
 
 
 class _Verdict(msgspec.Struct, frozen=True, gc=False):
@@ -431,7 +435,7 @@ def _decide(
         return _Verdict(Target.REMOTE, Reason.LONG, threshold, shares)
     if link is None:
         return _Verdict(Target.LOCAL, Reason.LINK_DOWN, threshold)
-    home_s = _soonest_s(request, local, cost)
+    home_s = local.soonest_s(request, cost)
     # A link on which this prompt would come later than from home is full for it, before there is a queue as well.
     strain = 1.0 if link.sent_s(_bytes_to_send(request, decode)) > home_s else pressure(link, policy)
     raised = threshold * policy.congestion_factor**strain if strain < 1 else float("inf")
@@ -442,13 +446,6 @@ def _decide(
     if remote_queue_s > policy.remote_queue_s and remote_queue_s > local.queue_s(cost) + policy.remote_queue_s:
         return _Verdict(Target.LOCAL, Reason.REMOTE_QUEUE, raised)
     return _Verdict(Target.REMOTE, Reason.LONG, raised, shares)
-
-
-def _soonest_s(request: RouteRequest, side: _Side, cost: PrefillCost) -> float:
-    """When the first of a side's nodes would have computed the prompt."""
-    return min(
-        [cost.queue_s(node) + cost.prefill_s(node, request.num_tokens, node.cached_tokens) for node in side.prefill]
-    )
 
 
 def _stays(uncached: int, threshold: float, request: RouteRequest, policy: RoutingPolicy) -> bool:

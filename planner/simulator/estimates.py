@@ -37,8 +37,8 @@ class LearnedTimes(LearnedCost):
         known: Nodes | Decodes = self._decodes if node.role is Role.DECODE else self._prefills
         if not (tokens := known[node.node_id].queued_tokens):
             return 0.0
-        estimate = self.estimate(node)
-        return tokens / self.tokens_per_s if estimate is None else tokens * estimate.seconds_per_token
+        curve = self.curve(node)
+        return tokens / self.tokens_per_s if curve is None else tokens * curve.seconds_per_token
 
 
 class TrueTimes(PrefillCost):

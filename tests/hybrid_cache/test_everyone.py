@@ -48,5 +48,10 @@ def test_the_longest_snapshot_is_one_of_every_group(nodes, questions):
 
     for node, limit in questions:
         assert snapshots.longest(1 << node, limit) == expected(node, limit)
-        found = [(length, each) for length, some in snapshots.split(everybody, limit) for each in range(4) if some >> each & 1]
+        found = [
+            (length, each)
+            for length, some in snapshots.split(everybody, limit)
+            for each in range(4)
+            if some >> each & 1
+        ]
         assert sorted(found) == sorted((expected(each, limit), each) for each in range(len(nodes)))

@@ -129,7 +129,6 @@ class Untidy(PrefixIndex):
         return 0
 
 
-
 @pytest.mark.parametrize("num_states", [0, 1, 2])
 @given(
     st.lists(st.one_of(STORED, STORED, GONE), max_size=14),

@@ -19,6 +19,7 @@ from planner.decisions.estimates import (
     PrefillShare,
 )
 from planner.decisions.routing import route
+from planner.decisions.views import NodeView, PrefillCost
 from tests.planner.worlds import link, pd_decode, policy, prfaas, request
 
 PRIOR = (0.001, 0.05, 1e-6)
@@ -292,3 +293,64 @@ def test_a_cluster_that_is_tried_in_vain_for_days_is_what_was_assumed_of_it():
         cost.tried("r0", "east")
         assert estimate.seconds_per_token > 1e-4
         assert 0.1 < estimate.seconds(1000, 0) < 10.0
+
+
+class Plain(LearnedCost):
+    """The same, with nothing kept from one question to the next."""
+
+    def prefill_s(self, node: NodeView, num_tokens: int, cached_tokens: int) -> float:
+        if (known := self.estimate(node)) is None:
+            return PrefillCost.prefill_s(self, node, num_tokens, cached_tokens)
+        seconds = known.seconds(num_tokens - cached_tokens, cached_tokens)
+        trust = self._trust(node.node_id if self._nodes.get(node.node_id) is known else node.cluster)
+        hoped_s = PrefillCost.prefill_s(self, node, num_tokens, cached_tokens)
+        return min(seconds, trust * seconds + (1.0 - trust) * hoped_s) if trust < 1 else seconds
+
+    def queue_s(self, node: NodeView) -> float:
+        if node.queue_s is not None or (known := self.estimate(node)) is None:
+            return PrefillCost.queue_s(self, node)
+        return node.queued_tokens * known.seconds_per_token
+
+
+NODES = st.sampled_from([("r0", "east"), ("r1", "east"), ("r2", "north"), ("r0", "north")])
+LENGTHS = st.integers(0, 100_000)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(NODES, st.integers(1, 12), LENGTHS, LENGTHS, st.floats(1e-3, 100.0)),  # so many prompts are seen
+            st.tuples(NODES),  # one is tried
+            st.tuples(st.floats(0.0, 200.0)),  # time goes by
+            st.sampled_from(["r0", "r1"]),  # a node is forgotten
+            st.sampled_from([100.0, 1e5]),  # another prior
+        ),
+        max_size=12,
+    ),
+    LENGTHS,
+    LENGTHS,
+)
+def test_what_is_kept_between_questions_changes_no_answer(events, computed, cached):
+    costs, now = (LearnedCost(), Plain()), 0.0
+    asked = [prfaas(name, cluster=cluster, queued_tokens=700) for name, cluster in (("r0", "east"), ("r0", "north"))]
+    asked += [prfaas(name, cluster=cluster, queued_tokens=0) for name, cluster in (("r1", "east"), ("r2", "north"))]
+    for event in events:
+        for cost in costs:
+            match event:
+                case str():
+                    cost.forget(event)
+                case float():
+                    cost.assume(event)
+                case ((str() as name, str() as cluster), times, num_computed, num_cached, seconds):
+                    for _ in range(times):
+                        cost.observe(name, cluster, num_computed, num_cached, seconds)
+                case ((str() as name, str() as cluster),):
+                    cost.tried(name, cluster)
+                case (float() as passed,):
+                    cost.as_of(now + passed)
+        if isinstance(event, tuple) and isinstance(event[0], float):
+            now += event[0]
+        kept, plain = (
+            [(cost.queue_s(node), cost.prefill_s(node, computed + cached, cached)) for node in asked] for cost in costs
+        )
+        assert kept == plain

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from planner.decisions.decoding import LearnedSteps
 from planner.decisions.estimates import LearnedCost
-from planner.decisions.placement import MOST_RATIO, PLACERS, PlacementPolicy, place_kvcache_centric
+from planner.decisions.placement import MOST_RATIO, PLACERS, PlacementPolicy, place_kvcache_centric, soonest_s
 from planner.decisions.views import PrefillCost
 from tests.planner.worlds import GB, pd_decode, pd_prefill, request
 
@@ -186,3 +186,10 @@ def test_decode_prefers_the_prefix_among_the_less_busy():
     assert decoded([idle, warm]) == "d1"
     assert decoded([idle, pd_decode("d1", running=3, attention_tokens=5_000)]) == "d0"
     assert decoded([pd_decode("d0", running=1), pd_decode("d1")]) == "d1"
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 20_000)), min_size=1, max_size=12))
+def test_nodes_that_are_not_looked_at_would_not_have_been_sooner(nodes):
+    views = [pd_prefill(f"p{at}", queue_s=queue_s, cached_tokens=held) for at, (queue_s, held) in enumerate(nodes)]
+    plain = [COST.queue_s(node) + COST.prefill_s(node, 20_000, node.cached_tokens) for node in views]
+    assert soonest_s(request(20_000), views, COST) == min(plain)
