@@ -1,11 +1,11 @@
 """CPU of one decision: `python -m benchmarks.decision [--json] [--prompts N] [--rounds N] [--blocks N]`.
 
 What a gateway does between a prompt's hashes and its booking, in the gateway's own code: a place in the line, views of nodes and
-links, routing, placement, admission; what prefills take has been learned of every node. A prompt of 131,072 tokens, 64 nodes (16 of
-a PrfaaS cluster, 32 that prefill and 16 that decode at home), an index of a million blocks. Every decision is about another prompt
-than the one before, whose hashes are fresh objects: nothing lies in the processor's caches that would not lie there in a gateway.
-Medians over all prompts and rounds; on a machine that is busy with other things the tenth percentile is nearer to what the code
-takes.
+links, routing, placement, admission; what prefills take has been learned of every node. A prompt of 131,072 tokens, 64 nodes (16
+of a PrfaaS cluster, 32 that prefill and 16 that decode at home), an index of a million blocks. Every decision is about another
+prompt than the one before, whose hashes are fresh objects: nothing lies in the processor's caches that would not lie there in a
+gateway. Medians over all prompts and rounds; on a machine that is busy with other things the tenth percentile is nearer to what
+the code takes.
 
     few     a conversation: four nodes hold nearly all of it, the others its system prompt
     spread  every node holds another length of it, the worst there is
