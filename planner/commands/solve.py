@@ -50,6 +50,10 @@ def _solve_fleet(args: argparse.Namespace, site: Site) -> int:
         emit(result)
         return 0
     print(f"Plan  site={site.name}  Λmax={result['lambda_max_req_per_s']:.3f} req/s  ({result['length_bins']} bins)")
+    one = result["one_threshold"]
+    print(
+        f"  with one threshold for all, {one['threshold_tokens']:,.0f} tokens: {one['lambda_max_req_per_s']:.3f} req/s"
+    )
     columns = ["name", "num_prefill", "num_decode", "threshold_tokens", "decoded_fraction", "offload_fraction"]
     print(table(result["pd_clusters"], columns))
     print(table(result["prfaas_clusters"], ["name", "instances", "utilisation"]))

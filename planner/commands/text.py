@@ -142,4 +142,16 @@ def outcome_text(report: Mapping[str, Any], title: str) -> str:
         after = ", ".join(f"{reason} {count:g}" for reason, count in report["fallbacks"].items())
         lines.append(f"  links that failed {failed}; {after}")
     lines.append("  routes " + ", ".join(f"{route} {count:g}" for route, count in report["routes"].items()))
+    if "clusters" in report:
+        lines += ["", *_by_cluster(report)]
     return "\n".join(lines)
+
+
+def _by_cluster(report: Mapping[str, Any]) -> list[str]:
+    columns = [
+        "cluster", "prfaas_compute_busy", "pd_prefill_busy", "pd_decode_busy", "computed", "answered", "offloaded",
+        "ttft_mean_s", "ttft_p90_s",
+    ]  # fmt: skip
+    clusters = [{"cluster": name, **row} for name, row in report["clusters"].items()]
+    links = [{"link": name, **row, "requests": report["ways"].get(name, 0)} for name, row in report["links"].items()]
+    return [table(clusters, columns), "", table(links, ["link", "egress_gbps", "capacity_gbps", "requests"])]

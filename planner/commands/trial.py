@@ -9,9 +9,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from planner.commands.progress import busy
+from planner.commands.progress import busy, watched
 from planner.commands.site import options_of
 from planner.decisions.admission import AdmissionPolicy
+from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.fitting import workload_of
 from planner.model.site import Site, load_site
@@ -21,6 +22,7 @@ from planner.simulator.policies import Estimates
 from planner.simulator.scenario import FlipTimes, Outage, Scenario
 from planner.simulator.trials import Setting, Source, Trial, from_day, from_trace, from_workload, judged, read_plan
 from planner.solve.controller import ControllerConfig
+from planner.solve.fleet import fleet_json, fleet_of, solve_fleet
 from planner.solve.goals import Rule
 from planner.solve.plan import outline
 
@@ -99,9 +101,19 @@ def settle(args: argparse.Namespace, site: Site) -> tuple[Site, Setting, float]:
     """Site as deployed, setting, and its Λ."""
     if args.plan:
         return site, *read_plan(args.plan)
+    if len(site.of_kind(ClusterKind.PD)) > 1 or len(site.of_kind(ClusterKind.PRFAAS)) > 1:
+        return _settle_fleet(args, site)
     plan = outline(site, options_of(args), args.deployment)
     deployed = site.deployed(args.deployment)[0] if args.deployment else site
     return deployed, Setting.of(plan), plan.lambda_max
+
+
+def _settle_fleet(args: argparse.Namespace, site: Site) -> tuple[Site, Setting, float]:
+    if args.deployment or args.as_in_paper:
+        raise InputError("several clusters: there is neither --deployment nor --as-in-paper for them")
+    fleet = fleet_of(site, extrapolate=args.extrapolate)
+    table = fleet_json(site, fleet, solve_fleet(fleet, watched))
+    return site, Setting.of_fleet(table), table["one_threshold"]["lambda_max_req_per_s"]
 
 
 def source_of(args: argparse.Namespace, site: Site, trace: Trace | None, limit: float) -> Source:

@@ -30,7 +30,10 @@ BYTES_PER_S_PER_GBPS: Final = 1e9 / 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """`instances` engines of one kind of hardware. Cache and fetch rate are per instance; prices per instance."""
+    """`instances` engines of one kind of hardware. Cache and fetch rate are per instance; prices per instance.
+
+    `home_share` is the part of all requests whose gateway decodes in this PD cluster; where no cluster has one, load decides.
+    """
 
     name: str
     kind: ClusterKind
@@ -39,10 +42,11 @@ class Cluster:
     price_per_hour: float = 0.0
     cache_gb: float = 0.0
     fetch_gbps: float = 0.0
+    home_share: float = 0.0
     provenance: str = ""
 
     def __post_init__(self) -> None:
-        _at_least(0, self, "instances", "price_per_hour", "cache_gb", "fetch_gbps")
+        _at_least(0, self, "instances", "price_per_hour", "cache_gb", "fetch_gbps", "home_share")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +138,18 @@ class Site:
                     raise InputError(f"links: {end!r} is no cluster; known: {', '.join(names)}")
         if not self.of_kind(ClusterKind.PD):
             raise InputError("clusters: at least one of kind 'pd' is needed, somebody must decode")
+        total = sum(self.homes.values())
+        if self.homes and abs(total - 1.0) > 1e-6:
+            raise InputError(f"clusters: home_share adds up to {total:g} over pd clusters; it must be 1, or left out")
 
     def of_kind(self, kind: ClusterKind) -> list[Cluster]:
         return [cluster for cluster in self.clusters if cluster.kind is kind]
+
+    @property
+    def homes(self) -> dict[str, float]:
+        """Shares of requests by the PD cluster that must decode them; empty where load decides."""
+        shares = {cluster.name: cluster.home_share for cluster in self.of_kind(ClusterKind.PD)}
+        return shares if any(shares.values()) else {}
 
     def link(self, source: str, destination: str) -> Link | None:
         """The link between two clusters, if there is one."""

@@ -37,6 +37,11 @@ class Outcome:
     events: int
     timeline: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
     conversions: Mapping[str, int] = field(default_factory=dict)  # by how they ended
+    # Only where there are several clusters of a kind: requests by who computed and who answered them, and numbers of each
+    # cluster and link.
+    ways: Mapping[str, int] = field(default_factory=dict)
+    clusters: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    links: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     classes: Sequence[ServiceClass] = ()
     class_of: Any = ()  # by request, an index into `classes`
     errors: Mapping[tuple[str, str], Error] = field(default_factory=dict)  # of predictions, by what and of what
@@ -55,6 +60,7 @@ class Outcome:
             "rejected_by_reason": dict(self.rejects),
             "wasted_prefill_s": self.wasted_prefill_s,
             **self._by_class(done),
+            **({"ways": dict(self.ways), "clusters": self.clusters, "links": self.links} if self.clusters else {}),
             **self._failures(),
             **({"conversions": dict(self.conversions)} if self.conversions else {}),
             "routes": dict(self.routes),
@@ -123,7 +129,9 @@ def over_seeds(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for key in _all_keys(reports):
         first = next(report[key] for report in reports if key in report)
         values = [report.get(key, {}) for report in reports]  # what only some have is a table
-        if isinstance(first, Mapping):
+        if isinstance(first, Mapping) and any(isinstance(value, Mapping) for value in first.values()):
+            merged[key] = mean_of(values)
+        elif isinstance(first, Mapping):
             merged[key] = {k: float(np.mean([v.get(k, 0) for v in values])) for k in _all_keys(values)}
         elif key == "seed":
             merged[key] = first
@@ -133,6 +141,13 @@ def over_seeds(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         else:
             merged[key] = None
     return merged | {"seeds": len(reports), "ci95": widths}
+
+
+def mean_of(tables: Sequence[Any]) -> Any:
+    """Means of equal keys, of tables in tables too; what only some have is the mean of those."""
+    if not isinstance(tables[0], Mapping):
+        return float(np.mean(tables))
+    return {key: mean_of([table[key] for table in tables if key in table]) for key in _all_keys(tables)}
 
 
 def _all_keys(tables: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -134,6 +134,8 @@ class Scenario:
     nodes have room for so many, and who finds none waits as at a gateway; without, they take everybody.
     Senders give a peer up after `peer_timeout_s` of silence, and so many nodes compute a prompt's KVCache in vain before its
     decode node does (`max_attempts`): a sender's and a gateway's defaults.
+    `homes` are shares of requests that must be decoded in a PD cluster, as if each had a gateway of its own; without any, load
+    decides.
     """
 
     pools: Sequence[Pool]
@@ -152,6 +154,7 @@ class Scenario:
     line: LineLimits | None = None
     peer_timeout_s: float = 5.0
     max_attempts: int = 3
+    homes: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.placer not in PLACERS:
@@ -162,5 +165,8 @@ class Scenario:
             raise InputError(f"tail_share={self.tail_share}: must be in (0, 1]")
         if any(not share > 0 for share in self.classes.values()):
             raise InputError("classes: every share must be above 0")
+        homes = {pool.name for pool in self.pools if pool.num_decode}
+        if strangers := self.homes.keys() - homes:
+            raise InputError(f"homes: nobody decodes in {', '.join(sorted(strangers))}")
         if not any(pool.num_decode for pool in self.pools):
             raise InputError("no decode instance: nobody would answer; give a pd cluster at least one")

@@ -1,7 +1,7 @@
 """Plans on trial: a site and a plan become a scenario, a scenario is run over several seeds."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from planner.decisions.placement import PlacementPolicy
 from planner.decisions.routing import RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
-from planner.model.site import BYTES_PER_S_PER_GBPS, Site
+from planner.model.profile import ModelProfile
+from planner.model.site import BYTES_PER_S_PER_GBPS, Cluster, Site
 from planner.model.workload import Trace, diurnal, poisson
 from planner.simulator.outcome import Outcome, over_seeds
 from planner.simulator.policies import Estimates
@@ -45,12 +46,15 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The four numbers of a plan that a system is configured with."""
+    """The numbers of a plan that a system is configured with. `splits` are (prefill, decode) nodes by PD cluster, where there
+    are several; the counts are then those of all.
+    """
 
     threshold_tokens: float
     tie_share: float
     num_prefill: int
     num_decode: int
+    splits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.threshold_tokens >= 0:
@@ -65,11 +69,28 @@ class Setting:
     def of(cls, plan: Plan) -> "Setting":
         return cls(plan.threshold_tokens, plan.tie_share, plan.num_prefill, plan.num_decode)
 
+    @classmethod
+    def of_fleet(cls, table: Mapping[str, Any]) -> "Setting":
+        """Of a plan for several clusters, as `solve` writes it: its splits, and the threshold that one gateway can follow."""
+        splits = {each["name"]: (each["num_prefill"], each["num_decode"]) for each in table["pd_clusters"]}
+        prefills, decodes = (sum(split[part] for split in splits.values()) for part in (0, 1))
+        return cls(table["one_threshold"]["threshold_tokens"], 0.0, prefills, decodes, splits)
+
+    def split_of(self, cluster: str) -> tuple[int, int]:
+        """Prefill and decode nodes of a PD cluster. Raises InputError for one that the plan does not know."""
+        if not self.splits:
+            return self.num_prefill, self.num_decode
+        if cluster not in self.splits:
+            raise InputError(f"plan: PD cluster {cluster!r} is not in it; it has {', '.join(self.splits)}")
+        return self.splits[cluster]
+
 
 def read_plan(path: Path) -> tuple[Setting, float]:
     """The setting of a plan file, and its Λ in requests/s. Raises InputError naming the file."""
     try:
         table = json.loads(path.read_text())
+        if "pd_clusters" in table:
+            return Setting.of_fleet(table), float(table["one_threshold"]["lambda_max_req_per_s"])
         setting = Setting(
             table["threshold_tokens"], table.get("tie_share", 0.0), table["num_prefill"], table["num_decode"]
         )
@@ -86,25 +107,16 @@ def read_plan(path: Path) -> tuple[Setting, float]:
 
 
 def scenario_of(site: Site, setting: Setting, trial: Trial) -> Scenario:
-    """One PD cluster split as the setting says, all PrfaaS clusters, and the links between them."""
+    """PD clusters split as the setting says, all PrfaaS clusters, and the links between them."""
     pd = site.of_kind(ClusterKind.PD)
-    if len(pd) != 1:
-        raise InputError(f"clusters: {len(pd)} of kind pd; a trial takes one")
+    if len(pd) > 1 and not setting.splits:
+        raise InputError(
+            f"clusters: {len(pd)} of kind pd, but a plan for one; write one with solve -o, or leave it out"
+        )
     if not setting.num_decode:
         raise InputError("num_decode=0: nobody would answer; give at least 1")
     profile = site.profile
-    pools = [
-        Pool(
-            name=cluster.name,
-            kind=cluster.kind,
-            num_prefill=setting.num_prefill if cluster is pd[0] else cluster.instances,
-            num_decode=setting.num_decode if cluster is pd[0] else 0,
-            prefill=profile.prefill_on(cluster.hardware),
-            decode=profile.decode_on(cluster.hardware) if cluster is pd[0] else None,
-            cache_bytes=(cluster.cache_gb if trial.cache_gb is None else trial.cache_gb) * 1e9,
-        )
-        for cluster in site.clusters
-    ]
+    pools = [_pool(cluster, profile, setting, trial) for cluster in site.clusters]
     wires = [
         Wire(
             source=link.source,
@@ -115,7 +127,8 @@ def scenario_of(site: Site, setting: Setting, trial: Trial) -> Scenario:
         for link in site.links
         if next(c for c in site.clusters if c.name == link.source).instances and link.bytes_per_s > 0
     ]
-    fetch_gbps = pd[0].fetch_gbps if trial.fetch_gbps is None else trial.fetch_gbps
+    # A gateway has one rate for all clusters, and no better one than the slowest.
+    fetch_gbps = min(cluster.fetch_gbps for cluster in pd) if trial.fetch_gbps is None else trial.fetch_gbps
     placement = PlacementPolicy(fetch_bytes_per_s=fetch_gbps * BYTES_PER_S_PER_GBPS)
     return Scenario(
         pools=[pool for pool in pools if pool.num_prefill or pool.num_decode],
@@ -139,6 +152,21 @@ def scenario_of(site: Site, setting: Setting, trial: Trial) -> Scenario:
         controller=trial.controller,
         flips=trial.flips,
         estimates=trial.estimates,
+        homes=site.homes,
+    )
+
+
+def _pool(cluster: Cluster, profile: ModelProfile, setting: Setting, trial: Trial) -> Pool:
+    decodes = cluster.kind is ClusterKind.PD
+    num_prefill, num_decode = setting.split_of(cluster.name) if decodes else (cluster.instances, 0)
+    return Pool(
+        name=cluster.name,
+        kind=cluster.kind,
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        prefill=profile.prefill_on(cluster.hardware),
+        decode=profile.decode_on(cluster.hardware) if decodes else None,
+        cache_bytes=(cluster.cache_gb if trial.cache_gb is None else trial.cache_gb) * 1e9,
     )
 
 

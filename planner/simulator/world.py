@@ -26,6 +26,7 @@ from planner.errors import NoReadyNode
 from planner.model.profile import Floats, KvSize
 from planner.model.workload import Trace
 from planner.simulator.caches import layout_of
+from planner.simulator.clusters import Ways, by_link, homes_of
 from planner.simulator.door import Door
 from planner.simulator.egress import Egress
 from planner.simulator.estimates import Experience, LearnedTimes, TrueTimes
@@ -85,6 +86,8 @@ class World:
         self._ended = bytearray(size)
         self._num_ended = 0
         self._fallbacks: Counter[str] = Counter()
+        self._homes = homes_of(scenario, size, seed)
+        self._ways = Ways(scenario, size) if Ways.are_several(scenario) else None
         self._rejects: Counter[str] = Counter()
         self._routes: Counter[tuple[str, str]] = Counter()
         self._steering = None if scenario.controller is None else Steering(scenario, scenario.controller, self._roles)
@@ -117,7 +120,7 @@ class World:
         self._consider(now, job)
 
     def _consider(self, now: float, job: Job) -> None:
-        job.route = found = self._route(now, job)
+        job.route = found = self._route(now, job, self._homes[job.index] if self._homes else None)
         if self._steering is not None and now == job.arrived:
             self._steering.offered.append((found.uncached_tokens, job.output))
         admission = self._door.admission(now, job, found)
@@ -283,6 +286,8 @@ class World:
         self._learned.learn_steps(now, job)
         self._e2e[job.index] = now - job.arrived
         self._tbt[job.index] = job.service_s
+        if self._ways is not None:
+            self._ways.note(job)
         self._end(job.index)
         self._door.let_in(now)
 
@@ -313,7 +318,8 @@ class World:
 
     def _outcome(self) -> Outcome:
         horizon = max(self.trace.span_s, 1e-9) if len(self.trace) > 1 else max(self.loop.now, 1e-9)
-        utilisation = _by_stage(self._roles.busy(horizon))
+        busy = self._roles.busy(horizon)
+        utilisation = _by_stage(busy)
         windows = {w: _sent(self._links.all, w, horizon) for w in (1.0, 10.0)}
         capacity = sum(link.wire.capacity[0][1] for link in self._links.all)
         if capacity:
@@ -341,6 +347,9 @@ class World:
             events=self.loop.events,
             timeline=tuple(self._steering.timeline) if self._steering is not None else (),
             conversions=dict(sorted(self._roles.conversions.items())),
+            ways={} if self._ways is None else self._ways.counts(),
+            clusters={} if self._ways is None else self._ways.by_cluster(np.frombuffer(self._ttft), busy),
+            links={} if self._ways is None else by_link(self._links.all, horizon),
             classes=self._door.classes,
             class_of=self._door.class_of,
             errors=self._experience.errors(),

@@ -10,7 +10,11 @@ decode at j. Λ is maximised such that
     decode                      Σ x[b, c, j] · d_j          ≤ N_d,j
 
 With few bins that are the lengths themselves this is exact, fractional routing included. A threshold per PD cluster falls out:
-the length from which on requests that decode there are prefilled elsewhere.
+the length from which on requests that decode there are prefilled elsewhere. A gateway has one threshold for all: `at_threshold`
+solves the same program with every longer length prefilled remotely and no other one, and tries every cut.
+
+What it takes for granted: links and clusters are fluid, nothing waits, caches are in the lengths, and where a PD cluster has no
+share that is its own (`home_share`), requests may be decoded wherever that serves most.
 """
 
 import itertools
@@ -65,12 +69,16 @@ class FleetPlan:
         return found
 
 
-def solve_split(fleet: Fleet, num_prefill: Sequence[int]) -> FleetPlan:
-    """The best routing for fixed splits, by HiGHS. A rate of 0 when nothing can be served."""
+def solve_split(fleet: Fleet, num_prefill: Sequence[int], cut: int | None = None) -> FleetPlan:
+    """The best routing for fixed splits, by HiGHS. A rate of 0 when nothing can be served.
+
+    With a `cut`, bins from it on are prefilled remotely, and those before it at home.
+    """
     weights = fleet.lengths.weights
     bins, prfaas, pd = len(weights), len(fleet.num_prfaas), len(fleet.num_pd)
-    remote_vars = [(b, i, j) for b in range(bins) for i in range(prfaas) for j in range(pd) if fleet.links[i, j] > 0]
-    local_vars = [(b, j) for b in range(bins) for j in range(pd) if num_prefill[j] > 0]
+    near, far = (range(bins), range(bins)) if cut is None else (range(cut), range(cut, bins))
+    remote_vars = [(b, i, j) for b in far for i in range(prfaas) for j in range(pd) if fleet.links[i, j] > 0]
+    local_vars = [(b, j) for b in near for j in range(pd) if num_prefill[j] > 0]
     count = len(remote_vars) + len(local_vars) + 1
     rows: list[tuple[int, int, float]] = []
     limits = np.concatenate(
@@ -147,6 +155,14 @@ def solve_fleet(fleet: Fleet, watched: Watch = unwatched) -> FleetPlan:
     return best
 
 
+def at_threshold(fleet: Fleet, num_prefill: Sequence[int]) -> tuple[float, FleetPlan]:
+    """The one threshold, in tokens, that serves most with these splits: lengths up to it stay at home."""
+    bins = len(fleet.lengths.tokens)
+    best = max((solve_split(fleet, num_prefill, cut) for cut in range(bins + 1)), key=lambda found: found.rate)
+    longest = np.flatnonzero(best.local.sum(axis=1) > 0)
+    return (float(fleet.lengths.tokens[longest[-1]]) if len(longest) else 0.0), best
+
+
 def fleet_of(site: Site, bins: int = BINS, extrapolate: bool = False) -> Fleet:
     """The site as a Fleet; lengths are thinned to `bins`."""
     prfaas, pd = site.of_kind(ClusterKind.PRFAAS), site.of_kind(ClusterKind.PD)
@@ -168,6 +184,7 @@ def fleet_of(site: Site, bins: int = BINS, extrapolate: bool = False) -> Fleet:
         num_prfaas=np.array([cluster.instances for cluster in prfaas], dtype=np.float64),
         num_pd=[cluster.instances for cluster in pd],
         links=links,
+        home=np.array([site.homes[cluster.name] for cluster in pd]) if site.homes else None,
     )
 
 
@@ -179,6 +196,7 @@ def _times(profile: Any, clusters: Sequence[Any], lengths: Lengths) -> Floats:
 def fleet_json(site: Site, fleet: Fleet, plan: FleetPlan) -> dict[str, Any]:
     """A fleet plan as JSON: per PD cluster its split and threshold, per link what it carries."""
     prfaas, pd = site.of_kind(ClusterKind.PRFAAS), site.of_kind(ClusterKind.PD)
+    threshold, served = at_threshold(fleet, plan.num_prefill)
     sent = np.einsum("bij,b->ij", plan.remote, fleet.kv_bytes) * plan.rate
     remote_busy = np.einsum("bij,ib->i", plan.remote, fleet.remote_s) * plan.rate
     return {
@@ -186,17 +204,18 @@ def fleet_json(site: Site, fleet: Fleet, plan: FleetPlan) -> dict[str, Any]:
         "site": site.name,
         "input_hash": site.input_hash,
         "lambda_max_req_per_s": plan.rate,
+        "one_threshold": {"threshold_tokens": threshold, "lambda_max_req_per_s": served.rate},
         "length_bins": len(fleet.lengths.tokens),
         "pd_clusters": [
             {
                 "name": cluster.name,
                 "num_prefill": plan.num_prefill[j],
                 "num_decode": cluster.instances - plan.num_prefill[j],
-                "threshold_tokens": threshold,
+                "threshold_tokens": own,
                 "decoded_fraction": float(plan.remote[:, :, j].sum() + plan.local[:, j].sum()),
                 "offload_fraction": float(plan.remote[:, :, j].sum()),
             }
-            for j, (cluster, threshold) in enumerate(zip(pd, plan.thresholds(fleet.lengths), strict=True))
+            for j, (cluster, own) in enumerate(zip(pd, plan.thresholds(fleet.lengths), strict=True))
         ],
         "prfaas_clusters": [
             {

@@ -72,7 +72,7 @@ def pose(site: Site, options: Options, variant: Deployment | None = None) -> Pro
     prfaas, pd = site.of_kind(ClusterKind.PRFAAS), site.of_kind(ClusterKind.PD)
     if len(prfaas) > 1 or len(pd) > 1:
         raise InputError(
-            f"clusters: {len(prfaas)} prfaas and {len(pd)} pd; this solves one of each, several are for solve --fleet"
+            f"clusters: {len(prfaas)} prfaas and {len(pd)} pd; this takes one of each, several are for solve and simulate"
         )
     remote_cluster = prfaas[0] if prfaas else None
     link = site.link(remote_cluster.name, pd[0].name) if remote_cluster else None

@@ -348,3 +348,16 @@ def test_robust_and_fleet(capsys, tmp_path):
     code, out, _ = run(capsys, "solve", "-c", site(tmp_path, more), "--bins", "15", "--json")
     assert code == 0
     assert [cluster["name"] for cluster in json.loads(out)["pd_clusters"]] == ["pd", "pd-2"]
+
+
+def test_several_clusters_are_solved_and_simulated(capsys, tmp_path):
+    pairs, plan = str(CONFIGS / "pairs.toml"), str(tmp_path / "plan.json")
+    assert "with one threshold for all" in run(capsys, "solve", "-c", pairs, "--bins", "12", "-o", plan)[1]
+    code, out, _ = run(capsys, "simulate", "-c", pairs, "--plan", plan, "--requests", "300", "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert set(report["clusters"]) == {"prfaas-east", "prfaas-west", "pd-east", "pd-west"}
+    assert report["setting"]["num_prefill"] + report["setting"]["num_decode"] == 8
+    out = run(capsys, "simulate", "-c", pairs, "--requests", "300")[1]
+    assert "prfaas-west to pd-west" in out
+    assert "neither --deployment" in run(capsys, "simulate", "-c", pairs, "--deployment", "x")[2]

@@ -10,7 +10,7 @@ from planner.decisions.views import ClusterKind
 from planner.errors import Infeasible, InputError
 from planner.model.site import Link
 from planner.model.traffic import Lengths
-from planner.solve.fleet import Fleet, fleet_json, fleet_of, solve_fleet, solve_split
+from planner.solve.fleet import Fleet, at_threshold, fleet_json, fleet_of, solve_fleet, solve_split
 from planner.solve.problem import Options, best_cut, pose
 
 
@@ -125,6 +125,27 @@ def test_requests_that_must_stay_at_home(case_study):
     fleet = replace(fleet_of(two_of_each(case_study), bins=12), home=np.array([0.2, 0.8]))
     found = solve_split(fleet, (2, 2))
     assert (found.remote[:, :, 0].sum() + found.local[:, 0].sum()) == pytest.approx(0.2)
+
+
+def test_one_threshold_serves_no_more_than_one_for_each_and_one_of_each_as_much(case_study):
+    fleet = fleet_of(two_of_each(case_study), bins=20)
+    best = solve_fleet(fleet)
+    threshold, one = at_threshold(fleet, best.num_prefill)
+    assert 0.8 * best.rate < one.rate <= best.rate * (1 + 1e-6)
+    far = fleet.lengths.tokens > threshold
+    assert one.local[far].sum() == 0
+    assert one.remote[~far].sum() == 0
+    thin = replace(case_study, workload=replace(case_study.workload, lengths=case_study.workload.lengths.thinned(60)))
+    single = best_cut(pose(thin, Options()), Options())
+    assert at_threshold(fleet_of(thin), (single.num_prefill,))[1].rate == pytest.approx(single.rate, rel=0.02)
+
+
+def test_the_site_says_who_must_stay_at_home(case_study):
+    site = two_of_each(case_study)
+    shares = {"pd": 0.75, "pd-2": 0.25}
+    clusters = tuple(replace(cluster, home_share=shares.get(cluster.name, 0.0)) for cluster in site.clusters)
+    assert fleet_of(replace(site, clusters=clusters), bins=5).home.tolist() == [0.75, 0.25]
+    assert fleet_of(site, bins=5).home is None
 
 
 def test_nothing_to_decode_with_is_infeasible(case_study):
