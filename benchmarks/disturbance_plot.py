@@ -31,7 +31,9 @@ def plot(course: "Course", path: Path) -> None:
     _plan(course, below)
     lasts = course.end_s > course.begin_s
     for axes in (above, middle, below):
-        axes.axvspan(course.begin_s, course.end_s, color="#000000", alpha=0.07, linewidth=0 if lasts else 3)
+        axes.axvspan(
+            course.begin_s, course.end_s, color="#000000", alpha=0.07 if lasts else 0.5, linewidth=0 if lasts else 1
+        )
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_ylim(bottom=0)

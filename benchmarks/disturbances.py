@@ -176,10 +176,10 @@ class Course:
             "name": self.name,
             "requests": len(self.answers),
             **counts,
-            "ttft_p90_before_s": self.p90_s(0.0, self.begin_s),
-            "ttft_p90_during_s": self.p90_s(self.begin_s, self.end_s),
-            "ttft_p90_after_s": self.p90_s(self.end_s, float("inf")),
-            "recovered_after_s": self.recovered_s(),
+            "ttft_p90_before_s": _known(self.p90_s(0.0, self.begin_s)),
+            "ttft_p90_during_s": _known(self.p90_s(self.begin_s, self.end_s)),
+            "ttft_p90_after_s": _known(self.p90_s(self.end_s, float("inf"))),
+            "recovered_after_s": _known(self.recovered_s()),
             "most_under_way": max(under_way, default=0),
             "under_way_at_the_end": under_way[-1] if under_way else 0,
             "plans": [
@@ -191,6 +191,11 @@ class Course:
             "not_converted": list(self.not_converted),
             "failures": sorted({each.detail for each in self.answers if each.outcome in ("failed", "wrong")})[:5],
         }
+
+
+def _known(value: float) -> float | None:
+    """For JSON: nothing is said of no request, or of what did not come back."""
+    return value if np.isfinite(value) else None
 
 
 def turns(course: Sequence[float]) -> int:
@@ -443,14 +448,13 @@ def table(result: dict[str, Any]) -> str:
         counts = [row[name] for name in ("requests", "refused", "failed", "wrong")]
         under_way = f"{row['most_under_way']}, {row['under_way_at_the_end']}"
         plans = [len(row["plans"]) - 1, row["overshoots"], " → ".join(row["splits"])]
-        lines.append(_line([row["name"], *counts, p90s, f"{row['recovered_after_s']:.0f}", under_way, *plans]))
+        lines.append(_line([row["name"], *counts, p90s, _seconds(row["recovered_after_s"], 0), under_way, *plans]))
     about = f"{result['load']:.0%} of what the deployment can carry, {result['rate_req_per_s']:.1f} requests/s"
-    return "\n".join([*lines, "", f"{about}; load average {result['load_average']:.1f}."])
+    return "\n".join([*lines, "", f"{about}; load average {result['load_average']:.1f} on {os.cpu_count()} cores."])
 
 
-def _seconds(value: float) -> str:
-    """Nothing is said of no request."""
-    return "–" if np.isnan(value) else f"{value:.2f}"
+def _seconds(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
 
 
 def _line(cells: Sequence[object]) -> str:
