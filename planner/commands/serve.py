@@ -5,13 +5,13 @@ import asyncio
 import logging
 import signal
 
-from planner.service.config import load
-from planner.service.server import serve
-
 
 def run(args: argparse.Namespace) -> int:
-    # Until the service takes it, there is nothing to read again; left alone, it would end the process.
+    # Until the service takes it, there is nothing to read again; left alone, it would end the process, and imports take a second.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    from planner.service.config import load
+    from planner.service.server import serve
+
     config = load(args.config)
     if args.check:
         config.model()
