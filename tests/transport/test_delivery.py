@@ -312,7 +312,7 @@ def test_a_path_that_swallows_everything_costs_one_peer_timeout_and_is_used_agai
         proxy.wait_for(2 * MB)
         swallowed = set(range(len(proxy.pairs)))
         proxy.stalled |= swallowed
-        pushed, _ = lost.wait()
+        pushed = lost.push.wait(PATIENCE_S)  # the landing waits as long as TCP hopes
         assert pushed is not None
         assert (pushed.reason, "nothing acknowledged" in pushed.detail) == ("peer_lost", True)
         proxy.stalled.clear()
