@@ -15,6 +15,7 @@ from gateway.errors import NodeError
 from gateway.prompts import Prompt
 from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
 from hybrid_cache.hashing import HASH_BYTES, split_hashes
+from planner.decisions.shares import Grant
 from transport.control.credentials import channel_credentials, channel_options
 from transport.control.messages import TicketInfo
 from transport.control.proto import node_pb2 as pb
@@ -92,6 +93,7 @@ class LinkLoad:
     queued_bytes: int
     estimate_error: float
     budget_bytes_per_s: float = 0.0  # 0: none
+    own_budget_bytes_per_s: float = 0.0  # the same, whatever the node's share of the line's is now
     inflated: bool = False
 
 
@@ -121,6 +123,7 @@ class NodeLoad:
     slots: int = 0
     steps: tuple[tuple[float, float], ...] = ()
     room: Room | None = None
+    clock_s: float = 0.0  # the node's own, when it said this
 
 
 NodeEvent = NodeInfo | NodeLoad | BlocksStored | BlocksRemoved | CacheCleared
@@ -229,6 +232,21 @@ class AgentClient:
         done = await self._call(self._stub.Commit, pb.TransferRef(transfer_id=transfer_id), timeout_s)
         if not done.ok:
             raise NodeError(self.address, "not_landed", done.reason)
+
+    async def share_egress(
+        self, holder: str, cluster: str, grant: Grant, *, serial: int, lease_s: float, until_clock_s: float
+    ) -> None:
+        """Gives this node another part of a line's budget, for a time. Raises NodeError."""
+        message = pb.EgressShare(
+            holder=holder,
+            serial=serial,
+            cluster=cluster,
+            bytes_per_s=grant.bytes_per_s,
+            own_bytes_per_s=grant.own_bytes_per_s,
+            lease_s=lease_s,
+            until_clock_s=until_clock_s,
+        )
+        await self._call(self._stub.ShareEgress, message, min(self.timeout_s, lease_s))
 
     async def drop_prefix(self, hashes: Sequence[bytes], keep_tokens: int, unused_s: float) -> int:
         """Has this node give up a prefix beyond `keep_tokens`, unless used within `unused_s`; returns the pages freed."""
@@ -394,9 +412,11 @@ def load_from(load: pb.Load) -> NodeLoad:
                 queued_bytes=link.queued_bytes,
                 estimate_error=link.estimate_error,
                 budget_bytes_per_s=link.budget_bytes_per_s,
+                own_budget_bytes_per_s=link.own_budget_bytes_per_s,
             )
             for link in load.links
         ),
+        clock_s=load.clock_s,
         slots=load.slots,
         steps=_steps_from(load.steps),
         room=_room_from(load.room) if load.HasField("room") else None,

@@ -217,7 +217,7 @@ class Clusters:
             case NodeInfo():
                 self._describe(node, event)
             case NodeLoad():
-                node.reported(event)
+                node.reported(event, self._clock())
             case _:
                 self._cache_event(node, event)
 

@@ -66,6 +66,7 @@ class RoutingConfig:
     has time for it; 0 leaves every prompt to prefill nodes. While a decode node has spent `decode_prefill_share` of its time on
     prompts, it is given no more of them, whoever has no room.
     With `replicate` prefixes that many requests want at once are copied to further prefill nodes of their cluster.
+    With `share_egress` the senders of a cluster share their egress budgets to another one by what waits at each of them.
     At most `max_moves` prefixes are on their way at once, and none for longer than `move_timeout_s`.
     """
 
@@ -81,6 +82,7 @@ class RoutingConfig:
     increment_tokens: int = 1024
     decode_prefill_share: float = 0.25
     replicate: bool = False
+    share_egress: bool = False
     max_moves: int = 4
     move_timeout_s: float = 5.0
 

@@ -162,6 +162,10 @@ class Metrics:
         self._moved_bytes = Counter(
             "prfaas_prefix_moved_bytes", "KVCache sent to move prefixes", ["reason"], registry=registry
         )
+        self._shares = Counter(
+            "prfaas_egress_shares", "Parts of a line's egress budget dealt out to its senders, by outcome", ["outcome"],
+            registry=registry,
+        )  # fmt: skip
         self._drops = Counter(
             "prfaas_prefix_drops", "Cold copies of prefixes that nodes were told to give up, by outcome", ["outcome"],
             registry=registry,
@@ -279,6 +283,10 @@ class Metrics:
         """Counts a prefix move that has ended, or was not begun."""
         self._moves.labels(reason, outcome).inc()
         self._moved_bytes.labels(reason).inc(size)
+
+    def shared(self, outcome: str) -> None:
+        """Counts a part of a line's egress budget that a sender was told to keep to."""
+        self._shares.labels(outcome).inc()
 
     def dropped(self, outcome: str) -> None:
         """Counts a cold copy whose node was told to give it up."""

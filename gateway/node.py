@@ -38,6 +38,7 @@ class Node:
         self.agent = agent
         self.info: NodeInfo | None = None
         self.load = NodeLoad()
+        self.reported_at = 0.0
         self.connected = False
         self.suspect_until = float("-inf")
         self.pending_tokens = 0
@@ -142,9 +143,10 @@ class Node:
         since, before = self._landing_tokens
         self._landing_tokens = since + num_tokens, before
 
-    def reported(self, load: NodeLoad) -> None:
+    def reported(self, load: NodeLoad, now: float = 0.0) -> None:
         """What its agent says now; of what it has beyond ours, only what two reports agree on is another gateway's."""
         beyond = max(0, load.running + load.waiting - self.pending_requests)  # ours do not end here and there at once
+        self.reported_at = now
         self._foreign, self._beyond = min(beyond, self._beyond), beyond
         # The first report after a decision may have been made before the reservation.
         self._landing_tokens = 0, self._landing_tokens[0]

@@ -39,6 +39,7 @@ from gateway.replicas import Replicas
 from gateway.reserve import Reservations
 from gateway.run import Runner
 from gateway.seat import ORPHANED, Alone, Seat
+from gateway.shares import Shares
 from gateway.tasks import TaskSet
 from gateway.waiting import WaitingLine
 from planner.decisions.decoding import LearnedSteps
@@ -195,6 +196,8 @@ async def running(
     clusters.start()
     if config.plan.url:
         chores.keep(follower.run, "plan")
+    if config.routing.share_egress:
+        chores.keep(Shares(clusters.nodes, metrics, clock, uuid.uuid4().hex).run, "shares")
     chores.keep(Probes(links, afterwards, PROBE_TIMEOUT_S).run, "probes")
     if replicas:
         chores.keep(replicas.run, "replicas")

@@ -366,6 +366,7 @@ class NodeAgent:
             slots=self.engine_load.slots,
             steps=[pb.StepTime(batch=batch, seconds=seconds) for batch, seconds in self.engine_load.steps],
             room=self.pages.room() if self.pages else None,
+            clock_s=self.links.shares.now(),
         )
 
     def describe(self) -> pb.NodeDescription:

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from msgspec import structs
 from node.arena import SHM_DIR
 from node.config import ANY_CLUSTER, INTEGRITIES, NodeConfig
 from node.errors import ConfigError, NodeRefusal
+from node.shares import EgressShares
 from transport.coding.choice import FormatOf
 from transport.control.messages import TicketInfo
 from transport.control.proto import node_pb2 as pb
@@ -129,6 +131,7 @@ class Links:
         self._host_id = host_id() if use_shm else ""
         self._advertise = config.transfer_advertise
         self.coding = config.codings()
+        self.shares = EgressShares(self._client, time.monotonic)
         self.collector = TransportCollector(self._client, self._server)
         self.set_budgets(config.budgets())
         self._urgent_bytes: Counter[str] = Counter()  # of small pushes under way, by destination cluster
@@ -308,7 +311,12 @@ class Links:
 
     def states(self) -> list[pb.Link]:
         """Egress over TCP, one entry per destination cluster."""
-        return [_message(together(states)) for _, states in sorted(self._by_cluster().items())]
+        found = []
+        for cluster, states in sorted(self._by_cluster().items()):
+            message = _message(together(states))
+            message.own_budget_bytes_per_s = self._client.egress_budget(cluster) or 0.0
+            found.append(message)
+        return found
 
     def _by_cluster(self) -> dict[str, list[LinkState]]:
         found: dict[str, list[LinkState]] = {}

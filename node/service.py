@@ -34,6 +34,7 @@ STATUS_OF_REFUSAL = {
     "unknown_context": grpc.StatusCode.NOT_FOUND,
     "context_exists": grpc.StatusCode.ALREADY_EXISTS,
     "bad_request": grpc.StatusCode.INVALID_ARGUMENT,
+    "share_held": grpc.StatusCode.FAILED_PRECONDITION,
     "no_route": grpc.StatusCode.UNAVAILABLE,
     "push_failed": grpc.StatusCode.UNAVAILABLE,
     "wrong_role": grpc.StatusCode.FAILED_PRECONDITION,
@@ -110,6 +111,13 @@ class NodeService(rpc.NodeAgentServicer):
         except TimeoutError:
             await _refuse(context, NodeRefusal("push_failed", "timeout"))
         return pb.LoadResult(num_tokens=tokens, bytes_sent=size)
+
+    async def ShareEgress(self, request: pb.EgressShare, context: grpc.aio.ServicerContext) -> pb.Done:
+        try:
+            self._agent.links.shares.take(request)
+        except NodeRefusal as exc:
+            await _refuse(context, exc)
+        return pb.Done(ok=True)
 
     async def DropPrefix(self, request: pb.DropPrefixRequest, context: grpc.aio.ServicerContext) -> pb.DropPrefixResult:
         try:

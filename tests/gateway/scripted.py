@@ -53,6 +53,7 @@ class Script:
     prefill: list[str] = field(default_factory=list)
     decode: list[str] = field(default_factory=list)  # the same, "die_after_first" or "stall_after_first"
     load: list[str] = field(default_factory=list)  # "hang" or a grpc.StatusCode name
+    share: list[str] = field(default_factory=list)  # a grpc.StatusCode name
     drop: list[str] = field(default_factory=list)  # a grpc.StatusCode name
     path_is_down: bool = False  # of what this node sends: its prefills end as undeliverable, its probes have no answer
     not_reached: tuple[str, ...] = ()  # the same towards these nodes alone
@@ -101,6 +102,7 @@ class ScriptedNode(NodeAgentServicer):
         self.open_reservations: set[str] = set()
         self.aborts: list[tuple[str, str]] = []
         self.loads: list[tuple[str, int, int]] = []  # of prefixes: to whom, tokens, blocks
+        self.shares: list[pb.EgressShare] = []
         self.drops: list[tuple[int, int]] = []  # of prefixes: blocks, tokens to keep
         self.probes: list[str] = []  # whom this node was to reach
         self.bodies: list[dict[str, Any]] = []
@@ -251,6 +253,12 @@ class ScriptedNode(NodeAgentServicer):
             await context.abort(grpc.StatusCode[fault], "scripted")
         self.fabric.end(request.ticket.transfer_id)
         return pb.LoadResult(num_tokens=request.ticket.num_tokens, bytes_sent=500)
+
+    async def ShareEgress(self, request: Any, context: Any) -> pb.Done:
+        if fault := _next(self.script.share):
+            await context.abort(grpc.StatusCode[fault], "scripted")
+        self.shares.append(request)
+        return pb.Done(ok=True)
 
     async def DropPrefix(self, request: Any, context: Any) -> pb.DropPrefixResult:
         if fault := _next(self.script.drop):

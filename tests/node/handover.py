@@ -206,9 +206,11 @@ def content_of(group: int, index: int, prefix: Sequence[int]) -> bytes:
 
 
 @asynccontextmanager
-async def two_nodes(tmp_path: Path, *, use_shm: bool = False) -> AsyncIterator[tuple[HandNode, HandNode]]:
+async def two_nodes(
+    tmp_path: Path, *, use_shm: bool = False, **changes: Any
+) -> AsyncIterator[tuple[HandNode, HandNode]]:
     """A prefill node and a decode node; at the end nothing may be held on either."""
-    prefill, decode = HandNode("p", tmp_path, use_shm=use_shm), HandNode("d", tmp_path, use_shm=use_shm)
+    prefill, decode = (HandNode(name, tmp_path, use_shm=use_shm, **changes) for name in "pd")
     try:
         yield prefill, decode
         for node in (prefill, decode):

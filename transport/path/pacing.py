@@ -40,6 +40,27 @@ def rate_now(budget: Budget) -> float | None:
     return budget.at(now.tm_hour * 3600 + now.tm_min * 60 + now.tm_sec)
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Of the budget of a line with several senders, what this one may send until `until` (monotonic) instead of its own.
+
+    `own_bytes_per_s` is what its own budget was when the line's was shared out. Less than that holds whatever becomes of
+    the budget meanwhile; more only while nothing has become of it.
+    """
+
+    bytes_per_s: float
+    own_bytes_per_s: float
+    until: float
+
+    def of(self, own: float | None, now: float) -> float | None:
+        """The rate that holds where the sender's own budget allows `own`."""
+        if own is None or now >= self.until:
+            return own
+        if self.bytes_per_s <= self.own_bytes_per_s:
+            return min(own, self.bytes_per_s)
+        return self.bytes_per_s if own == self.own_bytes_per_s else own
+
+
 class TokenBucket:
     """Bytes may leave as fast as `bytes_per_s` fills the bucket; `burst_bytes` is what it holds.
 
@@ -85,6 +106,7 @@ class Egress:
     def __init__(self, budget: Budget = None) -> None:
         self._lock = threading.Lock()
         self._budget = budget
+        self._share: Share | None = None
         self._bucket: TokenBucket | None = None
         self.follow(time.monotonic())
 
@@ -105,9 +127,21 @@ class Egress:
             self._budget = budget
         self.follow(now)
 
+    def take_share(self, share: Share, now: float) -> None:
+        """Keeps to a share of the line's budget at once, until it ends."""
+        with self._lock:
+            self._share = share
+        self.follow(now)
+
     def follow(self, now: float) -> None:
-        """Brings a budget that depends on the time of day up to date."""
+        """Brings a budget that depends on the time of day, or on a share that ends, up to date."""
+        with self._lock:
+            share = self._share
+            if share is not None and now >= share.until:
+                self._share = None
         rate = rate_now(self._budget)
+        if share is not None:
+            rate = share.of(rate, now)
         burst_bytes = max((rate or 0) * BURST_S, LEAST_BURST_BYTES)
         with self._lock:
             if rate is None:
@@ -123,6 +157,9 @@ class Egress:
 
         Who leaves more gives way to all who leave less, whichever peers theirs are, and gets what they do not use.
         """
+        share = self._share
+        if share is not None and now >= share.until:
+            self.follow(now)
         with self._lock:
             bucket = self._bucket
             return 0.0 if bucket is None else max(0.0, bucket.next_send_time(now, leaves * bucket.burst_bytes) - now)

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 from transport.coding.choice import CodecAccounts, CpuMeter
 from transport.errors import Closed, LocalProtocolError
 from transport.path.link import LinkState
-from transport.path.pacing import Budget, Egress
+from transport.path.pacing import Budget, Egress, Share, rate_now
 from transport.path.shm import ArenaSource
 from transport.rdma.rails import RailReport
 from transport.send.options import ClientOptions
@@ -45,6 +45,7 @@ class TransferClient:
         self._peers: dict[PeerKey, Peer] = {}
         self._default_budget = self.options.egress_bytes_per_s
         self._budgets: dict[str, Budget] = {}  # of links that have one of their own
+        self._shares: dict[str, Share] = {}  # of links whose budget several senders share, until they end
         self._egress: WeakValueDictionary[str, Egress] = WeakValueDictionary()  # by link, as long as it has peers
         self._refusals: Counter[tuple[str, str]] = Counter()
         self._internal_errors: Counter[str] = Counter()
@@ -149,6 +150,22 @@ class TransferClient:
         for peer in peers:
             peer.follow_budget()
 
+    def egress_budget(self, link: str) -> float | None:
+        """What the budget of a link, its own or everybody's, allows at this time of the day; no share of others counts."""
+        with self._lock:
+            return rate_now(self._budgets.get(link, self._default_budget))
+
+    def set_egress_share(self, share: Share, link: str, now: float) -> None:
+        """Keeps to a share of a link's budget, used already or not, until it ends."""
+        with self._lock:
+            self._shares = {name: each for name, each in self._shares.items() if now < each.until}
+            self._shares[link] = share
+            if (egress := self._egress.get(link)) is not None:
+                egress.take_share(share, now)
+            peers = list(self._peers.values())
+        for peer in peers:
+            peer.follow_budget()
+
     def close(self) -> None:
         """Fails what is under way, ends all connections, joins every thread. Idempotent."""
         with self._lock:
@@ -182,6 +199,8 @@ class TransferClient:
         egress = self._egress.get(link)
         if egress is None:
             egress = self._egress[link] = Egress(self._budgets.get(link, self._default_budget))
+            if (share := self._shares.get(link)) is not None:
+                egress.take_share(share, time.monotonic())
         return egress
 
     def _peer(self, spec: TransferSpec) -> Peer:

@@ -1,8 +1,9 @@
 import random
+import time
 
 import pytest
 
-from transport.path.pacing import BULK_LEAVES, BURST_S, DailyBudget, Egress, TokenBucket
+from transport.path.pacing import BULK_LEAVES, BURST_S, DailyBudget, Egress, Share, TokenBucket
 
 
 def test_bucket_refills_with_time() -> None:
@@ -106,3 +107,23 @@ def test_what_requests_leave_of_a_budget_is_for_bulk() -> None:
             egress.charge(100_000, now)
             bulk += 100_000
     assert bulk / 20.0 == pytest.approx(5e6, rel=0.05)
+
+
+def test_a_share_holds_until_it_ends_and_less_whatever_becomes_of_the_budget():
+    lent, had = Share(2.0, 10.0, until=5.0), Share(18.0, 10.0, until=5.0)
+    assert [lent.of(own, 4.0) for own in (10.0, 20.0, 1.0, None)] == [2.0, 2.0, 1.0, None]
+    assert [had.of(own, 4.0) for own in (10.0, 20.0, 1.0, None)] == [18.0, 20.0, 1.0, None]
+    assert (lent.of(10.0, 5.0), had.of(10.0, 5.0)) == (10.0, 10.0)
+
+
+def test_a_line_keeps_to_its_share_and_returns_to_its_budget_by_itself():
+    egress = Egress(1e6)
+    now = time.monotonic()
+    egress.take_share(Share(5e6, 1e6, now + 100.0), now)
+    assert egress.bytes_per_s == 5e6
+    egress.set(2e6, now)  # another budget: nothing was shared of that
+    assert egress.bytes_per_s == 2e6
+    egress.take_share(Share(1e6, 2e6, now + 100.0), now)
+    assert egress.bytes_per_s == 1e6
+    egress.wait_s(now + 100.0)
+    assert egress.bytes_per_s == 2e6

@@ -127,7 +127,7 @@ class SsdReport(_message.Message):
     def __init__(self, capacity_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., events: _Optional[_Mapping[str, int]] = ..., promotions: _Optional[_Mapping[str, int]] = ..., open: _Optional[bool] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "queued_tokens", "sending", "landing", "egress_bytes_total", "ingress_bytes_total", "links", "slots", "steps", "room")
+    __slots__ = ("running", "waiting", "queued_tokens", "sending", "landing", "egress_bytes_total", "ingress_bytes_total", "links", "slots", "steps", "room", "clock_s")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +139,7 @@ class Load(_message.Message):
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_S_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     queued_tokens: int
@@ -150,7 +151,8 @@ class Load(_message.Message):
     slots: int
     steps: _containers.RepeatedCompositeFieldContainer[StepTime]
     room: Room
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., sending: _Optional[int] = ..., landing: _Optional[int] = ..., egress_bytes_total: _Optional[int] = ..., ingress_bytes_total: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., slots: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., room: _Optional[_Union[Room, _Mapping]] = ...) -> None: ...
+    clock_s: float
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., sending: _Optional[int] = ..., landing: _Optional[int] = ..., egress_bytes_total: _Optional[int] = ..., ingress_bytes_total: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., slots: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., room: _Optional[_Union[Room, _Mapping]] = ..., clock_s: _Optional[float] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("batch", "seconds")
@@ -175,7 +177,7 @@ class Room(_message.Message):
     def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_evictable: _Optional[int] = ..., free_tokens: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Link(_message.Message):
-    __slots__ = ("peer", "available_bytes_per_s", "goodput_bytes_per_s", "utilisation", "retransmit_ratio", "rtt_s", "min_rtt_s", "queued_bytes", "connections", "bytes_total", "retransmitted_bytes_total", "budget_bytes_per_s", "congested", "estimate_error", "inflated")
+    __slots__ = ("peer", "available_bytes_per_s", "goodput_bytes_per_s", "utilisation", "retransmit_ratio", "rtt_s", "min_rtt_s", "queued_bytes", "connections", "bytes_total", "retransmitted_bytes_total", "budget_bytes_per_s", "congested", "estimate_error", "inflated", "own_budget_bytes_per_s")
     PEER_FIELD_NUMBER: _ClassVar[int]
     AVAILABLE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     GOODPUT_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +193,7 @@ class Link(_message.Message):
     CONGESTED_FIELD_NUMBER: _ClassVar[int]
     ESTIMATE_ERROR_FIELD_NUMBER: _ClassVar[int]
     INFLATED_FIELD_NUMBER: _ClassVar[int]
+    OWN_BUDGET_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     peer: str
     available_bytes_per_s: float
     goodput_bytes_per_s: float
@@ -206,7 +209,8 @@ class Link(_message.Message):
     congested: bool
     estimate_error: float
     inflated: bool
-    def __init__(self, peer: _Optional[str] = ..., available_bytes_per_s: _Optional[float] = ..., goodput_bytes_per_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., retransmit_ratio: _Optional[float] = ..., rtt_s: _Optional[float] = ..., min_rtt_s: _Optional[float] = ..., queued_bytes: _Optional[int] = ..., connections: _Optional[int] = ..., bytes_total: _Optional[int] = ..., retransmitted_bytes_total: _Optional[int] = ..., budget_bytes_per_s: _Optional[float] = ..., congested: _Optional[bool] = ..., estimate_error: _Optional[float] = ..., inflated: _Optional[bool] = ...) -> None: ...
+    own_budget_bytes_per_s: float
+    def __init__(self, peer: _Optional[str] = ..., available_bytes_per_s: _Optional[float] = ..., goodput_bytes_per_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., retransmit_ratio: _Optional[float] = ..., rtt_s: _Optional[float] = ..., min_rtt_s: _Optional[float] = ..., queued_bytes: _Optional[int] = ..., connections: _Optional[int] = ..., bytes_total: _Optional[int] = ..., retransmitted_bytes_total: _Optional[int] = ..., budget_bytes_per_s: _Optional[float] = ..., congested: _Optional[bool] = ..., estimate_error: _Optional[float] = ..., inflated: _Optional[bool] = ..., own_budget_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class PoolReport(_message.Message):
     __slots__ = ("pages_total", "pages_free", "pages_prefix", "pages_transfer", "pages_locked", "reservations", "page_bytes")
@@ -347,6 +351,24 @@ class LoadResult(_message.Message):
     num_tokens: int
     bytes_sent: int
     def __init__(self, num_tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ...) -> None: ...
+
+class EgressShare(_message.Message):
+    __slots__ = ("holder", "cluster", "bytes_per_s", "own_bytes_per_s", "lease_s", "until_clock_s", "serial")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    OWN_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_CLOCK_S_FIELD_NUMBER: _ClassVar[int]
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    holder: str
+    cluster: str
+    bytes_per_s: float
+    own_bytes_per_s: float
+    lease_s: float
+    until_clock_s: float
+    serial: int
+    def __init__(self, holder: _Optional[str] = ..., cluster: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., own_bytes_per_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., until_clock_s: _Optional[float] = ..., serial: _Optional[int] = ...) -> None: ...
 
 class DropPrefixRequest(_message.Message):
     __slots__ = ("block_hashes", "keep_tokens", "unused_s")

@@ -74,6 +74,11 @@ class NodeAgentStub:
                 request_serializer=transport_dot_control_dot_proto_dot_node__pb2.WatchRequest.SerializeToString,
                 response_deserializer=transport_dot_control_dot_proto_dot_node__pb2.NodeEvent.FromString,
                 _registered_method=True)
+        self.ShareEgress = channel.unary_unary(
+                '/prfaas.node.v1.NodeAgent/ShareEgress',
+                request_serializer=transport_dot_control_dot_proto_dot_node__pb2.EgressShare.SerializeToString,
+                response_deserializer=transport_dot_control_dot_proto_dot_node__pb2.Done.FromString,
+                _registered_method=True)
         self.CreateContext = channel.unary_unary(
                 '/prfaas.node.v1.NodeAgent/CreateContext',
                 request_serializer=transport_dot_control_dot_proto_dot_node__pb2.ContextRequest.SerializeToString,
@@ -160,6 +165,13 @@ class NodeAgentServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ShareEgress(self, request, context):
+        """For a few seconds, another part of the egress budget of a line that several nodes share.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CreateContext(self, request, context):
         """Context caching: keeps the longest cached prefix of a prompt for some time, whatever eviction would like.
         """
@@ -238,6 +250,11 @@ def add_NodeAgentServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=transport_dot_control_dot_proto_dot_node__pb2.WatchRequest.FromString,
                     response_serializer=transport_dot_control_dot_proto_dot_node__pb2.NodeEvent.SerializeToString,
+            ),
+            'ShareEgress': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShareEgress,
+                    request_deserializer=transport_dot_control_dot_proto_dot_node__pb2.EgressShare.FromString,
+                    response_serializer=transport_dot_control_dot_proto_dot_node__pb2.Done.SerializeToString,
             ),
             'CreateContext': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateContext,
@@ -481,6 +498,33 @@ class NodeAgent:
             '/prfaas.node.v1.NodeAgent/Watch',
             transport_dot_control_dot_proto_dot_node__pb2.WatchRequest.SerializeToString,
             transport_dot_control_dot_proto_dot_node__pb2.NodeEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShareEgress(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prfaas.node.v1.NodeAgent/ShareEgress',
+            transport_dot_control_dot_proto_dot_node__pb2.EgressShare.SerializeToString,
+            transport_dot_control_dot_proto_dot_node__pb2.Done.FromString,
             options,
             channel_credentials,
             insecure,

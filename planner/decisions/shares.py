@@ -1,0 +1,120 @@
+"""How senders of one line share its egress budget: by what waits at each of them, and never more than all of them may.
+
+Every sender has a budget of its own, and together these are the line's. Who has nothing to send lends most of its own for some
+seconds to those who have. Rates only ever move in this order:
+
+    lower (lenders, and those who need less) ──answered──► what they gave up is free ──► raise
+
+and a raise ends before the lowering that made it possible: then everybody is back at a budget of its own, whatever has become of
+the one who shared it out. What was not answered counts as not lowered; what was only sent counts as raised.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+FLOOR: Final = 0.25  # of its own that a sender keeps in any case: what comes to it next leaves at once
+BUSY_S: Final = 0.25  # of its own budget must wait at a sender before others lend it theirs
+LEASE_S: Final = 3.0
+ALIKE: Final = 0.02  # of a rate: a change by less is none
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """A sender of a line: its own budget, and what has to leave it."""
+
+    node_id: str
+    own_bytes_per_s: float
+    queued_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What a sender may send at most until some time; then it is its own budget again."""
+
+    bytes_per_s: float
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A rate for a sender until some time."""
+
+    node_id: str
+    bytes_per_s: float
+    own_bytes_per_s: float
+    until: float
+
+    @property
+    def is_raise(self) -> bool:
+        return self.bytes_per_s > self.own_bytes_per_s
+
+
+def divide(senders: Sequence[Sender]) -> dict[str, float]:
+    """Bytes per second by sender, all of the line's budget; nobody's own where nobody waits or all wait alike."""
+    own = {sender.node_id: sender.own_bytes_per_s for sender in senders}
+    busy = {s.node_id: s.queued_bytes for s in senders if s.queued_bytes > BUSY_S * s.own_bytes_per_s}
+    if not busy or len(senders) < 2:
+        return own
+    spare = sum(own.values()) * (1.0 - FLOOR)
+    total = sum(busy.values())
+    return {name: FLOOR * rate + spare * busy.get(name, 0.0) / total for name, rate in own.items()}
+
+
+class SharedBudget:
+    """Who may send what of one line's budget. `lower`, then `raise_` once those have answered (`answered`)."""
+
+    def __init__(self) -> None:
+        self._bounds: dict[str, Bound] = {}
+
+    def bound(self, sender: Sender, now: float) -> float:
+        """What it may be sending at most."""
+        known = self._bounds.get(sender.node_id)
+        return known.bytes_per_s if known is not None and now < known.until else sender.own_bytes_per_s
+
+    def lower(self, senders: Sequence[Sender], now: float) -> list[Grant]:
+        """What is to be given up, or to stay given up; first."""
+        self._forget(senders, now)
+        wanted, until = divide(senders), now + LEASE_S
+        grants = []
+        for sender in senders:
+            rate, own, bound = wanted[sender.node_id], sender.own_bytes_per_s, self.bound(sender, now)
+            if rate < (1.0 - ALIKE) * own or (bound > own and rate < (1.0 - ALIKE) * bound):
+                grants.append(Grant(sender.node_id, min(rate, bound), own, until))
+        # A borrower that needs less, but more than its own, keeps to the end that its raise has.
+        return [
+            grant if not grant.is_raise else replace(grant, until=self._bounds[grant.node_id].until) for grant in grants
+        ]
+
+    def answered(self, grant: Grant) -> None:
+        """The sender keeps to it."""
+        self._bounds[grant.node_id] = Bound(grant.bytes_per_s, grant.until)
+
+    def raise_(self, senders: Sequence[Sender], now: float) -> list[Grant]:
+        """What can be had of what was given up. It counts as taken from now on, whether it will be answered or not.
+
+        Who has lent is not raised before his lease has ended, even if he needs it: others may have what he lent till then.
+        """
+        wanted, bounds = divide(senders), {sender.node_id: self.bound(sender, now) for sender in senders}
+        lent_until = [self._bounds[s.node_id].until for s in senders if bounds[s.node_id] < s.own_bytes_per_s]
+        borrowers = [
+            s for s in senders if max(wanted[s.node_id], bounds[s.node_id]) > (1.0 + ALIKE) * s.own_bytes_per_s
+        ]
+        borrowers = [sender for sender in borrowers if bounds[sender.node_id] >= sender.own_bytes_per_s]
+        if not lent_until or not borrowers:
+            return []
+        more = {s.node_id: max(0.0, wanted[s.node_id] - bounds[s.node_id]) for s in borrowers}
+        free = max(0.0, sum(sender.own_bytes_per_s for sender in senders) - sum(bounds.values()))
+        part = min(1.0, free / sum(more.values())) if any(more.values()) else 0.0
+        grants = []
+        for sender in borrowers:
+            rate = bounds[sender.node_id] + part * more[sender.node_id]
+            grants.append(Grant(sender.node_id, rate, sender.own_bytes_per_s, min(lent_until)))
+        for grant in grants:
+            known = self._bounds.get(grant.node_id, Bound(0.0, now))
+            self._bounds[grant.node_id] = Bound(grant.bytes_per_s, max(grant.until, known.until))
+        return [grant for grant in grants if grant.is_raise]
+
+    def _forget(self, senders: Sequence[Sender], now: float) -> None:
+        names: Mapping[str, Sender] = {sender.node_id: sender for sender in senders}
+        self._bounds = {name: each for name, each in self._bounds.items() if now < each.until and name in names}

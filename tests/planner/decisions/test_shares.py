@@ -1,0 +1,102 @@
+"""Senders of one line share its budget, and whatever is lost or late, they never send more than all of it."""
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.decisions.shares import FLOOR, Bound, Grant, Sender, SharedBudget, divide
+
+MB = 1e6
+
+
+def line(*queued: float, own: float = 10 * MB) -> list[Sender]:
+    return [Sender(f"n{i}", own, each) for i, each in enumerate(queued)]
+
+
+def test_what_nobody_needs_goes_to_who_waits_but_for_a_floor():
+    assert divide(line(0.0, 0.0)) == {"n0": 10 * MB, "n1": 10 * MB}
+    assert divide(line(1 * MB, 1 * MB)) == {"n0": 10 * MB, "n1": 10 * MB}  # it is gone in no time
+    assert divide(line(90 * MB, 0.0)) == {"n0": (2 - FLOOR) * 10 * MB, "n1": FLOOR * 10 * MB}
+    shared = divide(line(30 * MB, 10 * MB, 0.0))
+    assert sum(shared.values()) == 30 * MB
+    assert shared["n0"] - FLOOR * 10 * MB == 3 * (shared["n1"] - FLOOR * 10 * MB)
+
+
+def test_nobody_is_raised_before_others_have_answered():
+    budget, senders = SharedBudget(), line(90 * MB, 0.0)
+    (lower,) = budget.lower(senders, 0.0)
+    assert (lower.node_id, lower.bytes_per_s, lower.is_raise) == ("n1", FLOOR * 10 * MB, False)
+    assert budget.raise_(senders, 0.1) == []
+    budget.answered(lower)
+    (raised,) = budget.raise_(senders, 0.1)
+    assert (raised.node_id, raised.bytes_per_s) == ("n0", (2 - FLOOR) * 10 * MB)
+    assert raised.until <= lower.until
+
+
+def test_a_budget_follows_those_who_wait_and_comes_back():
+    budget = SharedBudget()
+    for now in (0.0, 1.0, 2.0):
+        for grant in budget.lower(line(90 * MB, 0.0), now):
+            budget.answered(grant)
+        (raised,) = budget.raise_(line(90 * MB, 0.0), now)
+        assert raised.bytes_per_s == (2 - FLOOR) * 10 * MB
+        assert raised.until == now + 3.0
+    for now in (3.0, 4.0, 5.5, 6.0, 7.0):  # the other way round: what was lent is back when its lease has ended
+        for grant in budget.lower(line(0.0, 90 * MB), now):
+            budget.answered(grant)
+        raised_now = budget.raise_(line(0.0, 90 * MB), now)
+    assert [grant.node_id for grant in raised_now] == ["n1"]
+    assert (budget.lower(line(0.0, 0.0), 20.0), budget.raise_(line(0.0, 0.0), 20.0)) == ([], [])
+
+
+@dataclass
+class Node:
+    """Keeps to what reaches it, as nodes do; all clocks are one."""
+
+    own: float
+    taken: Bound = field(default_factory=lambda: Bound(0.0, -1.0))
+
+    def take(self, grant: Grant, now: float, lease_s: float) -> None:
+        until = grant.until if grant.is_raise else now + lease_s
+        if until > now:
+            self.taken = Bound(grant.bytes_per_s, until)
+
+    def rate(self, now: float) -> float:
+        return self.taken.bytes_per_s if now < self.taken.until else self.own
+
+
+ROUND = st.tuples(
+    st.lists(st.sampled_from([0.0, 1 * MB, 20 * MB, 300 * MB]), min_size=3, max_size=3),  # what waits
+    st.lists(st.sampled_from(["answered", "answered", "lost", "unanswered"]), min_size=6, max_size=6),
+    st.floats(0.0, 0.6), st.floats(0.05, 4.0),  # how long an answer takes, and until the next round
+)  # fmt: skip
+
+
+@settings(max_examples=200)
+@given(st.lists(ROUND, max_size=12))
+def test_together_they_never_send_more_than_the_budget(rounds):
+    owns = [10 * MB, 10 * MB, 30 * MB]
+    nodes = {f"n{i}": Node(own) for i, own in enumerate(owns)}
+    budget, now = SharedBudget(), 0.0
+
+    def check(until: float) -> None:
+        moments = [now, until, *(n.taken.until + late for n in nodes.values() for late in (-1e-6, 1e-6))]
+        for moment in moments:
+            if now <= moment <= until:
+                assert sum(node.rate(moment) for node in nodes.values()) <= sum(owns) * (1 + 1e-9)
+
+    for queued, fates, answer_s, pause_s in rounds:
+        senders = [Sender(f"n{i}", own, each) for i, (own, each) in enumerate(zip(owns, queued, strict=True))]
+        for grant, fate in zip(budget.lower(senders, now), fates, strict=False):
+            if fate != "lost":
+                nodes[grant.node_id].take(grant, now + answer_s, grant.until - now)
+            if fate == "answered":
+                budget.answered(grant)
+        check(now + answer_s)
+        now += answer_s
+        for grant, fate in zip(budget.raise_(senders, now), fates[3:], strict=False):
+            if fate != "lost":
+                nodes[grant.node_id].take(grant, now, 0.0)
+        check(now + pause_s)
+        now += pause_s
