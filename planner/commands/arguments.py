@@ -80,6 +80,7 @@ def _trial(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--increment", type=int, default=0, help="uncached tokens that a decode node may compute itself"
     )
+    command.add_argument("--cross-cluster-cache", action="store_true", help="prefixes move between clusters, too")
     command.add_argument("--eviction", default="lru", help="of the caches; default is what nodes run")
     command.add_argument("--fetch-gbps", type=not_negative, help="prefix transfers inside a cluster")
     command.add_argument("--tail-share", type=share, default=1.0, help="KVCache that leaves after the prefill (1: all)")

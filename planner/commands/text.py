@@ -137,10 +137,13 @@ def outcome_text(report: Mapping[str, Any], title: str) -> str:
     lines.append("  busy " + ", ".join(f"{stage} {share:.1%}" for stage, share in report["utilisation"].items()))
     if "conversions" in report:
         lines.append("  conversions " + ", ".join(f"{how} {count:g}" for how, count in report["conversions"].items()))
-    if "link_failures" in report:
-        failed = ", ".join(f"{link} {count:g}" for link, count in report["link_failures"].items())
-        after = ", ".join(f"{reason} {count:g}" for reason, count in report["fallbacks"].items())
-        lines.append(f"  links that failed {failed}; {after}")
+    for key, what in (
+        ("link_failures", "links that failed"),
+        ("fallbacks", "not as routed"),
+        ("moved_bytes", "moved bytes"),
+    ):
+        if key in report:
+            lines.append(f"  {what} " + ", ".join(f"{name} {count:g}" for name, count in report[key].items()))
     lines.append("  routes " + ", ".join(f"{route} {count:g}" for route, count in report["routes"].items()))
     if "clusters" in report:
         lines += ["", *_by_cluster(report)]

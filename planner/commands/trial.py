@@ -39,6 +39,7 @@ def trial_of(args: argparse.Namespace) -> Trial:
         eviction=args.eviction,
         tail_share=args.tail_share,
         increment_tokens=args.increment,
+        cross_cluster_cache=args.cross_cluster_cache,
         estimates=Estimates(args.estimates),
         controller=controller,
         capacity=_link_trace(args.link_trace) if args.link_trace else None,

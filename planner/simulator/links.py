@@ -6,6 +6,7 @@ Whether a link carries anything is the egress' to know; a decider learns it from
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -36,6 +37,12 @@ class Links:
         """`is_over` says that there is nothing more to send, and so to probe for."""
         self.all = [Egress(wire, loop, on_delivered, on_lost, scenario.peer_timeout_s) for wire in scenario.wires]
         self._by_ends = {(link.wire.source, link.wire.destination): link for link in self.all}
+        # The other direction of the same lines: only prefixes go there.
+        for wire in scenario.wires if scenario.routing.cross_cluster_cache else ():
+            back = replace(wire, source=wire.destination, destination=wire.source)
+            self._by_ends[back.source, back.destination] = Egress(
+                back, loop, on_delivered, on_lost, scenario.peer_timeout_s
+            )
         by_cluster = groupby(senders.values(), lambda node: node.pool.name)
         self._senders = {name: tuple(node.node_id for node in nodes) for name, nodes in by_cluster}
         self._cluster_of = {name: cluster for cluster, names in self._senders.items() for name in names}

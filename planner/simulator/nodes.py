@@ -86,6 +86,7 @@ class PrefillNode:
         self._queued_s = 0.0
         self._free_at = 0.0
         self._running = False
+        self._expected = 0  # jobs that wait for a prefix
         self.queued_tokens = 0  # that wait or are computed
         self._promises = Promises()
         self._view = NodeView(node_id=node_id, cluster=pool.name, kind=pool.kind, role=Role.PREFILL)
@@ -93,7 +94,7 @@ class PrefillNode:
     @property
     def num_jobs(self) -> int:
         """Jobs that wait or run. Not its length: an idle node is no less of one."""
-        return len(self._queue) + self._running
+        return len(self._queue) + self._running + self._expected
 
     def view_for(self, job: Job) -> NodeView:
         """As this prompt sees it: what will have been computed when its turn comes counts, but cannot be sent yet."""
@@ -125,10 +126,23 @@ class PrefillNode:
         left_s = self._free_at - now
         return self._queued_s + left_s if left_s > 0 else self._queued_s
 
-    def put(self, now: float, job: Job) -> None:
+    def expect(self, job: Job) -> None:
+        """A job comes as soon as it has the prefix that it is sent; it is work of this node already."""
+        self._expected += 1
+        self._book(job)
+
+    def _book(self, job: Job) -> None:
         job.queued = job.prompt - job.cached
         self.queued_tokens += job.queued
         self._promises.add(job.blocks)
+
+    def put(self, now: float, job: Job, *, expected: bool = False) -> None:
+        if expected:
+            self._expected -= 1
+            self.queued_tokens += job.prompt - job.cached - job.queued
+            job.queued = job.prompt - job.cached
+        else:
+            self._book(job)
         if self._running or self.cache is None:  # an idle node's cache knows better
             job.est_s = self.pool.prefill.with_prefix(job.prompt, job.cached)
         if self._running:

@@ -27,6 +27,7 @@ class Outcome:
     rejects: Mapping[str, int]
     wasted_prefill_s: float  # computed for requests that were refused after it
     fallbacks: Mapping[str, int] = field(default_factory=dict)  # by reason, as gateways count them
+    moved_bytes: Mapping[str, int] = field(default_factory=dict)  # of prefixes, between clusters
     link_failures: Mapping[str, int] = field(default_factory=dict)  # by link: how often its breakers opened
     routes: Mapping[str, int]
     utilisation: Mapping[str, float]
@@ -61,7 +62,7 @@ class Outcome:
             "wasted_prefill_s": self.wasted_prefill_s,
             **self._by_class(done),
             **({"ways": dict(self.ways), "clusters": self.clusters, "links": self.links} if self.clusters else {}),
-            **self._failures(),
+            **self._between_clusters(),
             **({"conversions": dict(self.conversions)} if self.conversions else {}),
             "routes": dict(self.routes),
             **_percentiles("ttft", self.ttft_s[done]),
@@ -85,11 +86,10 @@ class Outcome:
             "seed": self.seed,
         }
 
-    def _failures(self) -> dict[str, dict[str, int]]:
-        """What failed links cost, where any has."""
-        if not self.link_failures:
-            return {}
-        return {"fallbacks": dict(self.fallbacks), "link_failures": dict(self.link_failures)}
+    def _between_clusters(self) -> dict[str, dict[str, int]]:
+        """What was lost and late, and what moved between clusters, where anything did."""
+        tables = {"fallbacks": self.fallbacks, "link_failures": self.link_failures, "moved_bytes": self.moved_bytes}
+        return {name: dict(table) for name, table in tables.items() if table}
 
     def _by_class(self, done: Any) -> dict[str, dict[str, int]]:
         """Requests that got an answer, and those that got it as their class was promised; nothing of a single class."""

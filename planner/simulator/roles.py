@@ -103,6 +103,10 @@ class Roles:
         prefills = {name: [node.view_for(job) for node in nodes] for name, nodes in self._ready_prefills.items()}
         return ReadyNodes(prefills, [node.view_for(hashes, prompt, now) for node in self._ready_decodes])
 
+    def named(self, node_id: str) -> Node | None:
+        """The node of that name, whatever its role."""
+        return self.prefills.get(node_id) or self.decodes.get(node_id)
+
     def ready_pd_prefills(self) -> list[PrefillNode]:
         return [node for node in self.prefills.values() if node.pool.kind is ClusterKind.PD and node.ready]
 

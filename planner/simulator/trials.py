@@ -35,6 +35,7 @@ class Trial:
     eviction: str = "lru"
     tail_share: float = 1.0
     increment_tokens: int = 0
+    cross_cluster_cache: bool = False
     estimates: Estimates = Estimates.LEARNED
     controller: ControllerConfig | None = None
     capacity: Sequence[tuple[float, float]] | None = None
@@ -140,6 +141,7 @@ def scenario_of(site: Site, setting: Setting, trial: Trial) -> Scenario:
             tie_share=setting.tie_share or 1.0,
             placement=placement,
             increment_tokens=trial.increment_tokens,
+            cross_cluster_cache=trial.cross_cluster_cache,
         ),
         placer=trial.placer,
         admission=trial.admission,

@@ -32,6 +32,7 @@ from planner.simulator.egress import Egress
 from planner.simulator.estimates import Experience, LearnedTimes, TrueTimes
 from planner.simulator.links import Links
 from planner.simulator.loop import Loop
+from planner.simulator.moves import Move, Moves
 from planner.simulator.nodes import NO_HASHES, Job, PrefillNode
 from planner.simulator.outcome import Outcome
 from planner.simulator.policies import Estimates
@@ -86,6 +87,7 @@ class World:
         self._ended = bytearray(size)
         self._num_ended = 0
         self._fallbacks: Counter[str] = Counter()
+        self._moves = Moves(self.loop, trace.block_size, self._on_late_move)
         self._homes = homes_of(scenario, size, seed)
         self._ways = Ways(scenario, size) if Ways.are_several(scenario) else None
         self._rejects: Counter[str] = Counter()
@@ -144,10 +146,14 @@ class World:
         )  # fmt: skip
         if self.policy.placement is not self._experience.placement:
             self.policy = replace(self.policy, placement=self._experience.placement)
+        policy = self.policy
+        if self._moves.delays:
+            placement = replace(policy.placement, fetch_delays_s=self._moves.delays.at(now))
+            policy = replace(policy, placement=placement)
         self._learned.as_of(now)
         ready = self._roles.seen_by(job, now)
         found = route_among(
-            _without(ready, exclude) if exclude else ready, request, self._links.views(now), self.policy,
+            _without(ready, exclude) if exclude else ready, request, self._links.views(now), policy,
             place=self._place, cost=self._cost,
         )  # fmt: skip
         if found.prefill_node is not None:
@@ -181,7 +187,15 @@ class World:
             job.unsent = _bytes_to_send(self.scenario.kv, job)
             job.egress.promise(job.unsent)
         rate = self.scenario.routing.placement.fetch_bytes_per_s
-        if found.fetch_from is not None and rate:
+        source = None if found.fetch_from is None else self._roles.named(found.fetch_from)
+        if source is not None and source.pool is not node.pool:
+            own = node.match(job.hashes, job.prompt).num_tokens
+            # States are sent whatever the node has of attention.
+            size = self.scenario.kv(found.cached_tokens) - self.scenario.kv.bytes_per_token * own
+            link = self._links.between(source.pool.name, node.pool.name)
+            self._moves.fetch(now, job, source, node, link, size)
+            return
+        if source is not None and rate:
             own = node.match(job.hashes, job.prompt).num_tokens
             moved = self.scenario.kv(found.cached_tokens) - self.scenario.kv(own)
             job.ready_at = now + moved / rate
@@ -218,7 +232,10 @@ class World:
         else:
             self._send(now, job, self.scenario.tail_share)
 
-    def _on_delivered(self, now: float, job: Job) -> None:
+    def _on_delivered(self, now: float, job: Job | Move) -> None:
+        if isinstance(job, Move):
+            self._moves.on_delivered(now, job)
+            return
         job.flows -= 1
         if not job.flows:
             wire = job.egress.wire
@@ -227,9 +244,10 @@ class World:
             self._links.arrived(now, job)
             self._on_kv_ready(now, job)
 
-    def _on_lost(self, now: float, jobs: list[Job]) -> None:
+    def _on_lost(self, now: float, items: list[Job | Move]) -> None:
         """Their transfers have failed: each goes another way, as gateways have it go (`gateway/run.py`)."""
-        lost = list(dict.fromkeys(jobs))  # one may have two transfers under way
+        # One may have two transfers under way.
+        lost = list(dict.fromkeys(item for item in items if isinstance(item, Job)))
         for job in lost:
             job.is_lost = True
             job.egress.promise(-job.unsent)
@@ -237,6 +255,12 @@ class World:
         for job in lost:
             self._fallbacks[f"prefill_{PATH_FAILED}"] += 1
             self._take_another_way(now, job.again())
+        for item in items:
+            if isinstance(item, Move):
+                self._moves.on_lost(now, item)
+
+    def _on_late_move(self, reason: str) -> None:
+        self._fallbacks[reason] += 1
 
     def _take_another_way(self, now: float, job: Job) -> None:
         decode, failed = job.decode_node, job.failed
@@ -338,6 +362,7 @@ class World:
             wasted_prefill_s=self._door.wasted_s,
             fallbacks=dict(sorted(self._fallbacks.items())),
             link_failures={f"{source} to {to}": count for (source, to), count in sorted(self._links.failures.items())},
+            moved_bytes=dict(sorted(self._moves.moved_bytes.items())),
             routes={f"{target} {reason}": count for (target, reason), count in sorted(self._routes.items())},
             utilisation=utilisation,
             egress_bytes=windows,

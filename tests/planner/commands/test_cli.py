@@ -99,7 +99,8 @@ def test_seeds_come_with_intervals(capsys):
 
 def test_links_fail_at_given_times(capsys):
     argv = ["simulate", "-c", CASE, "--requests", "300", "--link-thin", "5:20:0.5", "--link-down"]
-    assert "links that failed prfaas to pd 1; prefill_peer_lost" in run(capsys, *argv, "20:50")[1]
+    out = run(capsys, *argv, "20:50")[1]
+    assert "links that failed prfaas to pd 1\n  not as routed prefill_peer_lost" in out
     assert "links that failed" not in run(capsys, *argv, "20:24:prfaas:pd")[1]  # shorter than the patience
     for wrong in ("20", "20:x", "50:20", "20:50:prfaas", "20:50:prfaas:else"):
         code, _, error = run(capsys, *argv, wrong)
