@@ -48,9 +48,15 @@ class Door:
         self.classes = tuple(classes)
         shares = np.cumsum([classes[each] for each in self.classes])
         self.class_of = np.searchsorted(shares / shares[-1], draws, side="right")
-        self._rooms = {each: _room(each.tbt_s, decodes.values()) for each in self.classes}
+        self._decodes = decodes
+        self.count_room()
         self._line: Line[Job] = Line(limits.max_waiting if limits else 1, limits.ageing_s if limits else inf)
         self._drain = Drain()
+
+    def count_room(self) -> None:
+        """Counts what decode holds within each class's TBT; to be called when other nodes are ready than before."""
+        ready = [node for node in self._decodes.values() if node.ready]
+        self.rooms = {each: _room(each.tbt_s, ready) for each in self.classes}
 
     def service(self, index: int) -> ServiceClass:
         """The class of a request."""
@@ -67,7 +73,7 @@ class Door:
             computed_s=route.ttft_s, alone_s=route.compute_s, arrived_s=route.link_s, waited_s=now - job.arrived
         )
         return admit(
-            self._policy, service, expected, room=self._rooms[service], decoding=self._decoding,
+            self._policy, service, expected, room=self.rooms[service], decoding=self._decoding,
             forecast=self._forecast, now=now,
         )  # fmt: skip
 
@@ -83,7 +89,7 @@ class Door:
             return ACCEPTED
         service = self.service(job.index)
         found = admit_to_decode(
-            self._policy, service, room=self._rooms[service], decoding=self._decoding, forecast=self._forecast
+            self._policy, service, room=self.rooms[service], decoding=self._decoding, forecast=self._forecast
         )
         if found.accepted:
             self._decoding += 1

@@ -63,6 +63,7 @@ class Roles:
             for pool in scenario.pools
             for name in (f"{pool.name}-d{index}" for index in range(pool.num_decode))
         }
+        self.on_changed: Callable[[], None] = lambda: None
         self._flips = np.random.default_rng((seed, 2))
         self.converting = 0
         self.conversions: Counter[str] = Counter()  # by how they ended, as nodes call it
@@ -123,6 +124,7 @@ class Roles:
             return False
         node.ready = False
         self._sort()
+        self.on_changed()
         self.converting += 1
         self._drain(now, (node, now + self._scenario.flips.drain_timeout_s))
         return True
@@ -169,6 +171,7 @@ class Roles:
         self.conversions[outcome] += 1
         self.converting -= 1
         self._sort()
+        self.on_changed()
 
     # How busy they were
 

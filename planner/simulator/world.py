@@ -81,6 +81,7 @@ class World:
             decode_s=next(iter(self._decodes.values())).profile.full_step_s * float(trace.output_tokens.mean()),
             draws=np.random.default_rng((seed, 1)).random(len(trace)),
         )  # fmt: skip
+        self._roles.on_changed = self._door.count_room
         size = len(trace)
         self._ttft, self._tbt, self._e2e, self._wait = (array("d", [nan]) * size for _ in range(4))
         self._cached, self._remote = (array("d", [0.0]) * size for _ in range(2))

@@ -3,10 +3,13 @@
 import numpy as np
 import pytest
 
+from planner.decisions.admission import AdmissionPolicy
+from planner.decisions.classes import ServiceClass
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.profile import DecodeProfile, KvSize, PrefillCurve
 from planner.simulator.caches import layout_of
+from planner.simulator.door import Door
 from planner.simulator.loop import Loop
 from planner.simulator.nodes import Job
 from planner.simulator.roles import Roles
@@ -100,6 +103,23 @@ def test_the_last_node_of_a_role_is_left_alone():
     assert roles.convert(0.0, Move.TO_DECODE)
     assert not roles.convert(0.0, Move.TO_DECODE)
     assert len(roles.prefills) == 2
+
+
+def test_the_door_counts_the_room_of_the_nodes_there_are():
+    service, loop = ServiceClass(tbt_s=0.1), Loop()
+    roles = roles_of(loop)
+    door = Door(
+        AdmissionPolicy.EARLY, {service: 1.0}, None, roles.decodes, loop, consider=lambda now, job: None,
+        refuse=lambda now, job, why: None, decode_s=1.0, draws=np.zeros(1),
+    )  # fmt: skip
+    roles.on_changed = door.count_room
+    assert door.rooms == {service: 8}
+    assert roles.convert(0.0, Move.TO_PREFILL)
+    assert door.rooms == {service: 4}
+    loop.run()
+    assert roles.convert(loop.now, Move.TO_DECODE)
+    loop.run()
+    assert door.rooms == {service: 8}
 
 
 def test_flips_take_what_was_measured():
