@@ -125,6 +125,7 @@ class CallConnection(asyncio.Protocol):
             self._transport.close()
 
     def _hang_up(self, reason: str, detail: str) -> None:
+        log.warning("the kept connection to %s is given up (%s): %s", self._address, reason, detail)
         self._end = (reason, detail)
         if self._transport is not None:
             self._transport.abort()
