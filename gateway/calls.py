@@ -12,8 +12,8 @@ from typing import Final, cast
 from google.protobuf.message import DecodeError
 
 from gateway.errors import NodeError
-from transport.control.calls import AGENT, CALLER, MAX_CALLS, CallBuffer, keep_alive
-from transport.control.messages import MessageError, frame
+from transport.control.calls import AGENT, CALLER, MAX_CALLS, CallBuffer, Outbox, keep_alive
+from transport.control.messages import MessageError
 from transport.control.proto import node_pb2 as pb
 from transport.wire.identity import Identity
 
@@ -30,6 +30,7 @@ class CallConnection(asyncio.Protocol):
         self._address = address
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
+        self._outbox: Outbox
         self._buffer = CallBuffer(AGENT)
         self._asked: dict[int, tuple[asyncio.Future[pb.CallAnswer], asyncio.TimerHandle]] = {}
         self._number = 0
@@ -51,7 +52,7 @@ class CallConnection(asyncio.Protocol):
         call.id, call.timeout_s = number, timeout_s
         answer: asyncio.Future[pb.CallAnswer] = self._loop.create_future()
         self._asked[number] = answer, self._loop.call_later(timeout_s, self.give_up, number, timeout_s)
-        self._transport.write(frame(call.SerializeToString()))
+        self._outbox.say(call.SerializeToString())
         return answer
 
     def retire(self) -> None:
@@ -63,6 +64,7 @@ class CallConnection(asyncio.Protocol):
         """Hangs up; what waits for an answer gets none."""
         self._end = ("cancelled", "the gateway hangs up")
         if self._transport is not None:
+            self._outbox.flush()
             self._transport.close()
 
     # asyncio.Protocol
@@ -71,6 +73,7 @@ class CallConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are none by class
         keep_alive(transport.get_extra_info("socket"))
         self._transport.write(CALLER)
+        self._outbox = Outbox(self._transport)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -108,7 +111,7 @@ class CallConnection(asyncio.Protocol):
     def _give_back(self, transfer_id: str) -> None:
         if self._transport is not None and not self._transport.is_closing():
             call = pb.Call(abort=pb.AbortRequest(transfer_id=transfer_id, reason="given_up"))
-            self._transport.write(frame(call.SerializeToString()))
+            self._outbox.say(call.SerializeToString())
 
     def give_up(self, number: int, timeout_s: float) -> None:
         """Nobody waits any longer for the answer to call `number`, which has had `timeout_s`."""
@@ -122,6 +125,7 @@ class CallConnection(asyncio.Protocol):
 
     def _unless_needed(self) -> None:
         if self._is_retired and not self._asked and self._transport is not None:
+            self._outbox.flush()
             self._transport.close()
 
     def _hang_up(self, reason: str, detail: str) -> None:

@@ -13,8 +13,8 @@ from typing import Final, Protocol, cast
 from google.protobuf.message import DecodeError
 
 from node.errors import NodeRefusal
-from transport.control.calls import AGENT, CALLER, MAX_CALLS, CallBuffer, keep_alive
-from transport.control.messages import MessageError, frame
+from transport.control.calls import AGENT, CALLER, MAX_CALLS, CallBuffer, Outbox, keep_alive
+from transport.control.messages import MessageError
 from transport.control.proto import node_pb2 as pb
 from transport.wire.identity import Identity
 
@@ -91,6 +91,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are none by class
+        self._outbox = Outbox(self._transport)
         self._others.add(self)
         self._is_read = True
         keep_alive(transport.get_extra_info("socket"))
@@ -113,6 +114,7 @@ class _Connection(asyncio.Protocol):
         """Hangs up, once what has been said is sent."""
         for task in self.tasks:
             task.cancel()
+        self._outbox.flush()
         self._transport.close()
 
     def pause_writing(self) -> None:
@@ -182,8 +184,7 @@ class _Connection(asyncio.Protocol):
         self._say(pb.CallAnswer(id=call.id, refusal=pb.Refusal(reason=reason, detail=detail)))
 
     def _say(self, answer: pb.CallAnswer) -> None:
-        if not self._transport.is_closing():
-            self._transport.write(frame(answer.SerializeToString()))
+        self._outbox.say(answer.SerializeToString())
 
 
 def _context(identity: Identity) -> ssl.SSLContext:

@@ -10,10 +10,11 @@ Frames are those of `transport.control.messages`, bodies protobuf. A gRPC call t
 a bidirectional gRPC stream 110 to 160, one of these 13, with mutual TLS 14 to 22 (benchmarks/README.md).
 """
 
+import asyncio
 import socket
 from typing import Final
 
-from transport.control.messages import MessageBuffer, MessageError
+from transport.control.messages import MessageBuffer, MessageError, frame
 
 # Whoever says something else first is a stranger, or has another version. Two greetings: on a loopback a connection to a port
 # that nobody listens on any more can meet itself (simultaneous open, RFC 9293 §3.5).
@@ -45,6 +46,27 @@ class CallBuffer:
             return []
         self.greeted, self._first = True, b""
         return self._frames.feed(more)
+
+
+class Outbox:
+    """What one end says: all of one turn of the loop leaves in one write, and with TLS as one record."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        self._said: list[bytes] = []
+
+    def say(self, body: bytes) -> None:
+        """Queues one frame."""
+        if not self._said:
+            self._loop.call_soon(self.flush)
+        self._said.append(frame(body))
+
+    def flush(self) -> None:
+        """Writes what has been said, now: for who is about to hang up."""
+        said, self._said = self._said, []
+        if said and not self._transport.is_closing():
+            self._transport.write(b"".join(said))
 
 
 def keep_alive(connection: socket.socket | None) -> None:

@@ -1,12 +1,13 @@
 """Frames of a kept connection, after a greeting."""
 
+import asyncio
 import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.control.calls import AGENT, CALLER, CallBuffer
+from transport.control.calls import AGENT, CALLER, CallBuffer, Outbox
 from transport.control.messages import MessageError, frame
 
 
@@ -29,3 +30,32 @@ def test_who_greets_otherwise_is_no_peer(said: bytes) -> None:
 def test_a_frame_beyond_every_bound_is_refused_before_it_is_there() -> None:
     with pytest.raises(MessageError, match="frame of"):
         CallBuffer(CALLER).feed(CALLER + b"\xff" * 4)
+
+
+class Paper(asyncio.Transport):
+    """Takes down what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[bytes] = []
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.writes.append(bytes(data))
+
+    def is_closing(self) -> bool:
+        return False
+
+
+def test_what_is_said_in_one_turn_of_the_loop_leaves_in_one_write() -> None:
+    async def scenario() -> None:
+        outbox = Outbox(paper := Paper())
+        outbox.say(b"a")
+        outbox.say(b"b")
+        assert paper.writes == []
+        await asyncio.sleep(0)
+        outbox.say(b"c")
+        outbox.flush()
+        await asyncio.sleep(0)
+        assert paper.writes == [frame(b"a") + frame(b"b"), frame(b"c")]
+
+    asyncio.run(scenario())
