@@ -6,8 +6,8 @@
       | Call(id) … ----------------------> |   as many at once as there are requests
       |  <----------------- CallAnswer(id) |   in any order
 
-Frames are those of `transport.control.messages`, bodies protobuf. A gRPC call takes a gateway 170 to 230 µs of CPU, one over
-a bidirectional gRPC stream 110 to 160, one of these 13, with mutual TLS 14 to 22 (benchmarks/README.md).
+Frames are those of `transport.control.messages`, bodies protobuf. A gRPC call takes a gateway 160 to 250 µs of CPU, one over a
+bidirectional gRPC stream 120 to 170, one of these 8 to 28, with mutual TLS 11 to 53 (`python -m benchmarks.calls`).
 """
 
 import asyncio
