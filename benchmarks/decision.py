@@ -1,11 +1,11 @@
 """CPU of one decision: `python -m benchmarks.decision [--json] [--prompts N] [--rounds N] [--blocks N]`.
 
-What a gateway does between a prompt's hashes and its booking, in the gateway's own code: a place in the line, views of nodes and
-links, routing, placement, admission; what prefills take has been learned of every node. A prompt of 131,072 tokens, 64 nodes (16
-of a PrfaaS cluster, 32 that prefill and 16 that decode at home), an index of a million blocks. Every decision is about another
-prompt than the one before, whose hashes are fresh objects: nothing lies in the processor's caches that would not lie there in a
-gateway. Medians over all prompts and rounds; on a machine that is busy with other things the tenth percentile is nearer to what
-the code takes.
+What a gateway does between a prompt's hashes and its booking, in the gateway's own code: a place in the line, views of nodes
+and links, routing, placement, admission; what prefills and steps take has been learned of every node. A prompt of 131,072
+tokens, 64 nodes (16 of a PrfaaS cluster, 32 that prefill and 16 that decode at home), an index of a million blocks. Every
+decision is about another prompt than the one before, whose hashes are fresh objects: nothing lies in the processor's caches
+that would not lie there in a gateway. Medians over all prompts and rounds; on a machine that is busy with other things the
+tenth percentile is nearer to what the code takes.
 
     few     a conversation: four nodes hold nearly all of it, the others its system prompt
     spread  every node holds another length of it, the worst there is
@@ -185,9 +185,10 @@ async def measure(arm: Arm, num_prompts: int, rounds: int, num_blocks: int) -> d
     config = GatewayConfig(tokenizer_dir=Path(), nodes=tuple(NodeConfig(agent=agent.address) for agent in agents))
     clusters = Clusters(agents, time.monotonic, tasks=TaskSet(lambda work: None))
     links = Links(clusters.nodes, time.monotonic)
-    cost = LearnedCost()
+    steps = LearnedSteps()
+    cost = LearnedCost(steps=steps)
     decider = Decider(config, clusters, links, cost, time.monotonic)
-    refusals = Refusals(config, clusters, LearnedSteps(), time.monotonic)
+    refusals = Refusals(config, clusters, steps, time.monotonic)
     line = WaitingLine(time.monotonic, limit=256, patience_s=30.0)
     clusters.start()
     try:
@@ -196,7 +197,7 @@ async def measure(arm: Arm, num_prompts: int, rounds: int, num_blocks: int) -> d
             await asyncio.sleep(0)
         index = clusters.index
         assert index is not None
-        teach(cost, clusters, rng)
+        teach(cost, steps, clusters, rng)
         took: dict[str, list[float]] = {"decision": [], "views": [], "links": []}
         for number in range(rounds * num_prompts):
             request = request_of(prompts[number % num_prompts], clusters, number)
@@ -211,8 +212,8 @@ async def measure(arm: Arm, num_prompts: int, rounds: int, num_blocks: int) -> d
         await clusters.close()
 
 
-def teach(cost: LearnedCost, clusters: Clusters, rng: random.Random) -> None:
-    """Every node has shown what its prefills take, each something else."""
+def teach(cost: LearnedCost, steps: LearnedSteps, clusters: Clusters, rng: random.Random) -> None:
+    """Every node has shown what its prefills and decode steps take, each something else."""
     cost.as_of(time.monotonic())
     for node in clusters.nodes:
         slowness = rng.uniform(0.9, 1.1)
@@ -220,6 +221,8 @@ def teach(cost: LearnedCost, clusters: Clusters, rng: random.Random) -> None:
             computed, cached = rng.randrange(1, 64_000), rng.randrange(64_000)
             seconds = slowness * (0.05 + 1e-4 * computed + 1e-9 * computed * (2 * cached + computed))
             cost.observe(node.id, node.cluster, computed, cached, seconds)
+            running = rng.randrange(1, 12)
+            steps.observe(node.id, running, slowness * (0.02 + 0.003 * running))
 
 
 def decide(line: WaitingLine, decider: Decider, refusals: Refusals, request: Request) -> None:

@@ -1,15 +1,17 @@
-"""Placements side by side: `python -m benchmarks.placement [--json] [--trace FILE ...] [--no-live] [--requests N]`.
+"""Placements side by side: `python -m benchmarks.placement [--json] [--trace FILE ...] [--no-live | --only-live] [--rounds N]`.
 
 orderings   every placement on each trace, simulated: 8 prefill and 8 decode nodes with caches, prefixes fetched at 100 Gbit/s
 balancing   Algorithm 1 with its balancing threshold fixed, and adapted, on the second half of each trace (the first was tuned on)
 live        every placement on made-up conversations, in which 60 % of the blocks repeat: one gateway, three prefill and two
-            decode nodes, engines that stand in for the model; the same requests at the same times, TTFT in seconds of the model
+            decode nodes, engines that stand in for the model; the same requests at the same times, TTFT in seconds of the model;
+            in several rounds, every other one backwards, since the machine has more influence on a run than some placements have
 """
 
 import argparse
 import asyncio
 import json
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -118,17 +120,37 @@ def topology(placement: str, state_dir: Path) -> Topology:
     )  # fmt: skip
 
 
-async def live(trace: Trace, state_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in PLACERS:
-        deployed = topology(name, state_dir)
-        ensure_model(deployed.model, state_dir, say)
-        async with System(deployed, state_dir / name, lambda line: None) as system:
-            replayed = Replayed(system, deployed.model.scale, seed=0)
-            seen = await replayed.run(trace)
-        found[name] = seen.row() | {"wrong": len(replayed.wrong), "timers_late_p99_s": round(replayed.late_p99_s, 3)}
-        say(f"  live {name}: {found[name]}")
-    return found
+async def live(trace: Trace, state_dir: Path, rounds: int) -> dict[str, Any]:
+    """By placement: mean and P90 TTFT of each round, the mean of all, wrong answers."""
+    seen: dict[str, list[dict[str, Any]]] = {name: [] for name in PLACERS}
+    for number in range(rounds):
+        for name in list(PLACERS)[:: -1 if number % 2 else 1]:
+            seen[name].append(await once(name, trace, state_dir))
+            say(f"  live {name}: {seen[name][-1]}")
+    return {
+        name: {
+            "ttft_mean_s": round(statistics.mean(row["ttft_mean_s"] for row in rows), 3),
+            "ttft_mean_s_of_each": [round(row["ttft_mean_s"], 3) for row in rows],
+            "ttft_p90_s_of_each": [round(row["ttft_p90_s"], 3) for row in rows],
+            "wrong": sum(row["wrong"] for row in rows),
+            "timers_late_p99_s": max(row["timers_late_p99_s"] for row in rows),
+        }
+        for name, rows in seen.items()
+    }
+
+
+async def once(name: str, trace: Trace, state_dir: Path) -> dict[str, Any]:
+    deployed = topology(name, state_dir)
+    ensure_model(deployed.model, state_dir, say)
+    async with System(deployed, state_dir / name, lambda line: None) as system:
+        replayed = Replayed(system, deployed.model.scale, seed=0)
+        seen = await replayed.run(trace)
+    return {
+        **seen.row(),
+        "wrong": len(replayed.wrong),
+        "timers_late_p99_s": round(replayed.late_p99_s, 3),
+        "load_average": os.getloadavg()[0],
+    }
 
 
 def as_live(requests: int) -> Trace:
@@ -140,7 +162,7 @@ def as_live(requests: int) -> Trace:
 def table(result: Mapping[str, Any]) -> str:
     lines: list[str] = []
     for part in ("orderings", "balancing"):
-        for trace, rows in result[part].items():
+        for trace, rows in result.get(part, {}).items():
             lines += [f"{part}, {trace}", *(f"  {name:28} {row}" for name, row in rows.items())]
     lines += [f"live {name:24} {row}" for name, row in result.get("live", {}).items()]
     return "\n".join(lines)
@@ -152,18 +174,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments.add_argument(
         "--trace", type=Path, action="append", help="in Mooncake's format; default: the shipped slice"
     )
-    arguments.add_argument("--no-live", action="store_true")
+    which = arguments.add_mutually_exclusive_group()
+    which.add_argument("--no-live", action="store_true")
+    which.add_argument("--only-live", action="store_true")
+    arguments.add_argument("--rounds", type=int, default=2, help="of live runs")
     arguments.add_argument("--requests", type=int, default=150, help="of a live run")
     arguments.add_argument("--state-dir", type=Path, default=Path.home() / ".cache" / "prfaas-placement")
     args = arguments.parse_args(argv)
     traces = {path.name.split(".")[0]: read_trace(path) for path in args.trace or [SHIPPED]}
-    result: dict[str, Any] = {
-        "load_average": os.getloadavg()[1],
-        "orderings": {name: orderings(trace) for name, trace in traces.items()},
-        "balancing": {name: balancing(trace) for name, trace in traces.items()},
-    }
+    result: dict[str, Any] = {"load_average": os.getloadavg()[1]}
+    if not args.only_live:
+        result["orderings"] = {name: orderings(trace) for name, trace in traces.items()}
+        result["balancing"] = {name: balancing(trace) for name, trace in traces.items()}
     if not args.no_live:
-        result["live"] = asyncio.run(live(as_live(args.requests), args.state_dir))
+        result["live"] = asyncio.run(live(as_live(args.requests), args.state_dir, args.rounds))
     print(json.dumps(result, indent=2) if args.json else table(result))
 
 

@@ -69,6 +69,7 @@ class StepEstimate:
     def __init__(self) -> None:
         self.samples = 0
         self._mean_n = self._mean_s = self._var = self._cov = 0.0
+        self.line = (0.0, 0.0)  # (a, b); neither is negative: another request never makes tokens come sooner
 
     def observe(self, running: float, seconds: float) -> None:
         """An answer took `seconds` per token on average while, on average, so many were `running`, itself included."""
@@ -83,10 +84,9 @@ class StepEstimate:
         self._mean_s += weight * off_s
         self._var = (1.0 - weight) * (self._var + weight * off_n * off_n)
         self._cov = (1.0 - weight) * (self._cov + weight * off_n * off_s)
+        self.line = self._fit()
 
-    @property
-    def line(self) -> tuple[float, float]:
-        """(a, b); neither is negative: another request never makes tokens come sooner."""
+    def _fit(self) -> tuple[float, float]:
         slope = max(0.0, self._cov / self._var) if self._var > 1e-9 else 0.0
         if slope * self._mean_n > self._mean_s:
             return 0.0, self._mean_s / self._mean_n
@@ -116,7 +116,10 @@ class LearnedSteps:
     def step_s(self, node_id: str, running: float) -> float:
         """Predicted seconds from token to token of one of `running` requests there; 0 while too little has been seen."""
         steps = self._nodes.get(node_id)
-        return steps.at(running) if steps is not None and steps.samples >= STEPS_BELIEVED else 0.0
+        if steps is None or steps.samples < STEPS_BELIEVED:
+            return 0.0
+        constant, slope = steps.line  # as `at`, and every decode node is asked for each request
+        return constant + slope * running
 
     def forget(self, node_id: str) -> None:
         """The node is gone, or is not what it was."""
