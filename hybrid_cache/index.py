@@ -67,7 +67,7 @@ class PrefixIndex:
 
     @property
     def memory_bytes(self) -> int:
-        """Size of the tables and the hashes in them (holders of up to 30 nodes are small integers, shared or 28 bytes)."""
+        """Size of the tables and the hashes in them (holders of up to 30 nodes are 28 bytes, with engines' caches up to 44)."""
         hashes = sum(sys.getsizeof(block_hash) for holders in self._holders for block_hash in holders)
         return hashes + sum(holders.table_bytes for holders in self._holders)
 
