@@ -55,11 +55,11 @@ class World:
         self._ties: Floats = np.random.default_rng(seed).random(len(trace))
         self._place = PLACERS[scenario.placer]
         layout = layout_of(scenario.kv, trace.block_size) if _caches(scenario, trace) else None
-        self._roles = Roles(
+        self.roles = Roles(
             scenario, layout, self.loop, seed, on_start=self._on_prefill_start, on_prefilled=self._on_prefilled,
             on_first_token=self._on_first_token, on_decoded=self._on_decoded,
         )  # fmt: skip
-        self._prefills, self._decodes = self._roles.prefills, self._roles.decodes
+        self._prefills, self._decodes = self.roles.prefills, self.roles.decodes
         self._layout = layout
         self._following = next_turns(trace) if layout is not None else {}
         self._learned = LearnedTimes(self._prefills, self._decodes)
@@ -70,7 +70,7 @@ class World:
             if scenario.estimates is Estimates.LEARNED
             else TrueTimes(curves, self._prefills, self._decodes, self.loop)
         )
-        self._links = Links(
+        self.links = Links(
             scenario, self._prefills, self._decodes, self.loop,
             on_delivered=self._on_delivered, on_lost=self._on_lost, is_over=lambda: self._num_ended == len(trace),
         )  # fmt: skip
@@ -81,7 +81,7 @@ class World:
             decode_s=next(iter(self._decodes.values())).profile.full_step_s * float(trace.output_tokens.mean()),
             draws=np.random.default_rng((seed, 1)).random(len(trace)),
         )  # fmt: skip
-        self._roles.on_changed = self._door.count_room
+        self.roles.on_changed = self._door.count_room
         size = len(trace)
         self._ttft, self._tbt, self._e2e, self._wait = (array("d", [nan]) * size for _ in range(4))
         self._cached, self._remote = (array("d", [0.0]) * size for _ in range(2))
@@ -93,7 +93,7 @@ class World:
         self._ways = Ways(scenario, size) if Ways.are_several(scenario) else None
         self._rejects: Counter[str] = Counter()
         self._routes: Counter[tuple[str, str]] = Counter()
-        self._steering = None if scenario.controller is None else Steering(scenario, scenario.controller, self._roles)
+        self._steering = None if scenario.controller is None else Steering(scenario, scenario.controller, self.roles)
 
     # A request's life
 
@@ -152,9 +152,9 @@ class World:
             placement = replace(policy.placement, fetch_delays_s=self._moves.delays.at(now))
             policy = replace(policy, placement=placement)
         self._learned.as_of(now)
-        ready = self._roles.seen_by(job, now)
+        ready = self.roles.seen_by(job, now)
         found = route_among(
-            _without(ready, exclude) if exclude else ready, request, self._links.views(now), policy,
+            _without(ready, exclude) if exclude else ready, request, self.links.views(now), policy,
             place=self._place, cost=self._cost,
         )  # fmt: skip
         if found.prefill_node is not None:
@@ -184,16 +184,16 @@ class World:
         job.cached = found.cached_tokens
         self._remote[job.index] = 1.0 if found.target is Target.REMOTE else 0.0
         if found.target is Target.REMOTE:
-            job.egress = self._links.between(node.pool.name, decode.pool.name)
+            job.egress = self.links.between(node.pool.name, decode.pool.name)
             job.unsent = _bytes_to_send(self.scenario.kv, job)
             job.egress.promise(job.unsent)
         rate = self.scenario.routing.placement.fetch_bytes_per_s
-        source = None if found.fetch_from is None else self._roles.named(found.fetch_from)
+        source = None if found.fetch_from is None else self.roles.named(found.fetch_from)
         if source is not None and source.pool is not node.pool:
             own = node.match(job.hashes, job.prompt).num_tokens
             # States are sent whatever the node has of attention.
             size = self.scenario.kv(found.cached_tokens) - self.scenario.kv.bytes_per_token * own
-            link = self._links.between(source.pool.name, node.pool.name)
+            link = self.links.between(source.pool.name, node.pool.name)
             self._moves.fetch(now, job, source, node, link, size)
             return
         if source is not None and rate:
@@ -242,7 +242,7 @@ class World:
             wire = job.egress.wire
             if not job.failed:
                 self._experience.on_arrived((wire.source, wire.destination), job.route.arrives_s, now - job.arrived)
-            self._links.arrived(now, job)
+            self.links.arrived(now, job)
             self._on_kv_ready(now, job)
 
     def _on_lost(self, now: float, items: list[Job | Move]) -> None:
@@ -252,7 +252,7 @@ class World:
         for job in lost:
             job.is_lost = True
             job.egress.promise(-job.unsent)
-            self._links.failed(now, job)
+            self.links.failed(now, job)
         for job in lost:
             self._fallbacks[f"prefill_{PATH_FAILED}"] += 1
             self._take_another_way(now, job.again())
@@ -270,7 +270,7 @@ class World:
         )
         other = None
         if rule.next is Next.ELSEWHERE:
-            out = {*failed, *self._links.cut_off_from(decode.node_id)}
+            out = {*failed, *self.links.cut_off_from(decode.node_id)}
             with suppress(NoReadyNode):
                 other = self._route(now, job, home=decode.pool.name, exclude=out)
         if other is not None and other.prefill_node and self._decodes[other.decode_node].pool is decode.pool:
@@ -343,10 +343,10 @@ class World:
 
     def _outcome(self) -> Outcome:
         horizon = max(self.trace.span_s, 1e-9) if len(self.trace) > 1 else max(self.loop.now, 1e-9)
-        busy = self._roles.busy(horizon)
+        busy = self.roles.busy(horizon)
         utilisation = _by_stage(busy)
-        windows = {w: _sent(self._links.all, w, horizon) for w in (1.0, 10.0)}
-        capacity = sum(link.wire.capacity[0][1] for link in self._links.all)
+        windows = {w: _sent(self.links.all, w, horizon) for w in (1.0, 10.0)}
+        capacity = sum(link.wire.capacity[0][1] for link in self.links.all)
         if capacity:
             utilisation["egress"] = float(windows[1.0].sum()) / horizon / capacity
         start = self.trace.arrival_s[0] if len(self.trace) else 0.0
@@ -362,7 +362,7 @@ class World:
             rejects=dict(sorted(self._rejects.items())),
             wasted_prefill_s=self._door.wasted_s,
             fallbacks=dict(sorted(self._fallbacks.items())),
-            link_failures={f"{source} to {to}": count for (source, to), count in sorted(self._links.failures.items())},
+            link_failures={f"{source} to {to}": count for (source, to), count in sorted(self.links.failures.items())},
             moved_bytes=dict(sorted(self._moves.moved_bytes.items())),
             routes={f"{target} {reason}": count for (target, reason), count in sorted(self._routes.items())},
             utilisation=utilisation,
@@ -372,10 +372,10 @@ class World:
             seed=self.seed,
             events=self.loop.events,
             timeline=tuple(self._steering.timeline) if self._steering is not None else (),
-            conversions=dict(sorted(self._roles.conversions.items())),
+            conversions=dict(sorted(self.roles.conversions.items())),
             ways={} if self._ways is None else self._ways.counts(),
             clusters={} if self._ways is None else self._ways.by_cluster(np.frombuffer(self._ttft), busy),
-            links={} if self._ways is None else by_link(self._links.all, horizon),
+            links={} if self._ways is None else by_link(self.links.all, horizon),
             classes=self._door.classes,
             class_of=self._door.class_of,
             errors=self._experience.errors(),

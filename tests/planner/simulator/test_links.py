@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from planner.decisions.routing import RoutingPolicy
 from planner.decisions.views import ClusterKind
@@ -12,7 +14,7 @@ from planner.model.profile import DecodeProfile, KvSize, PrefillCurve
 from planner.simulator.outcome import Outcome
 from planner.simulator.policies import Estimates
 from planner.simulator.scenario import Outage, Pool, Scenario, Wire
-from planner.simulator.world import simulate
+from planner.simulator.world import World, simulate
 from tests.planner.simulator.systems import FOREVER, arrivals, with_link
 
 CURVE = PrefillCurve(coefficients=(0.0, 1e-3, 0.0), valid_tokens=(0, FOREVER))  # a second for 1000 tokens
@@ -103,6 +105,31 @@ def test_layers_that_left_before_a_link_failed_are_sent_again():
     found = simulate(scenario, arrivals([0.0], 1000.0))
     assert found.fallbacks == {"prefill_peer_lost": 1}
     assert found.ttft_s == pytest.approx([5.05 + 1.0], abs=0.01)
+
+
+outages = st.builds(
+    lambda at, length, share: Outage(from_s=at, until_s=at + length, share=share),
+    st.floats(0.0, 60.0), st.floats(0.1, 40.0), st.sampled_from([0.0, 0.0, 0.1]),
+)  # fmt: skip
+
+
+@given(
+    st.lists(outages, max_size=3), st.integers(0, 2), st.integers(1, 2), st.sampled_from([1.0, 0.3]),
+    st.lists(st.tuples(st.floats(0.0, 80.0), st.integers(2, 4_000)), min_size=1, max_size=25),
+)  # fmt: skip
+def test_whatever_links_do_every_request_ends_once_and_what_was_promised_is_taken_back(
+    down: list[Outage], near: int, decodes: int, tail_share: float, asked: list[tuple[float, int]]
+) -> None:
+    asked.sort()
+    trace = arrivals([at for at, _ in asked], np.array([float(prompt) for _, prompt in asked]))
+    world = World(pair(down, near=near, decodes=decodes, tail_share=tail_share), trace)
+    found = world.run()
+    assert np.isfinite(found.e2e_s).all()
+    assert (found.ttft_s < 400.0).all()
+    (link,) = world.links.views(world.loop.now)
+    assert (link.queued_bytes, link.promised_bytes) == (0.0, pytest.approx(0.0, abs=1e-6))
+    assert all(not node.queued_tokens for node in (*world.roles.prefills.values(), *world.roles.decodes.values()))
+    assert all(not node.assigned for node in world.roles.decodes.values())
 
 
 def test_half_a_round_trip_is_part_of_the_way():
