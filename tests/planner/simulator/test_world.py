@@ -23,7 +23,7 @@ from planner.solve.problem import Options
 from tests.planner.simulator.systems import PUBLISHED, arrivals, case_study_scenario, queue_of, with_link
 from tests.planner.traces import MOONCAKE
 
-QUEUED = 3000  # per seed: the 95 % interval of eight seeds is a tenth to a quarter of the mean
+QUEUED = 2000  # per seed: the 95 % interval of eight seeds is about an eighth of the mean
 
 
 def waits(scenario, trace_of, seeds: int = 8) -> tuple[float, float]:
