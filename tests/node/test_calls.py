@@ -138,6 +138,14 @@ async def test_a_gateway_that_vanishes_takes_with_it_what_it_waited_for() -> Non
 
 
 @on_both_loops
+async def test_a_ticket_that_can_be_told_to_nobody_is_given_back() -> None:
+    room = Room()
+    async with serving(room) as (_, port), calling(port) as caller:
+        caller.writer.write(frame(reserve(1, "soon").SerializeToString()) + frame(b"\xff\xff"))  # and no Call
+        await until(lambda: room.aborted == ["t-soon"])
+
+
+@on_both_loops
 async def test_what_nobody_waits_for_any_more_is_given_up() -> None:
     room = Room()
     async with serving(room) as (_, port), calling(port) as caller:
