@@ -21,6 +21,7 @@ from gateway.errors import ConfigError
 from gateway.openai import NOT_JSON
 from gateway.tasks import BACKOFF_S
 from planner.decisions.plan import LivePlan, refusal_of
+from transport.control.bounded import BodyTooLong, read_bounded
 from transport.control.durable import write_durably
 from transport.control.settings import require
 
@@ -157,19 +158,10 @@ class Follower:
                     return None
                 if answer.status != 200:
                     raise PollFailed(f"status_{answer.status}", f"status {answer.status}")
-                return _DECODER.decode(await _body(answer))
+                return _DECODER.decode(await read_bounded(answer.content.iter_any(), MAX_PLAN_BYTES))
         except TimeoutError:
             raise PollFailed("timeout", "no answer in time") from None
         except aiohttp.ClientError as error:
             raise PollFailed("unreachable", str(error) or type(error).__name__) from error
-        except NOT_JSON as error:
+        except (BodyTooLong, *NOT_JSON) as error:
             raise PollFailed("bad_answer", f"no plan: {error}") from error
-
-
-async def _body(answer: aiohttp.ClientResponse) -> bytes:
-    body = bytearray()
-    async for chunk in answer.content.iter_any():
-        body += chunk
-        if len(body) > MAX_PLAN_BYTES:
-            raise PollFailed("bad_answer", f"more than {MAX_PLAN_BYTES} bytes")
-    return bytes(body)

@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 
 from node.role import Convertible
+from transport.control.bounded import BodyTooLong, read_bounded
 from transport.control.proto import node_pb2 as pb
 
 PROMPT: Final = (1, 2, 3)  # token ids that every vocabulary has
@@ -47,21 +48,15 @@ async def verify(node: Convertible) -> None:
 async def _complete(session: aiohttp.ClientSession, engine_url: str, model: str) -> None:
     body: dict[str, Any] = {"model": model, "prompt": PROMPT, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
     async with session.post(f"{engine_url}/v1/completions", json=body) as response:
-        data = await _body(response)
+        try:
+            data = await read_bounded(response.content.iter_any(), MAX_ANSWER_BYTES)
+        except BodyTooLong as exc:
+            raise VerificationFailed(f"its engine answered with {exc}") from exc
         if response.status != 200:
             raise VerificationFailed(f"its engine answered with {response.status}: {data[:200]!r}")
     try:
         answer = _ANSWER.decode(data)
-    except msgspec.MsgspecError as exc:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
         raise VerificationFailed(f"its engine's answer makes no sense: {exc}") from exc
     if answer.usage.completion_tokens != 1:
         raise VerificationFailed(f"its engine answered with {answer.usage.completion_tokens} tokens instead of one")
-
-
-async def _body(response: aiohttp.ClientResponse) -> bytes:
-    body = bytearray()
-    async for chunk in response.content.iter_any():
-        body += chunk
-        if len(body) > MAX_ANSWER_BYTES:
-            raise VerificationFailed(f"its engine answered with more than {MAX_ANSWER_BYTES} bytes")
-    return bytes(body)

@@ -9,6 +9,7 @@ import msgspec
 
 from planner.decisions.offered import GatewayLoad
 from planner.solve.readings import Readings
+from transport.control.bounded import BodyTooLong, read_bounded
 
 MAX_LOAD_BYTES: Final = 4 << 20
 _DECODER: Final = msgspec.json.Decoder(GatewayLoad)
@@ -41,7 +42,7 @@ class Gateways:
                 http.get(f"{url.rstrip('/')}/prfaas/load", params=query, allow_redirects=False) as answer,
             ):
                 answer.raise_for_status()
-                load = _DECODER.decode(await _body(answer))
+                load = _DECODER.decode(await read_bounded(answer.content.iter_any(), MAX_LOAD_BYTES))
                 self.answers[url] = f"follows version {load.follows.version}" if load.follows else "follows no plan"
                 return load
         except TimeoutError:
@@ -50,19 +51,10 @@ class Gateways:
             self._failed(url, f"status_{error.status}", f"status {error.status}")
         except aiohttp.ClientError as error:
             self._failed(url, "unreachable", str(error) or type(error).__name__)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (BodyTooLong, msgspec.MsgspecError, UnicodeDecodeError) as error:
             self._failed(url, "bad_answer", f"no load: {error}")
         return None
 
     def _failed(self, url: str, reason: str, text: str) -> None:
         self.failed[reason] += 1
         self.answers[url] = text
-
-
-async def _body(answer: aiohttp.ClientResponse) -> bytes:
-    body = bytearray()
-    async for chunk in answer.content.iter_any():
-        body += chunk
-        if len(body) > MAX_LOAD_BYTES:
-            raise msgspec.DecodeError(f"more than {MAX_LOAD_BYTES} bytes")
-    return bytes(body)

@@ -101,6 +101,18 @@ def test_an_answer_without_end_is_none(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_an_answer_that_is_no_text_makes_no_sense(tmp_path: Path) -> None:
+    async def no_text(response: web.StreamResponse) -> None:
+        await response.write(b'{"usage": "\xff"}')
+
+    async def scenario() -> None:
+        async with node_with(tmp_path, no_text) as node:
+            with pytest.raises(VerificationFailed, match="makes no sense"):
+                await verify(node)
+
+    run(scenario())
+
+
 def test_who_does_not_wait_for_the_end_is_answered_while_the_engine_is_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
