@@ -1,25 +1,36 @@
 """What the gateway is asked for and what it sees of its clusters, for a planner: `GET /prfaas/load`."""
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 from gateway.clusters import Clusters
 from gateway.links import Links
 from gateway.node import Node
-from planner.decisions.offered import GatewayLoad, LinkSeen, NodeSeen, SampleRing
+from planner.decisions.offered import GatewayLoad, LinkSeen, NodeSeen, Samples
 from planner.decisions.plan import LivePlan, Setting
 from planner.decisions.views import ClusterKind, Role
 
 KEPT: Final = 8192  # samples of either kind: half a minute of 250 requests/s, 50 KB as JSON
 
 
-class Offered:
-    """Counts what requests ask for, refused ones too: a plan made for what is served would plan the shortage on."""
+class Ring(Protocol):
+    """The last samples of something (`SampleRing`), of one process or of all workers together."""
 
-    def __init__(self) -> None:
-        self.uncached = SampleRing(KEPT)
-        self.outputs = SampleRing(KEPT)
-        self.unread = 0
+    def add(self, value: int) -> None: ...
+    def after(self, seq: int) -> Samples: ...
+
+
+class Offered:
+    """Counts what requests ask for, refused ones too: a plan made for what is served would plan the shortage on.
+
+    `boot` names this life of the gateway; cursors of another one count from the beginning.
+    """
+
+    def __init__(self, boot: str, uncached: Ring, outputs: Ring) -> None:
+        self.boot = boot
+        self.uncached = uncached
+        self.outputs = outputs
+        self._unread = 0
 
     def asked(self, uncached_tokens: int) -> None:
         """A request was routed for the first time."""
@@ -31,15 +42,19 @@ class Offered:
 
     def refused_unread(self) -> None:
         """A request was refused before anybody knew its length."""
-        self.unread += 1
+        self._unread += 1
+
+    @property
+    def unread(self) -> int:
+        """How many were."""
+        return self._unread
 
 
 class LoadReport:
-    """Puts it together. `boot` names this life of the gateway; cursors of another one count from the beginning."""
+    """Puts it together."""
 
     def __init__(
         self,
-        boot: str,
         offered: Offered,
         clusters: Clusters,
         links: Links,
@@ -47,7 +62,6 @@ class LoadReport:
         followed: Callable[[], LivePlan | None],
         decode_slots: int,
     ) -> None:
-        self._boot = boot
         self._offered = offered
         self._clusters = clusters
         self._links = links
@@ -58,10 +72,10 @@ class LoadReport:
     def after(self, boot: str, uncached: int, outputs: int) -> GatewayLoad:
         """What is new to a reader with these cursors, and how things are."""
         setting = self._setting()
-        if boot != self._boot:
+        if boot != self._offered.boot:
             uncached = outputs = 0
         return GatewayLoad(
-            boot=self._boot,
+            boot=self._offered.boot,
             uncached=self._offered.uncached.after(uncached),
             outputs=self._offered.outputs.after(outputs),
             unread=self._offered.unread,

@@ -1,6 +1,7 @@
 """What a process of a gateway shares with others: nothing when it is `Alone`; a worker's `Seat` says with whom."""
 
 import signal
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -10,12 +11,16 @@ from typing import Final
 from gateway.board import IN_FLIGHT, WAITING, Board, SharedPlaces, State
 from gateway.metrics import Metrics, keep_in
 from gateway.node import Node
+from gateway.offered import KEPT, Offered
 from gateway.places import OwnPlaces, Places
 from gateway.records import Records
 from gateway.siblings import Siblings
+from gateway.tally import Tally
+from planner.decisions.offered import SampleRing
 
 BOARD: Final = "board"
 METRICS: Final = "metrics"
+TALLY: Final = "tally"
 FIRST_CONFIG: Final = "gateway.toml"  # the file as it was when the gateway was started
 ORPHANED: Final = signal.SIGUSR1  # what a worker gets when its parent is gone
 
@@ -28,6 +33,7 @@ class Alone:
 
     def __init__(self) -> None:
         self.metrics = Metrics()
+        self.offered = Offered(uuid.uuid4().hex, SampleRing(KEPT), SampleRing(KEPT))
         self.in_flight: Places = OwnPlaces()
         self.waiting: Places = OwnPlaces()
 
@@ -71,6 +77,7 @@ class Seat:
         self.workers = self._board.workers
         keep_in(directory / METRICS, number)
         self.metrics = Metrics(directory / METRICS)
+        self.offered: Offered = Tally(directory / TALLY)
         self.in_flight: Places = SharedPlaces(self._board, IN_FLIGHT)
         self.waiting: Places = SharedPlaces(self._board, WAITING)
 

@@ -27,7 +27,7 @@ from gateway.legs import Legs
 from gateway.links import Links
 from gateway.listen import OPERATORS, Listener, client_connections, descriptor_limit, raise_descriptor_limit
 from gateway.moves import Moves
-from gateway.offered import LoadReport, Offered
+from gateway.offered import LoadReport
 from gateway.pages import Pages
 from gateway.plan import Follower
 from gateway.probes import Probes
@@ -129,8 +129,7 @@ async def running(
     refusals = Refusals(config, clusters, steps, clock)
     links = Links(clusters.nodes, clock, config.routing.link_bytes_per_s, metrics.link_failed)
     records = seat.records(config.kept_records)
-    offered = Offered()
-    accounts = Accounts(metrics, records, offered, clock)
+    accounts = Accounts(metrics, records, seat.offered, clock)
     decider = Decider(config, clusters, links, cost, clock)
     follower = Follower(config.plan, decider.follow, metrics)
     follower.begin()
@@ -186,7 +185,7 @@ async def running(
     )
     door = FrontDoor(config, rooms, clusters, metrics, requests, clock)
     load = LoadReport(
-        uuid.uuid4().hex, offered, clusters, links, lambda: decider.setting, lambda: follower.plan,
+        seat.offered, clusters, links, lambda: decider.setting, lambda: follower.plan,
         config.routing.decode_slots,
     )  # fmt: skip
     gates = [

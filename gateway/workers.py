@@ -25,7 +25,8 @@ from gateway.board import Board
 from gateway.config import GatewayConfig
 from gateway.errors import CannotListen, WorkersFail
 from gateway.metrics import forget_gauges
-from gateway.seat import BOARD, FIRST_CONFIG, METRICS, ORPHANED
+from gateway.seat import BOARD, FIRST_CONFIG, METRICS, ORPHANED, TALLY
+from gateway.tally import Tally
 from node.children import Child
 from node.owned import OwnedDirectory, sweep_directories
 from node.restarts import Restarts
@@ -176,6 +177,7 @@ def _laid_out(config: GatewayConfig, path: Path) -> Iterator[Path]:
     try:
         (owned.path / METRICS).mkdir()
         shutil.copyfile(path, owned.path / FIRST_CONFIG)
+        Tally.create(owned.path / TALLY)
         Board.create(owned.path / BOARD, config.workers, len(config.nodes))
         yield owned.path
     finally:

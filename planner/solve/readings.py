@@ -15,7 +15,9 @@ from planner.decisions.plan import Seen, Setting
 from planner.decisions.views import ClusterKind, Role
 from planner.solve.controller import Observation
 
-MAX_BOOTS: Final = 64  # lives of one gateway that are remembered: its workers, and a few restarts
+MAX_BOOTS: Final = (
+    64  # lives of one gateway that are remembered: a few restarts, or as many gateways behind one address
+)
 FULL: Final = 0.85  # of a link: from here on it shows what it can carry
 
 

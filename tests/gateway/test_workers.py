@@ -287,7 +287,11 @@ async def test_any_worker_answers_for_all(tmp_path: Path) -> None:
             assert is_whole(await ask(http))
         async with asyncio.timeout(PATIENCE_S):
             # The last one may be counted when its client has the answer already.
-            while await series(http, "prfaas_requests_total") < 6 or len(await records_after(http, 0)) < 6:  # noqa: ASYNC110
+            while (  # noqa: ASYNC110
+                await series(http, "prfaas_requests_total") < 6
+                or len(await records_after(http, 0)) < 6
+                or (await load_of(http))["outputs"]["last_seq"] < 6
+            ):
                 await asyncio.sleep(0.01)
         for http, *_ in clients:
             assert await series(http, "prfaas_requests_total") == 6
@@ -299,6 +303,15 @@ async def test_any_worker_answers_for_all(tmp_path: Path) -> None:
             assert [record["seq"] for record in await records_after(http, 4)] == [5, 6]
             async with http.get("/prfaas/requests", params={"id": records[2]["id"]}) as answer:
                 assert [json.loads(line)["seq"] for line in (await answer.text()).splitlines()] == [3]
+        loads = [await load_of(http) for http, *_ in clients]
+        assert [len(load["uncached"]["values"]) for load in loads] == [6, 6]
+        assert [load["outputs"]["last_seq"] for load in loads] == [6, 6]
+        assert loads[0]["boot"] == loads[1]["boot"]
+
+
+async def load_of(http: aiohttp.ClientSession) -> dict[str, Any]:
+    async with http.get("/prfaas/load") as answer:
+        return await answer.json()  # type: ignore[no-any-return]
 
 
 async def records_after(http: aiohttp.ClientSession, seq: int) -> list[dict[str, Any]]:
