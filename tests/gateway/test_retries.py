@@ -38,6 +38,13 @@ async def refused(w: World) -> None:
     await w.settled()
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The news of a death comes late on a busy machine; it is waited for until it is there."""
+    monkeypatch.setattr("gateway.clusters.DEATH_NEWS_S", PATIENCE_S)
+
+
+@pytest.mark.usefixtures("patient")
 @on_loop
 async def test_a_request_that_kills_two_decode_engines_is_not_carried_to_a_third() -> None:
     async with world(decode=4) as w:
@@ -48,6 +55,7 @@ async def test_a_request_that_kills_two_decode_engines_is_not_carried_to_a_third
         assert await w.fallbacks() == {"decode_engine_died": 2}
 
 
+@pytest.mark.usefixtures("patient")
 @on_loop
 async def test_deaths_of_prefill_engines_count_and_the_client_hears_at_once() -> None:
     async with world(remote=3) as w:
