@@ -121,7 +121,7 @@ class Board:
 
     def taken(self, kind: int) -> int:
         """Places of a kind that all workers have taken."""
-        return int(self._rows[:, kind].sum())
+        return sum(self._rows[:, kind].tolist())  # of a few numbers: the library's sum takes longer
 
     def take(self, kind: int, limit: int) -> bool:
         """Takes a place for this worker, unless all of them have `limit` already."""
@@ -179,8 +179,8 @@ class Board:
 
     def prompt_share(self, column: int, now: float) -> float:
         """The part of its time for which all workers have lately given a node prompts."""
-        shares = self._share[:, column]
-        return float(np.sum(shares[:, 0] * np.exp((shares[:, 1] - now) / PREFILL_SHARE_S)))
+        shares: list[tuple[float, float]] = self._share[:, column].tolist()
+        return sum((share * exp((at - now) / PREFILL_SHARE_S) for share, at in shares), 0.0)
 
     def _column(self, cluster: str) -> int | None:
         """Of a cluster's name; None when too many names have been seen."""
