@@ -20,6 +20,7 @@ from transport.wire.identity import Identity
 log = logging.getLogger("prfaas.gateway.calls")
 
 BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0)  # between attempts to connect
+OWED_S: Final = 120.0  # a connection that stalled may take to say what it owes: agents bound their calls by as much
 
 
 class CallConnection(asyncio.Protocol):
@@ -37,13 +38,20 @@ class CallConnection(asyncio.Protocol):
         self._heard_until = 0  # the newest call that was asked when something was last heard
         self._end = ("unreachable", "the kept connection broke")
         self._is_retired = False
+        self._owed: set[int] = set()  # calls that nobody waits for, of a connection that stalled
 
     def __len__(self) -> int:
         return len(self._asked)
 
     @property
     def is_open(self) -> bool:
-        return self._transport is not None and self._buffer.greeted and not self._transport.is_closing()
+        """Whether more can be asked."""
+        return (
+            self._transport is not None
+            and self._buffer.greeted
+            and not self._is_retired
+            and not self._transport.is_closing()
+        )
 
     def ask(self, call: pb.Call, timeout_s: float) -> "asyncio.Future[pb.CallAnswer]":
         """The answer to `call`, which gets its number here, or NodeError: `timeout`, `unreachable` if the connection breaks."""
@@ -91,14 +99,10 @@ class CallConnection(asyncio.Protocol):
         if not self.greeted.done():
             self.greeted.set_exception(exc or ConnectionError("closed before it was greeted"))
             self.greeted.exception()  # seen, should nobody wait for it any more
-        asked, self._asked = self._asked, {}
-        reason, detail = self._end
-        for answer, deadline in asked.values():
-            deadline.cancel()
-            if not answer.done():
-                answer.set_exception(NodeError(self._address, reason, detail))
+        self._fail_all(NodeError(self._address, *self._end))
 
     def _heard(self, answer: pb.CallAnswer) -> None:
+        self._owed.discard(answer.id)
         waiting = self._asked.pop(answer.id, None)
         if waiting is not None:
             waiting[1].cancel()
@@ -120,11 +124,27 @@ class CallConnection(asyncio.Protocol):
         if not answer.done():
             answer.set_exception(NodeError(self._address, "timeout", f"no answer for {timeout_s} s"))
         if number > self._heard_until:  # nothing at all has come since: the others need not wait as long
-            self._hang_up("timeout", f"the kept connection was silent for {timeout_s} s")
+            self._stalled(number, f"the kept connection was silent for {timeout_s} s")
         self._unless_needed()
 
+    def _stalled(self, number: int, detail: str) -> None:
+        """Asks nothing more, and hears for a while what it is owed: an agent that goes on answers what it had been asked."""
+        log.warning("the kept connection to %s is given up (timeout): %s", self._address, detail)
+        self._is_retired = True
+        self._owed = {number, *self._asked}
+        self._fail_all(NodeError(self._address, "timeout", detail))
+        if self._transport is not None:
+            self._loop.call_later(OWED_S, self._transport.abort)
+
+    def _fail_all(self, error: NodeError) -> None:
+        asked, self._asked = self._asked, {}
+        for answer, deadline in asked.values():
+            deadline.cancel()
+            if not answer.done():
+                answer.set_exception(error)
+
     def _unless_needed(self) -> None:
-        if self._is_retired and not self._asked and self._transport is not None:
+        if self._is_retired and not self._asked and not self._owed and self._transport is not None:
             self._outbox.flush()
             self._transport.close()
 

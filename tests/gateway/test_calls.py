@@ -125,6 +125,21 @@ async def test_a_stalled_connection_fails_all_its_calls_with_the_first_that_is_l
 
 
 @on_both_loops
+async def test_an_agent_that_was_stopped_and_goes_on_keeps_nothing_of_what_it_answers_too_late() -> None:
+    room = Room()
+    async with serving(room) as (server, port), kept(port) as calls:
+        connection = await connected(calls)
+        late = [connection.ask(reserve("waits"), PATIENCE_S) for _ in range(2)]
+        await until(lambda: room.waiting)
+        connection.give_up(1, PATIENCE_S)  # nothing has come
+        assert [await failure_of(each) for each in late] == ["timeout", "timeout"]
+        await until(lambda: calls.connection() not in (connection, "not_connected"))
+        room.gate.set()
+        await until(lambda: room.aborted == ["t-waits", "t-waits"])
+        await until(lambda: len(server) == 1)  # nothing is owed any more
+
+
+@on_both_loops
 async def test_one_late_answer_is_no_stall_and_its_ticket_is_given_back() -> None:
     room = Room()
     async with serving(room) as (_, port), kept(port) as calls:
