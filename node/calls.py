@@ -161,7 +161,8 @@ class _Connection(asyncio.Protocol):
 
     async def _reserve(self, call: pb.Call) -> None:
         try:
-            async with asyncio.timeout(min(call.timeout_s or LONGEST_S, LONGEST_S)):
+            # What is no time at all, NaN too, is no limit of the caller's.
+            async with asyncio.timeout(call.timeout_s if 0 < call.timeout_s < LONGEST_S else LONGEST_S):
                 ticket = await self._called.reserve(call.reserve)
         except NodeRefusal as exc:
             self._refuse(call, exc.label, str(exc))

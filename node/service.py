@@ -135,7 +135,8 @@ class NodeService(rpc.NodeAgentServicer):
         return pb.Done(ok=not reason, reason=reason)
 
     async def Watch(self, request: pb.WatchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.NodeEvent]:
-        interval_s = max(request.load_interval_s or DEFAULT_LOAD_INTERVAL_S, MIN_LOAD_INTERVAL_S)
+        wished_s = request.load_interval_s or DEFAULT_LOAD_INTERVAL_S
+        interval_s = wished_s if wished_s > MIN_LOAD_INTERVAL_S else MIN_LOAD_INTERVAL_S  # for NaN, too
         seq = 0
         # Snapshot and subscription happen in one step of the loop, so no event is missed or seen twice.
         with self._agent.events.watch() as watcher:

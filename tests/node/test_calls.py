@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -152,6 +153,14 @@ async def test_what_nobody_waits_for_any_more_is_given_up() -> None:
         caller.say(reserve(1, "waits", timeout_s=0.01))
         assert (await caller.answer()).refusal.reason == "timeout"
         assert room.given_up == 1
+
+
+@on_both_loops
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, math.nan, math.inf])
+async def test_what_is_no_time_is_no_limit(timeout_s: float) -> None:
+    async with serving(Room()) as (_, port), calling(port) as caller:
+        caller.say(reserve(1, "soon", timeout_s=timeout_s))
+        assert (await caller.answer()).ticket.transfer_id == "t-soon"
 
 
 @on_both_loops
