@@ -38,10 +38,10 @@ from planner.decisions.routing import Route, Target
 
 @dataclass(slots=True)
 class Tried:
-    """What a request has behind it: the decode nodes that failed, and the last route that only lacked room."""
+    """What a request has behind it: the decode nodes that failed, and the routes to those that only lacked room."""
 
     failed: dict[str, Failure] = field(default_factory=dict)
-    full: Route | None = None
+    full: dict[str, Route] = field(default_factory=dict)
 
 
 class Dispatcher:
@@ -141,7 +141,9 @@ class Dispatcher:
         tries, deaths = tries_of(tried.failed.values()), len(request.deaths)
         rule = rule_after(stage, error.failure, tries=tries, max_tries=self._max_tries, deaths=deaths)
         if rule.otherwise is Next.ALONE:
-            tried.full = chosen
+            tried.full[chosen.decode_node] = chosen
+        if stage is Stage.DECODE:  # it has computed the prompt itself, or was to: it is not asked for that again
+            tried.full.pop(chosen.decode_node, None)
         if rule.suspect:
             self._clusters.suspect(chosen.decode_node)
         if rule.next is Next.ELSEWHERE:
@@ -156,8 +158,8 @@ class Dispatcher:
         try:
             return self._decider.route(request, tried.failed)
         except Unavailable:
-            if tried.full is not None:
-                return self._alone_if_spared(tried.full)
+            if tried.full:
+                return self._alone_if_spared(next(reversed(tried.full.values())))
             if Failure.AWAY in tried.failed.values():  # whoever has taken its place is about to say so
                 return None
             raise

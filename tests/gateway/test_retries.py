@@ -44,6 +44,18 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.clusters.DEATH_NEWS_S", PATIENCE_S)
 
 
+@on_loop
+async def test_a_node_that_has_no_room_and_fails_by_itself_is_asked_no_more() -> None:
+    async with world(decode=2) as w:
+        for node in w.nodes.decode:
+            node.script.reserve = ["RESOURCE_EXHAUSTED"]
+            node.script.decode = ["500 internal"] * 9
+        response = await w.complete(LONG)
+        assert response.status == 503
+        assert await w.fallbacks() == {"decode_no_capacity": 2, "decode_internal": 2}
+        await w.settled()
+
+
 @pytest.mark.usefixtures("patient")
 @on_loop
 async def test_a_request_that_kills_two_decode_engines_is_not_carried_to_a_third() -> None:
