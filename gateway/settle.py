@@ -16,6 +16,8 @@ async def settle(request: Request, attempt: Attempt) -> None:
         return
     if request.is_recomputed or request.stream_error:
         return
+    if not request.output_tokens:  # nothing says that the engine has loaded anything
+        return
     if not delivery.done():
         await asyncio.wait([delivery], timeout=SETTLE_WAIT_S)
     hold.settled = (

@@ -56,6 +56,14 @@ async def test_a_node_that_has_no_room_and_fails_by_itself_is_asked_no_more() ->
         await w.settled()
 
 
+@on_loop
+async def test_an_answer_without_a_token_has_loaded_nothing_and_its_reservation_is_freed() -> None:
+    async with world() as w:
+        w.nodes.decode[0].script.decode = ["200 nonsense"]
+        assert (await w.complete(LONG)).status == 200
+        await w.settled()
+
+
 @pytest.mark.usefixtures("patient")
 @on_loop
 async def test_a_request_that_kills_two_decode_engines_is_not_carried_to_a_third() -> None:
