@@ -122,23 +122,30 @@ def contender(
 
 
 def _topology(plan: Plan, scale: Scale, state_dir: Path, plan_service: Mapping[str, Any] | None) -> Topology:
-    """`configs/case_study_live.toml` with other counts, another threshold and another plan service, or none."""
+    document = live_document(scale, plan.threshold_tokens, (plan.num_prfaas, plan.num_prefill, plan.num_decode))
+    document |= {"plan": plan_service} if plan_service is not None else {}
+    return parse_topology(document, state_dir)
+
+
+def live_document(scale: Scale, threshold_tokens: float, nodes: tuple[int, int, int]) -> dict[str, Any]:
+    """`configs/case_study_live.toml` with another threshold, so many PrfaaS, prefill and decode nodes, and no plan service."""
     document = read_toml(CONFIGS / "case_study_live.toml")
     del document["plan"]
-    document |= {"plan": plan_service} if plan_service is not None else {}
     scales = {"time_scale": scale.time, "token_scale": scale.tokens, "byte_scale": scale.bytes}
     document["model"] |= {"profile": str(CONFIGS / document["model"]["profile"]), **scales}
-    threshold_tokens = scale.tokens_of(plan.threshold_tokens) + 1 if plan.threshold_tokens else 0
-    document["gateway"] |= {"port": 0, "threshold_tokens": threshold_tokens, "log_level": "warning"}
+    # A prompt's last token, which the decode node computes, comes on top.
+    threshold = scale.tokens_of(threshold_tokens) + 1 if threshold_tokens else 0
+    document["gateway"] |= {"port": 0, "threshold_tokens": threshold, "log_level": "warning"}
+    num_prfaas, num_prefill, num_decode = nodes
     prfaas, pd = document["clusters"]
-    prfaas["nodes"] = prfaas["nodes"][: plan.num_prfaas]
-    counts = {"prefill": plan.num_prefill, "decode": plan.num_decode}
+    prfaas["nodes"] = prfaas["nodes"][:num_prfaas]
+    counts = {"prefill": num_prefill, "decode": num_decode}
     pd["nodes"] = [
         {"node_id": f"pd-{role[0]}{number}", "role": role} for role, count in counts.items() for number in range(count)
     ]
-    if not plan.num_prfaas:
+    if not num_prfaas:
         document["clusters"], document["links"] = [pd], []
-    return parse_topology(document, state_dir)
+    return document
 
 
 class Live:
@@ -220,12 +227,13 @@ class Live:
 
 def simulated(scenario: Scenario, trace: Trace, seed: int) -> Seen:
     """The same requests in the simulator."""
-    report = simulate(scenario, trace, seed).report()
+    outcome = simulate(scenario, trace, seed)
+    report = outcome.report()
     return Seen(
         ttft_mean_s=report["ttft_mean_s"],
         ttft_p90_s=report["ttft_p90_s"],
         tbt_mean_s=report["tbt_mean_s"],
-        egress_gbps=report["egress_mean_gbps"],
+        egress_gbps=outcome.sent_bytes * 8e-9 / trace.span_s,
         offloaded=report["offload_fraction"],
     )
 

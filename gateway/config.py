@@ -64,7 +64,10 @@ class RoutingConfig:
     where they are.
     A decode node computes up to `increment_tokens` of a prompt whose beginning it holds itself, while that is soon done and it
     has time for it; 0 leaves every prompt to prefill nodes. While a decode node has spent `decode_prefill_share` of its time on
-    prompts, it is given no more of them, whoever has no room.
+    prompts, it is given no more of them, whoever has no room. `decode_load_slack` is how much slower a decode node's tokens may
+    be for the sake of a prefix that it holds.
+    With `by_total_length` whole prompts are compared with the threshold, cached or not, as by a router without caches: to compare
+    with.
     With `replicate` prefixes that many requests want at once are copied to further prefill nodes of their cluster.
     With `share_egress` the senders of a cluster share their egress budgets to another one by what waits at each of them.
     At most `max_moves` prefixes are on their way at once, and none for longer than `move_timeout_s`.
@@ -81,6 +84,8 @@ class RoutingConfig:
     fetch_bytes_per_s: float = 1e9  # a NIC of 10 Gbit/s
     increment_tokens: int = 1024
     decode_prefill_share: float = 0.25
+    decode_load_slack: float = 0.1
+    by_total_length: bool = False
     replicate: bool = False
     share_egress: bool = False
     max_moves: int = 4
@@ -93,7 +98,7 @@ class RoutingConfig:
         require(self.prefill_tokens_per_s > 0, "prefill_tokens_per_s", self.prefill_tokens_per_s, "a number above 0")
         require(0 <= self.tie_share <= 1, "tie_share", self.tie_share, "a number from 0 to 1")
         require(self.decode_slots > 0, "decode_slots", self.decode_slots, "an integer above 0")
-        for name in ("link_bytes_per_s", "fetch_bytes_per_s"):
+        for name in ("link_bytes_per_s", "fetch_bytes_per_s", "decode_load_slack"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "a number of at least 0")
         require(self.increment_tokens >= 0, "increment_tokens", self.increment_tokens, "an integer of at least 0")
         require(
@@ -265,7 +270,7 @@ DIVIDED: Final = ("max_connections", "max_connections_per_address", "max_bodies_
 CHANGEABLE: Final = ("threshold_tokens", "max_in_flight", "max_waiting", "log_level", "admission", "classes")
 CHANGEABLE_ROUTING: Final = (
     "prefill_tokens_per_s", "tie_share", "placement", "balancing_ratio", "home_cluster", "cross_cluster_cache",
-    "fetch_bytes_per_s", "increment_tokens", "decode_prefill_share",
+    "fetch_bytes_per_s", "increment_tokens", "decode_prefill_share", "decode_load_slack", "by_total_length",
 )  # fmt: skip
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 IDENTITY_KEYS: Final = ("certificate", "key", "authority")

@@ -46,6 +46,7 @@ class Decider:
         self._own = Setting(threshold_tokens=config.threshold_tokens, tie_share=routing.tie_share)
         self._home = routing.home_cluster or None
         self._balancing_ratio = routing.balancing_ratio or None
+        self._decode_load_slack = routing.decode_load_slack
         if routing.fetch_bytes_per_s != self._fetch_bytes_per_s:
             self._fetch_bytes_per_s = routing.fetch_bytes_per_s
             self._moves = MoveEstimate(routing.fetch_bytes_per_s) if routing.fetch_bytes_per_s else None
@@ -55,6 +56,7 @@ class Decider:
             cross_cluster_cache=routing.cross_cluster_cache,
             increment_tokens=routing.increment_tokens,
             decode_prefill_share=routing.decode_prefill_share,
+            by_total_length=routing.by_total_length,
             placement=self._placement(),
         )
         self._place = PLACERS[routing.placement]
@@ -73,10 +75,12 @@ class Decider:
         )
 
     def _placement(self) -> PlacementPolicy:
+        slack = self._decode_load_slack
         if self._moves is None:
-            return PlacementPolicy(balancing_ratio=self._balancing_ratio)
+            return PlacementPolicy(balancing_ratio=self._balancing_ratio, decode_load_slack=slack)
         return PlacementPolicy(
             balancing_ratio=self._balancing_ratio,
+            decode_load_slack=slack,
             fetch_bytes_per_s=self._moves.bytes_per_s,
             fetch_calls_s=self._moves.calls_s,
             fetch_lateness=self._moves.lateness,

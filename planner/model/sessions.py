@@ -1,13 +1,18 @@
 """Sessions of coding agents, as requests that arrive.
 
 One JSON object per line: `session` (`N`, or `N.k` for the k-th sub-agent of session N, which shares the ids of its session), `t`
-seconds since the session began, `input_length`, `output_length`, and `blocks`, the prompt's full blocks of 64 tokens as runs
-[first id, count]. Sessions say when their requests came, not when they themselves began: starts are drawn.
+seconds since the session began, `input_length`, `output_length`, `blocks`, the prompt's full blocks of 64 tokens as runs
+[first id, count], and `think_time`, seconds from the end of the answer before to this request, where that is known. Sessions say
+when their requests came, not when they themselves began: starts are drawn.
+
+A replay is open, every request at its time (`replay`), or closed, later turns waiting for answers (`ClosedLoop`).
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,12 +27,17 @@ MERGED: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a session: when, how long, and the names of its blocks of 512 tokens, equal where prefixes are."""
+    """One request of a session: when, how long, and the names of its blocks of 512 tokens, equal where prefixes are.
+
+    `agent` is the sub-agent that asks, or the session itself; `think_s` after the answer before it does.
+    """
 
     at_s: float
     prompt_tokens: int
     output_tokens: int
     blocks: tuple[int, ...]
+    agent: str = ""
+    think_s: float = 0.0
 
 
 Session = tuple[Turn, ...]
@@ -67,7 +77,12 @@ class _Reader:
         while len(names) < -(-row["input_length"] // BLOCK_TOKENS):  # the partial last block is nobody else's
             names.append(self._names.setdefault(("tail", len(self._turns), len(names)), len(self._names)))
         output = max(1, row["output_length"])
-        self._turns.append(Turn(float(row["t"]), int(row["input_length"]), int(output), tuple(names)))
+        self._turns.append(
+            Turn(
+                float(row["t"]), int(row["input_length"]), int(output), tuple(names),
+                agent=str(row["session"]), think_s=max(0.0, float(row.get("think_time") or 0.0)),
+            )
+        )  # fmt: skip
 
     def session(self) -> Session:
         return tuple(sorted(self._turns, key=lambda turn: turn.at_s))
@@ -78,20 +93,108 @@ def replay(sessions: Sequence[Session], count: int, over_s: float, seed: int) ->
 
     A session that is drawn twice is two sessions: they share no blocks. Later turns do not wait for slow answers.
     """
+    return trace_of(
+        [
+            (start + turn.at_s, turn)
+            for start, session in drawn(sessions, count, over_s, seed)
+            for turn in session
+            if start + turn.at_s < over_s
+        ]
+    )
+
+
+def drawn(sessions: Sequence[Session], count: int, over_s: float, seed: int) -> list[tuple[float, Session]]:
+    """`count` sessions and when they begin, uniform over `over_s`. They share no blocks, even if one is drawn twice."""
     rng = np.random.default_rng(seed)
     begun = sorted(zip(rng.random(count) * over_s, rng.integers(len(sessions), size=count), strict=True))
-    arrivals: list[tuple[float, Turn, int]] = []
+    found: list[tuple[float, Session]] = []
     offset = 0
     for start, which in begun:
         session = sessions[int(which)]
-        arrivals += [(start + turn.at_s, turn, offset) for turn in session if start + turn.at_s < over_s]
+        own = [replace(turn, blocks=tuple([block + offset for block in turn.blocks])) for turn in session]
+        found.append((float(start), tuple(own)))
         offset += 1 + max((max(turn.blocks, default=0) for turn in session), default=0)
-    arrivals.sort(key=lambda arrival: arrival[0])
+    return found
+
+
+def trace_of(arrivals: Sequence[tuple[float, Turn]]) -> Trace:
+    """Turns as requests, in order of the times at which they come."""
+    arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
     return Trace(
         name="sessions",
-        arrival_s=np.array([at for at, _, _ in arrivals]),
-        prompt_tokens=np.array([float(turn.prompt_tokens) for _, turn, _ in arrivals]),
-        output_tokens=np.array([float(turn.output_tokens) for _, turn, _ in arrivals]),
-        blocks=tuple(tuple(block + base for block in turn.blocks) for _, turn, base in arrivals),
+        arrival_s=np.array([at for at, _ in arrivals]),
+        prompt_tokens=np.array([float(turn.prompt_tokens) for _, turn in arrivals]),
+        output_tokens=np.array([float(turn.output_tokens) for _, turn in arrivals]),
+        blocks=tuple(turn.blocks for _, turn in arrivals),
         block_size=BLOCK_TOKENS,
     )
+
+
+def within(sessions: Sequence[Session], most_tokens: int) -> list[Session]:
+    """Each session up to its first prompt that is longer; without those that begin with one."""
+    cut = [tuple(takewhile(lambda turn: turn.prompt_tokens <= most_tokens, session)) for session in sessions]
+    return [session for session in cut if session]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A turn that is due: when, of which session of a closed loop, and where in it."""
+
+    at_s: float
+    session: int
+    index: int
+    turn: Turn
+
+
+class ClosedLoop:
+    """Sessions of agents that wait: a turn is sent `think_s` after the answer to the one before it of the same agent.
+
+    A sub-agent begins as long after its session's turn before as it did, but never before that was answered. What would be
+    sent from `until_s` on is not. Who drives it says when answers came: a clock, or `in_virtual_time`.
+    """
+
+    def __init__(self, begun: Sequence[tuple[float, Session]], until_s: float) -> None:
+        self._begun = begun
+        self._until_s = until_s
+        self._after = [_followers(session) for _, session in begun]
+
+    def first(self) -> list[Call]:
+        """Where each session begins."""
+        return self._due([Call(start, number, 0, session[0]) for number, (start, session) in enumerate(self._begun)])
+
+    def answered(self, call: Call, sent_s: float, now: float) -> list[Call]:
+        """What is due after `call`, sent at `sent_s`, has been answered."""
+        session = self._begun[call.session][1]
+        found = []
+        for index in self._after[call.session].get(call.index, ()):
+            turn = session[index]
+            gap_s = turn.at_s - call.turn.at_s
+            at_s = now + turn.think_s if turn.agent == call.turn.agent else max(now, sent_s + gap_s)
+            found.append(Call(at_s, call.session, index, turn))
+        return self._due(found)
+
+    def _due(self, calls: list[Call]) -> list[Call]:
+        return [call for call in calls if call.at_s < self._until_s]
+
+
+def _followers(session: Session) -> dict[int, list[int]]:
+    """The turns that wait for each: the same agent's next one, and the first ones of sub-agents."""
+    found: dict[int, list[int]] = {}
+    last: dict[str, int] = {}
+    for index, turn in enumerate(session):
+        before = last.get(turn.agent, last.get(session[0].agent))
+        if before is not None:
+            found.setdefault(before, []).append(index)
+        last[turn.agent] = index
+    return found
+
+
+def in_virtual_time(loop: ClosedLoop, answer_s: Callable[[Turn], float]) -> Iterator[Call]:
+    """All calls in order, if every answer takes what `answer_s` says."""
+    due = [(call.at_s, call.session, call.index, call) for call in loop.first()]
+    heapify(due)
+    while due:
+        at_s, *_, call = heappop(due)
+        yield call
+        for other in loop.answered(call, at_s, at_s + answer_s(call.turn)):
+            heappush(due, (other.at_s, other.session, other.index, other))

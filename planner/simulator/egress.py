@@ -146,6 +146,11 @@ class Egress:
         self._busy.append((self._busy_since, now, self._rate))
         self._busy_since = None
 
+    @property
+    def sent_bytes(self) -> float:
+        """All that has left so far, but for what leaves without a pause now."""
+        return sum((stop - start) * rate for start, stop, rate in self._busy)
+
     def sent_per_window(self, window_s: float, horizon_s: float) -> Floats:
         """Bytes that left in each window of [0, horizon)."""
         windows = max(1, int(np.ceil(horizon_s / window_s)))

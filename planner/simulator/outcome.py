@@ -31,7 +31,8 @@ class Outcome:
     link_failures: Mapping[str, int] = field(default_factory=dict)  # by link: how often its breakers opened
     routes: Mapping[str, int]
     utilisation: Mapping[str, float]
-    egress_bytes: Mapping[float, Floats]  # by window length in s
+    egress_bytes: Mapping[float, Floats]  # by window length in s, until the last arrival
+    sent_bytes: float = 0.0  # over all links, until the last answer
     horizon_s: float
     targets: Targets
     seed: int

@@ -367,6 +367,7 @@ class World:
             routes={f"{target} {reason}": count for (target, reason), count in sorted(self._routes.items())},
             utilisation=utilisation,
             egress_bytes=windows,
+            sent_bytes=sum(link.sent_bytes for link in self.links.all),
             horizon_s=horizon,
             targets=self.scenario.targets,
             seed=self.seed,

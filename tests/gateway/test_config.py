@@ -83,6 +83,10 @@ def test_a_good_file_fills_in_defaults(tmp_path: Path) -> None:
             "[gateway]\nrouting = { fetch_bytes_per_s = -1 }",
             r"fetch_bytes_per_s = -1\.0: must be a number of at least 0",
         ),
+        (
+            "[gateway]\nrouting = { decode_load_slack = -1 }",
+            r"decode_load_slack = -1\.0: must be a number of at least 0",
+        ),
         ("[gateway]\nkey = 'k'", r"\[gateway\]: certificate is missing: certificate, key, authority go together"),
         (
             "[gateway]\nstrangers = { trusted_proxies = [1] }",

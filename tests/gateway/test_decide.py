@@ -113,3 +113,14 @@ async def test_a_prefix_is_fetched_inside_the_cluster_only_while_that_pays() -> 
         await w.complete(f"{OTHER} and so on")
         assert len(holder.loads) == 1
         assert len(other.bodies) == 2
+
+
+@on_loop
+async def test_a_router_without_caches_sends_what_is_held_at_home_away() -> None:
+    routing = RoutingConfig(increment_tokens=0)
+    async with world(decode=1, routing=routing) as w:
+        (local,) = w.nodes.local
+        await holds(w, local, [LONG])
+        assert (await w.complete(f"{LONG} and")).headers["x-prfaas-route"].startswith("local;")
+        w.gateway.reload(replace(w.gateway.config, routing=replace(routing, by_total_length=True)))
+        assert (await w.complete(f"{LONG} so on")).headers["x-prfaas-route"].startswith("remote;")

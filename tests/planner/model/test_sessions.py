@@ -8,7 +8,7 @@ import pytest
 
 import prfaas
 from planner.errors import InputError
-from planner.model.sessions import read_sessions, replay
+from planner.model.sessions import ClosedLoop, Turn, in_virtual_time, read_sessions, replay, within
 from planner.model.workload import infinite_cache_hits
 
 
@@ -49,3 +49,38 @@ def test_a_line_that_is_no_request_is_named(tmp_path):
 def test_the_slice_that_is_shipped_is_read():
     sessions = read_sessions(Path(prfaas.__file__).parent / "data" / "agent_sessions.jsonl")
     assert (len(sessions), sum(map(len, sessions))) == (21, 991)
+
+
+def turn(at_s, tokens=1024, agent="1", think_s=0.0):
+    return Turn(at_s, tokens, 5, (0, 1), agent, think_s)
+
+
+def test_a_later_turn_waits_for_the_answer_and_for_its_user():
+    loop = ClosedLoop([(2.0, (turn(0.0), turn(9.0, think_s=3.0), turn(11.0, think_s=1.0)))], until_s=100.0)
+    assert [call.at_s for call in in_virtual_time(loop, lambda turn: 0.5)] == [2.0, 5.5, 7.0]
+    assert [call.at_s for call in in_virtual_time(loop, lambda turn: 40.0)] == [2.0, 45.0, 86.0]
+
+
+def test_nothing_is_sent_after_the_end():
+    loop = ClosedLoop([(2.0, (turn(0.0), turn(9.0, think_s=3.0))), (8.0, (turn(0.0),))], until_s=8.0)
+    assert [call.at_s for call in in_virtual_time(loop, lambda turn: 0.5)] == [2.0, 5.5]
+    assert [call.at_s for call in in_virtual_time(loop, lambda turn: 4.0)] == [2.0]
+
+
+def test_a_sub_agent_begins_after_the_turn_that_asked_for_it_and_does_not_hold_it_up():
+    session = (turn(0.0), turn(4.0, agent="1.1"), turn(6.0, agent="1.1", think_s=1.0), turn(7.0, think_s=2.0))
+    loop = ClosedLoop([(0.0, session)], until_s=100.0)
+    sent = [(call.at_s, call.turn.agent) for call in in_virtual_time(loop, lambda turn: 1.0)]
+    assert sent == [(0.0, "1"), (3.0, "1"), (4.0, "1.1"), (6.0, "1.1")]
+    assert [call.at_s for call in loop.answered(loop.first()[0], 0.0, 9.0)] == [9.0, 11.0]
+
+
+def test_sessions_of_a_closed_loop_are_those_that_are_shipped(tmp_path):
+    rows = [row(1, 0.0, [[1, 8]], 512) | {"think_time": 0.0}, row(1, 9.0, [[1, 16]], 1024) | {"think_time": 4.5}]
+    (session,) = read_sessions(written(tmp_path / "s.jsonl", rows))
+    assert [(each.agent, each.think_s) for each in session] == [("1", 0.0), ("1", 4.5)]
+
+
+def test_a_session_ends_before_its_first_prompt_that_is_too_long():
+    sessions = [(turn(0.0), turn(1.0, 5000), turn(2.0)), (turn(0.0, 5000),)]
+    assert within(sessions, 4000) == [(sessions[0][0],)]
