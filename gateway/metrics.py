@@ -237,8 +237,8 @@ class Metrics:
             self._ttft[route,].observe(timeline.ttft_s)
         if timeline.e2e_s is not None:
             self._e2e[route,].observe(timeline.e2e_s)
-        if request.events > 1 and timeline.first_token is not None and timeline.last_token is not None:
-            self._tbt[route,].observe((timeline.last_token - timeline.first_token) / (request.events - 1))
+        if (tbt_s := request.tbt_s) is not None:
+            self._tbt[route,].observe(tbt_s)
         self._count_tokens(request)
 
     def _count_tokens(self, request: Request) -> None:

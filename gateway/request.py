@@ -109,13 +109,15 @@ class Request:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of the answer; of a stream without usage a little more: role and end are events, too."""
-        return self.completion_tokens if self.completion_tokens is not None else max(0, self.events - 1)
+        """Tokens of the answer. Of a stream one for each event but its end and its usage; some engines send a role by itself."""
+        if self.completion_tokens is not None:
+            return self.completion_tokens
+        return max(0, self.events - 1 - self.call.options.wants_usage)
 
     @property
     def tbt_s(self) -> float | None:
         """Mean time from token to token of a whole stream."""
-        first, last, tokens = self.timeline.first_token, self.timeline.last_token, max(self.events, self.output_tokens)
+        first, last, tokens = self.timeline.first_token, self.timeline.last_token, self.output_tokens
         if not self.call.stream or first is None or last is None or tokens < 2:
             return None
         return (last - first) / (tokens - 1)

@@ -181,7 +181,7 @@ def test_an_answer_tells_of_the_node_that_gave_it_and_not_of_one_that_failed_bef
         cached_tokens=0, threshold_tokens=1.0,
     )  # fmt: skip
     for _ in range(2 * STEPS_BELIEVED):
-        request = Request("r", "r-1", call, prompt, served, Timeline(now), events=3)
+        request = Request("r", "r-1", call, prompt, served, Timeline(now), events=4)  # three tokens and the end
         refusals.accepted(request, way)
         for node in ("d0", "d1", "d1"):
             refusals.decoding(request, node)
@@ -192,6 +192,16 @@ def test_an_answer_tells_of_the_node_that_gave_it_and_not_of_one_that_failed_bef
     assert refusals.running == 0
     assert steps.step_s("d1", 1) == pytest.approx(0.5)
     assert steps.step_s("d0", 1) == 0.0
+
+
+@pytest.mark.parametrize(("options", "events"), [("", 4), (',"stream_options":{"include_usage":true}', 5)])
+def test_neither_the_end_of_a_stream_nor_its_usage_is_a_token(options: str, events: int) -> None:
+    served = ServedModel("scripted", "scripted", LAYOUT, 4096, Hashing(block_size=16, salt=b"salt"))
+    body = f'{{"model":"scripted","prompt":"x","stream":true{options}}}'.encode()
+    call, prompt = read_call(Endpoint.COMPLETIONS, body, served.as_read(), PromptMemory(text_tokenizer()))
+    timeline = Timeline(0.0, first_token=1.0, last_token=2.0)
+    request = Request("r", "r-1", call, prompt, served, timeline, events=events)
+    assert (request.output_tokens, request.tbt_s) == (3, 0.5)
 
 
 @on_loop
