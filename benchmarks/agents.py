@@ -60,7 +60,7 @@ TRIAL: Final = Trial(cache_gb=CACHE_GB, fetch_gbps=100.0, increment_tokens=1024)
 COUNT: Final = 200
 HOURS: Final = 1.0
 # Live: what 80 s of this machine have room for, at the scales of configs/case_study_live.toml.
-LIVE_COUNT: Final = 100
+LIVE_COUNT: Final = 150
 LIVE_HOURS: Final = 400 / 3600
 LIVE_STARTS: Final = 0.75  # of the time; who begins later has hardly a second turn
 LIVE_TRIAL: Final = replace(TRIAL, cache_gb=200.0, tail_share=TAIL_SHARE)
