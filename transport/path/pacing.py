@@ -135,15 +135,13 @@ class Egress:
 
     def follow(self, now: float) -> None:
         """Brings a budget that depends on the time of day, or on a share that ends, up to date."""
-        with self._lock:
-            share = self._share
-            if share is not None and now >= share.until:
+        with self._lock:  # to the end: who worked it out earlier must not have the last word
+            if self._share is not None and now >= self._share.until:
                 self._share = None
-        rate = rate_now(self._budget)
-        if share is not None:
-            rate = share.of(rate, now)
-        burst_bytes = max((rate or 0) * BURST_S, LEAST_BURST_BYTES)
-        with self._lock:
+            rate = rate_now(self._budget)
+            if self._share is not None:
+                rate = self._share.of(rate, now)
+            burst_bytes = max((rate or 0) * BURST_S, LEAST_BURST_BYTES)
             if rate is None:
                 self._bucket = None
             elif self._bucket is None:

@@ -1,4 +1,5 @@
 import random
+import threading
 import time
 
 import pytest
@@ -127,3 +128,26 @@ def test_a_line_keeps_to_its_share_and_returns_to_its_budget_by_itself():
     assert egress.bytes_per_s == 1e6
     egress.wait_s(now + 100.0)
     assert egress.bytes_per_s == 2e6
+
+
+def test_a_share_that_comes_while_another_ends_has_the_last_word():
+    """A connection that was working out what holds after the old one must not undo the new one, to which its node has agreed."""
+    came, about = threading.Event(), threading.Event()
+    now = time.monotonic()
+
+    class Slow(DailyBudget):
+        def at(self, second_of_day: float) -> float:
+            if threading.current_thread() is sending:
+                about.set()
+                came.wait(0.05)  # while the lock is held it cannot come
+            return 10e6
+
+    sending = threading.Thread(target=lambda: egress.wait_s(now + 2.0))
+    egress = Egress(Slow(((0, 10e6),)))
+    egress.take_share(Share(19e6, 10e6, now + 1.0), now)
+    sending.start()
+    about.wait(20.0)
+    egress.take_share(Share(2.5e6, 10e6, now + 5.0), now + 2.0)
+    came.set()
+    sending.join(20.0)
+    assert egress.bytes_per_s == 2.5e6
