@@ -42,7 +42,10 @@ class Shares:
     async def tick(self) -> None:
         """One round over all lines."""
         lines = self._lines()
-        self._budgets = {line: self._budgets.get(line) or SharedBudget() for line in lines}
+        now = self._clock()
+        # Senders may use what they were dealt although nobody sees them now.
+        kept = {line: budget for line, budget in self._budgets.items() if line in lines or budget.holds(now)}
+        self._budgets = {**{line: SharedBudget() for line in lines.keys() - kept.keys()}, **kept}
         await asyncio.gather(*(self._deal(line, nodes) for line, nodes in lines.items()))
 
     def _lines(self) -> Mapping[Line, list[Node]]:

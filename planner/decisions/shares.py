@@ -9,7 +9,7 @@ and a raise ends before the lowering that made it possible: then everybody is ba
 the one who shared it out. What was not answered counts as not lowered; what was only sent counts as raised.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -34,6 +34,7 @@ class Bound:
 
     bytes_per_s: float
     until: float
+    own_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,10 @@ class SharedBudget:
     def __init__(self) -> None:
         self._bounds: dict[str, Bound] = {}
 
+    def holds(self, now: float) -> bool:
+        """Whether somebody may still be sending by a share, whoever is seen."""
+        return any(now < each.until for each in self._bounds.values())
+
     def bound(self, sender: Sender, now: float) -> float:
         """What it may be sending at most."""
         known = self._bounds.get(sender.node_id)
@@ -74,7 +79,7 @@ class SharedBudget:
 
     def lower(self, senders: Sequence[Sender], now: float) -> list[Grant]:
         """What is to be given up, or to stay given up; first."""
-        self._forget(senders, now)
+        self._forget(now)
         wanted, until = divide(senders), now + LEASE_S
         grants = []
         for sender in senders:
@@ -88,7 +93,7 @@ class SharedBudget:
 
     def answered(self, grant: Grant) -> None:
         """The sender keeps to it."""
-        self._bounds[grant.node_id] = Bound(grant.bytes_per_s, grant.until)
+        self._bounds[grant.node_id] = Bound(grant.bytes_per_s, grant.until, grant.own_bytes_per_s)
 
     def raise_(self, senders: Sequence[Sender], now: float) -> list[Grant]:
         """What can be had of what was given up. It counts as taken from now on, whether it will be answered or not.
@@ -96,7 +101,9 @@ class SharedBudget:
         Who has lent is not raised before his lease has ended, even if he needs it: others may have what he lent till then.
         """
         wanted, bounds = divide(senders), {sender.node_id: self.bound(sender, now) for sender in senders}
+        unseen = [known for name, known in self._bounds.items() if name not in bounds and now < known.until]
         lent_until = [self._bounds[s.node_id].until for s in senders if bounds[s.node_id] < s.own_bytes_per_s]
+        ends = [*lent_until, *(each.until for each in unseen if each.bytes_per_s < each.own_bytes_per_s)]
         borrowers = [
             s for s in senders if max(wanted[s.node_id], bounds[s.node_id]) > (1.0 + ALIKE) * s.own_bytes_per_s
         ]
@@ -104,17 +111,19 @@ class SharedBudget:
         if not lent_until or not borrowers:
             return []
         more = {s.node_id: max(0.0, wanted[s.node_id] - bounds[s.node_id]) for s in borrowers}
-        free = max(0.0, sum(sender.own_bytes_per_s for sender in senders) - sum(bounds.values()))
+        away = sum(max(0.0, each.bytes_per_s - each.own_bytes_per_s) for each in unseen)
+        free = max(0.0, sum(sender.own_bytes_per_s for sender in senders) - sum(bounds.values()) - away)
         part = min(1.0, free / sum(more.values())) if any(more.values()) else 0.0
         grants = []
         for sender in borrowers:
             rate = bounds[sender.node_id] + part * more[sender.node_id]
-            grants.append(Grant(sender.node_id, rate, sender.own_bytes_per_s, min(lent_until)))
+            grants.append(Grant(sender.node_id, rate, sender.own_bytes_per_s, min(ends)))
         for grant in grants:
             known = self._bounds.get(grant.node_id, Bound(0.0, now))
-            self._bounds[grant.node_id] = Bound(grant.bytes_per_s, max(grant.until, known.until))
+            until = max(grant.until, known.until)
+            self._bounds[grant.node_id] = Bound(grant.bytes_per_s, until, grant.own_bytes_per_s)
         return [grant for grant in grants if grant.is_raise]
 
-    def _forget(self, senders: Sequence[Sender], now: float) -> None:
-        names: Mapping[str, Sender] = {sender.node_id: sender for sender in senders}
-        self._bounds = {name: each for name, each in self._bounds.items() if now < each.until and name in names}
+    def _forget(self, now: float) -> None:
+        """What has ended, and only that: who is out of sight for a moment keeps to his share, and may come back with it."""
+        self._bounds = {name: each for name, each in self._bounds.items() if now < each.until}

@@ -50,6 +50,20 @@ def test_a_budget_follows_those_who_wait_and_comes_back():
     assert (budget.lower(line(0.0, 0.0), 20.0), budget.raise_(line(0.0, 0.0), 20.0)) == ([], [])
 
 
+def test_what_one_who_is_out_of_sight_has_borrowed_is_nobody_elses():
+    budget, (idle, busy, other) = SharedBudget(), line(0.0, 90 * MB, 45 * MB)
+    (lower,) = budget.lower([idle, busy, other], 0.0)
+    budget.answered(lower)
+    (raised,) = budget.raise_([idle, busy, other], 0.0)
+    assert (lower.node_id, raised.node_id) == (idle.node_id, busy.node_id)
+    for seen in ([idle, other], [other], [idle, other]):
+        for grant in budget.lower(seen, 1.0):
+            budget.answered(grant)
+        assert budget.raise_(seen, 1.0) == []
+        assert budget.holds(1.0)
+    assert not budget.holds(10.0)
+
+
 @dataclass
 class Node:
     """Keeps to what reaches it, as nodes do; all clocks are one."""
@@ -70,6 +84,7 @@ ROUND = st.tuples(
     st.lists(st.sampled_from([0.0, 1 * MB, 20 * MB, 300 * MB]), min_size=3, max_size=3),  # what waits
     st.lists(st.sampled_from(["answered", "answered", "lost", "unanswered"]), min_size=6, max_size=6),
     st.floats(0.0, 0.6), st.floats(0.05, 4.0),  # how long an answer takes, and until the next round
+    st.one_of(st.just(frozenset[int]()), st.frozensets(st.integers(0, 2))),  # who is out of sight
 )  # fmt: skip
 
 
@@ -86,8 +101,9 @@ def test_together_they_never_send_more_than_the_budget(rounds):
             if now <= moment <= until:
                 assert sum(node.rate(moment) for node in nodes.values()) <= sum(owns) * (1 + 1e-9)
 
-    for queued, fates, answer_s, pause_s in rounds:
-        senders = [Sender(f"n{i}", own, each) for i, (own, each) in enumerate(zip(owns, queued, strict=True))]
+    for queued, fates, answer_s, pause_s, unseen in rounds:
+        line = enumerate(zip(owns, queued, strict=True))
+        senders = [Sender(f"n{i}", own, each) for i, (own, each) in line if i not in unseen]
         for grant, fate in zip(budget.lower(senders, now), fates, strict=False):
             if fate != "lost":
                 nodes[grant.node_id].take(grant, now + answer_s, grant.until - now)
