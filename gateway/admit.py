@@ -1,8 +1,7 @@
 """The second room: a place among the requests being served. It is taken when the body is there, not while it is awaited."""
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from gateway.errors import Overloaded, Unavailable
 from gateway.places import OwnPlaces, Places
@@ -30,18 +29,17 @@ class Admission:
         if self._places.taken >= self.limit:
             raise self._overloaded()
 
-    @contextmanager
-    def place(self) -> Iterator[None]:
-        """A place, for as long as the block lasts. Raises ApiError."""
+    def take(self) -> None:
+        """Takes a place, to be given back once. Raises ApiError."""
         self.check()
         if not self._places.take(self.limit):
             raise self._overloaded()
         self._changed(1)
-        try:
-            yield
-        finally:
-            self._places.give_back()
-            self._changed(-1)
+
+    def give_back(self) -> None:
+        """A place is free again."""
+        self._places.give_back()
+        self._changed(-1)
 
     async def drained(self, timeout_s: float) -> bool:
         """Refuses new requests and waits for the running ones."""

@@ -5,7 +5,6 @@ import itertools
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
@@ -104,18 +103,19 @@ class FrontDoor:
         arrived = self._clock()
         try:
             self.rooms.admission.check()
-            body = await self.rooms.receiver.receive(http)
-            with ExitStack() as place:
-                place.enter_context(self.rooms.admission.place())
-                # The work is a task of its own: a client that hangs up in the middle ends it, one that has its whole
-                # answer does not keep the books from being closed.
-                visit = Visit(http, endpoint, body, arrived)
-                work = self._tasks.start(self._serve(visit), "request", expected=(ApiError, ConnectionResetError))
-                work.add_done_callback(_closing(place.pop_all()))
+            visit = Visit(http, endpoint, await self.rooms.receiver.receive(http), arrived)
+            self.rooms.admission.take()
         except ApiError as error:
             self.rooms.accounts.turned_away(error.code or "invalid", error.status)
             raise
+        # The work is a task of its own: a client that hangs up in the middle ends it, one that has its whole answer does
+        # not keep the books from being closed.
+        work = self._tasks.start(self._serve(visit), "request", expected=(ApiError, ConnectionResetError))
+        work.add_done_callback(self._left)
         return await self._until_answered(visit, work)
+
+    def _left(self, _: "asyncio.Task[web.StreamResponse]") -> None:
+        self.rooms.admission.give_back()
 
     async def _until_answered(self, visit: Visit, work: "asyncio.Task[web.StreamResponse]") -> web.StreamResponse:
         self._visits[visit] = work
@@ -203,10 +203,6 @@ def tenant_of(http: web.Request) -> bytes:
     return blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).digest() if key else b""
 
 
-def _closing(held: ExitStack) -> Callable[[object], None]:
-    return lambda _: held.close()
-
-
 def build_app(door: FrontDoor, pages: Pages) -> web.Application:
     """The API application."""
 
@@ -221,8 +217,19 @@ def build_app(door: FrontDoor, pages: Pages) -> web.Application:
     for endpoint, handler in ((Endpoint.CHAT, door.chat), (Endpoint.COMPLETIONS, door.completions)):
         app.router.add_post(endpoint, handler, expect_handler=expected)
     _add(app, pages.for_clients() if door.config.metrics_port else pages.for_clients() | pages.for_operators())
-    app.on_response_prepare.append(_has_begun)
     return app
+
+
+def straight_ways(door: FrontDoor) -> dict[str, Handler]:
+    """What handles a POST to such a path, spelled exactly so, without the application's routing and middlewares."""
+
+    async def chat(http: web.Request) -> web.StreamResponse:
+        return await _framed(door, http, door.chat)
+
+    async def completions(http: web.Request) -> web.StreamResponse:
+        return await _framed(door, http, door.completions)
+
+    return {Endpoint.CHAT: chat, Endpoint.COMPLETIONS: completions}
 
 
 def build_operators_app(door: FrontDoor, pages: Pages) -> web.Application:
@@ -242,11 +249,6 @@ def _add(app: web.Application, pages: dict[str, Page]) -> None:
         app.router.add_get(path, page)
 
 
-async def _has_begun(http: web.Request, response: web.StreamResponse) -> None:
-    if isinstance(http.protocol, Connection):
-        http.protocol.has_begun = True
-
-
 def _continue_or_refuse(door: FrontDoor, http: web.Request) -> web.StreamResponse | None:
     """What `Expect` gets: `100 Continue`, unless the body is refused before it comes."""
     if http.headers.get("Expect", "").lower() != "100-continue":
@@ -256,6 +258,7 @@ def _continue_or_refuse(door: FrontDoor, http: web.Request) -> web.StreamRespons
         check_head(http, door.config.max_body_bytes)
     except ApiError as error:
         door.metrics.rejected(error.code or "invalid", error.status)
+        _begin(http)
         return error_response(error)
     assert http.transport is not None
     http.transport.write(CONTINUE)
@@ -280,4 +283,11 @@ async def _framed(door: FrontDoor, http: web.Request, handler: Handler) -> web.S
         response = error_response(InternalError())
     if not response.prepared:
         response.headers["x-request-id"] = http[REQUEST_ID]
+        _begin(http)
     return response
+
+
+def _begin(http: web.Request) -> None:
+    """An answer of the server's own is about to be written."""
+    assert isinstance(http.protocol, Connection)
+    http.protocol.has_begun = True

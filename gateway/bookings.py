@@ -4,8 +4,8 @@ Of prompts that come together, the second one's decision must see the first one'
 by then or not. What was counted is given back when it is done, and all of it at the latest when the try is over.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from typing import Self
 
 from gateway.node import Node, Work
 from gateway.underway import Computing
@@ -13,7 +13,7 @@ from planner.decisions.routing import Route
 
 
 class Booking:
-    """The work of one try at a request."""
+    """The work of one try at a request: from now on, until the `with` block that it opens ends."""
 
     def __init__(self, decode: Node, clock: Callable[[], float], hashes: Sequence[bytes] = ()) -> None:
         """`hashes` are those of the prompt's full blocks."""
@@ -73,12 +73,13 @@ class Booking:
         self.prefilled()
         self._decode.give_back(self._answer)
 
+    def __enter__(self) -> Self:
+        return self
 
-@contextmanager
-def booked(decode: Node, clock: Callable[[], float], hashes: Sequence[bytes] = ()) -> Iterator[Booking]:
-    """A place on a decode node, and whatever else is booked inside the block."""
-    booking = Booking(decode, clock, hashes)
-    try:
-        yield booking
-    finally:
-        booking.close()
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def booked(decode: Node, clock: Callable[[], float], hashes: Sequence[bytes] = ()) -> Booking:
+    """A place on a decode node, and whatever else is booked inside the block that it opens."""
+    return Booking(decode, clock, hashes)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any, Final, cast
@@ -167,17 +167,16 @@ class Connection(RequestHandler):
             self._looking.cancel()
         self._gate.closed(self)
 
-    @contextmanager
-    def request(self, http: web.BaseRequest) -> Iterator[None]:
-        """The time from a request's head to the end of its answer."""
+    def serving(self, http: web.BaseRequest) -> None:
+        """A request's head is there."""
         self._current, self.has_begun = http, False
         self._gate.changed(self, State.SERVING)
-        try:
-            yield
-        finally:
-            self._current = None
-            if self._wire is not None:  # closed or not: the client may still have to read its answer
-                self._gate.changed(self, State.IDLE)
+
+    def served(self) -> None:
+        """Its answer has ended."""
+        self._current = None
+        if self._wire is not None:  # closed or not: the client may still have to read its answer
+            self._gate.changed(self, State.IDLE)
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
@@ -267,19 +266,26 @@ def _is_reset(transport: asyncio.Transport) -> bool:
 
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+Way = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def shaped(handle: Handler) -> Handler:
-    """`handle` for connections of ours; errors that aiohttp raises outside the application get the API's shape, too."""
+def shaped(application: Handler, straight: Mapping[str, Way]) -> Handler:
+    """`application` for connections of ours; errors that aiohttp raises outside of it get the API's shape, too.
+
+    POSTs to the paths of `straight` that expect nothing go around it.
+    """
 
     async def handler(http: web.BaseRequest) -> web.StreamResponse:
         connection = http.protocol
         assert isinstance(connection, Connection)
-        with connection.request(http):
-            try:
-                return await handle(http)
-            except web.HTTPException as error:
-                return http_error_response(http, error)
+        way = straight.get(http.raw_path) if http.method == "POST" and "Expect" not in http.headers else None
+        connection.serving(http)
+        try:
+            return await (application(http) if way is None else way(cast(web.Request, http)))
+        except web.HTTPException as error:
+            return http_error_response(http, error)
+        finally:
+            connection.served()
 
     return handler
 

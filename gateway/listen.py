@@ -4,12 +4,14 @@ import asyncio
 import logging
 import os
 import resource
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
 from aiohttp import web
 
 from gateway.config import GatewayConfig
-from gateway.connections import Connection, Gate, shaped
+from gateway.connections import Connection, Gate, Way, shaped
 from gateway.errors import CannotListen
 
 log = logging.getLogger("prfaas.gateway.listen")
@@ -51,15 +53,26 @@ class Listener:
 
     @classmethod
     async def start(
-        cls, app: web.Application, gate: Gate, host: str, port: int, idle_s: float, *, is_shared: bool = False
+        cls,
+        app: web.Application,
+        gate: Gate,
+        host: str,
+        port: int,
+        idle_s: float,
+        *,
+        straight: Mapping[str, Way] = MappingProxyType({}),
+        is_shared: bool = False,
     ) -> "Listener":
-        """Listens on `host:port` (0: any free port), `is_shared` with others that do so, too. Raises CannotListen."""
+        """Listens on `host:port` (0: any free port), `is_shared` with others that do so, too. Raises CannotListen.
+
+        What is POSTed to the paths of `straight` goes around the application.
+        """
         # A client that leaves ends its request here and on the nodes.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         http = runner.server
         assert http is not None
-        http.request_handler = shaped(http.request_handler)
+        http.request_handler = shaped(http.request_handler, straight)
         loop = asyncio.get_running_loop()
 
         def connection() -> Connection:

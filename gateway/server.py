@@ -14,7 +14,7 @@ from typing import Final
 from gateway.accounts import Accounts
 from gateway.admit import Admission
 from gateway.agent import AgentClient
-from gateway.app import FrontDoor, Rooms, build_app, build_operators_app
+from gateway.app import FrontDoor, Rooms, build_app, build_operators_app, straight_ways
 from gateway.board import State
 from gateway.classes import Classes
 from gateway.clusters import Clusters
@@ -225,7 +225,8 @@ async def running(
             await clusters.wait_for(lambda: clusters.is_ready, NODES_S)
         idle_s, is_shared = strangers.idle_s, siblings is not None
         port = config.port if seat.port is None else seat.port
-        clients = await Listener.start(build_app(door, pages), gates[0], config.host, port, idle_s, is_shared=is_shared)
+        app, straight = build_app(door, pages), straight_ways(door)
+        clients = await Listener.start(app, gates[0], config.host, port, idle_s, straight=straight, is_shared=is_shared)
         stack.push_async_callback(clients.close)
         metrics_url, listeners = f"{clients.url}/metrics", [clients]
         if config.metrics_port:

@@ -5,10 +5,10 @@ The line is as long as it may be, and nobody stands in it who would not get thro
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from math import inf
-from typing import Final
+from typing import Final, Self
 
 from gateway.errors import Overloaded
 from gateway.places import OwnPlaces, Places
@@ -53,14 +53,9 @@ class WaitingLine:
         """Other rules for whoever comes from now on."""
         self._limit, self._line.ageing_s = limit, ageing_s
 
-    @contextmanager
-    def place(self, service: ServiceClass = UNPROMISED, arrived: float | None = None) -> Iterator["Place"]:
-        """For one request; it stands in the line from its first `wait` on, until it leaves or the block ends."""
-        place = Place(self, service, inf if arrived is None else arrived + service.deadline_s)
-        try:
-            yield place
-        finally:
-            self._leave(place)
+    def place(self, service: ServiceClass = UNPROMISED, arrived: float | None = None) -> "Place":
+        """For one request, as a `with` block: it stands in the line from its first `wait` on, until it leaves or that ends."""
+        return Place(self, service, inf if arrived is None else arrived + service.deadline_s)
 
     def freed(self) -> None:
         """A request has ended: whoever is first may ask again."""
@@ -99,7 +94,7 @@ class WaitingLine:
                 while not await self._is_due(place):
                     pass
         except TimeoutError:
-            self._leave(place)
+            self.leave(place)
             raise self.refusal(place, self.drain.wait_s(len(self))) from None
         if place.is_displaced:
             raise self.refusal(place, self.drain.wait_s(len(self)))
@@ -127,7 +122,7 @@ class WaitingLine:
         """It has got its room."""
         if place in self:
             self.drain.on_turn(self._clock())
-            self._leave(place)
+            self.leave(place)
 
     def refusal(self, place: "Place", retry_after_s: float) -> Overloaded:
         """What somebody is told who gets no place, or loses it."""
@@ -143,7 +138,8 @@ class WaitingLine:
             message, code = f"No decode node has room and {waiting}", "no_room"
         return Overloaded(f"{message}. Please retry.", code, retry_after_s=retry_after_s)
 
-    def _leave(self, place: "Place") -> None:
+    def leave(self, place: "Place") -> None:
+        """It stands in the line no more, if it did."""
         if self._line.leave(place):
             self._room.give_back()
             self._on_change(len(self))
@@ -166,6 +162,12 @@ class Place:
         self.is_displaced = False
         self._line = line
         self._has_joined = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._line.leave(self)
 
     @property
     def stands(self) -> bool:

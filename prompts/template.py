@@ -67,11 +67,11 @@ class ChatTemplate:
         environment.filters["tojson"] = tojson
         environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = lambda form: clock().strftime(form)
-        self._compiled = environment.from_string(source)
+        self._compiled = _with_plain_globals(environment.from_string(source))
         self._in_parts: jinja2.Template | None = None
         self.not_appending = ""
         try:
-            self._in_parts = in_parts(environment, source)
+            self._in_parts = _with_plain_globals(in_parts(environment, source))
         except NotAppending as reason:
             self.not_appending = str(reason)
         except TEMPLATE_ERRORS:
@@ -121,6 +121,13 @@ class ChatTemplate:
         except TEMPLATE_ERRORS as error:
             raise TemplateError(str(error) or type(error).__name__) from error
         return text
+
+
+def _with_plain_globals(template: jinja2.Template) -> jinja2.Template:
+    """`template` with its globals in one dict. Jinja copies them for each rendering; out of its own chain of maps that took more
+    than all the rest of a short chat's."""
+    template.globals = dict(template.globals)
+    return template
 
 
 def _marked(messages: Sequence[Message]) -> list[Message]:
