@@ -47,6 +47,16 @@ def test_only_what_is_new_is_hashed() -> None:
     assert cache.hits == 3
 
 
+def test_prompts_whose_fast_hashes_collide_have_the_hashes_of_their_own_tokens() -> None:
+    cache = ChainCache(FairCache(), fast_hash=lambda data: 0)
+    for seed in (1, 2, 1):
+        tokens = prompt(3 * CHUNK, seed)
+        assert cache.chain(tokens, BLOCK_SIZE, b"") == computed(tokens, b"")
+    assert cache.hits == 0
+    assert cache.chain(tokens, BLOCK_SIZE, b"") == computed(tokens, b"")
+    assert cache.hits == 2
+
+
 def test_salts_and_block_sizes_share_nothing() -> None:
     cache = ChainCache(FairCache())
     for block_size, salt in ((BLOCK_SIZE, b"a"), (BLOCK_SIZE, b"b"), (1, b"a")):
