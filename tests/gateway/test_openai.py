@@ -199,3 +199,15 @@ def test_some_prompts_are_computed_whole_whatever_is_cached(
 def test_a_request_id_is_taken_over_only_if_harmless() -> None:
     assert request_id_or("abc-1", "mine") == "abc-1"
     assert request_id_or("a b", "mine") == request_id_or("x" * 200, "mine") == request_id_or(None, "mine") == "mine"
+
+
+@on_loop
+@pytest.mark.parametrize("fields", [CHAT, CHAT | {"model": "gpt-9"}], ids=["good", "bad"])
+async def test_a_path_spelled_otherwise_gets_the_same_answer_through_the_application(fields: dict[str, Any]) -> None:
+    async with world() as w:
+        answers = []
+        for path in (Endpoint.CHAT, f"{Endpoint.CHAT}?spelled=otherwise"):
+            async with w.http.post(path, json=fields, headers={"x-request-id": "mine"}) as response:
+                assert response.headers["x-request-id"] == "mine"
+                answers.append((response.status, set(response.headers), json.loads(await response.read()).keys()))
+        assert answers[0] == answers[1]
