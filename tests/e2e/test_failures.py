@@ -21,6 +21,8 @@ pytestmark = pytest.mark.e2e
 LONG = 2000
 MARK_LANDED = 200_000
 """Bytes after which a transfer of LONG tokens (about 870 KB) is certainly under way and certainly not over."""
+LONG_ANSWER = 1500
+"""Tokens of an answer that is certainly still being written when a gateway has heard that its node drains."""
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +224,7 @@ async def _both_down(bench: Bench) -> bool:
 def test_a_decode_node_that_is_told_to_end_finishes_its_stream_and_takes_nothing_new(bench: Bench) -> None:
     async def scenario() -> None:
         prompt, name = bench.prompt(60, seed=12), bench.name()
-        running = asyncio.create_task(bench.generate(prompt, 400, name=name))
+        running = asyncio.create_task(bench.generate(prompt, LONG_ANSWER, name=name))
         leaving = ""
 
         async def streaming() -> bool:
@@ -247,7 +249,7 @@ def test_a_decode_node_that_is_told_to_end_finishes_its_stream_and_takes_nothing
         assert (await bench.record(elsewhere))["decode_node"] != leaving
         assert not running.done()
         done = await running
-        assert done.token_ids == bench.expected(prompt, 400)
+        assert done.token_ids == bench.expected(prompt, LONG_ANSWER)
         assert (await bench.record(name))["fallbacks"] == []
         assert await node.process.stop(30.0) == 0
         await bench.restart(leaving)
