@@ -273,7 +273,7 @@ def test_sigterm_lets_streams_finish_and_refuses_new_ones(models: Models, tmp_pa
                 async with own.session.get(f"{own.system.api_url}/health") as answer:
                     return answer.status == 503
 
-            running = asyncio.create_task(own.generate(own.prompt(100, seed=9), 400))
+            running = asyncio.create_task(own.generate(own.prompt(100, seed=9), LONG_ANSWER))
             await own.wait_until(decoding)
             os.kill(gateway.pid, signal.SIGTERM)
             await own.wait_until(draining)
@@ -281,7 +281,7 @@ def test_sigterm_lets_streams_finish_and_refuses_new_ones(models: Models, tmp_pa
             with pytest.raises((RequestFailed, aiohttp.ClientError)):
                 await own.generate(own.prompt(10, seed=10))
             done = await running
-            assert len(done.token_ids) == 400
+            assert len(done.token_ids) == LONG_ANSWER
             assert await gateway.stop(10.0) == 0
             decode = own.node("decode0")
             assert await decode.process.stop(20.0) == 0
