@@ -15,6 +15,17 @@ import msgspec
 from msgspec import Meta, Raw
 
 from gateway.errors import BadRequest
+from gateway.rules import (
+    MAX_ANSWERS,
+    ResponseFormat,
+    Stop,
+    Stops,
+    ToolChoice,
+    check_best_of,
+    check_format,
+    check_stream,
+    check_top_logprobs,
+)
 
 MAX_REQUEST_ID_CHARS: Final = 128
 MAX_FIELDS: Final = 256  # of a body; the APIs of this family know about a hundred
@@ -50,7 +61,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     max_tokens: Tokens | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_ANSWERS)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
@@ -59,12 +70,18 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Stop | Stops | None = None
     logit_bias: dict[str, float] | None = None
     user: str | None = None
     echo: bool | None = None
     prompt_logprobs: Annotated[int, Meta(ge=-1)] | None = None
     cache_salt: str | None = None
+    response_format: ResponseFormat | None = None
+
+    def check(self) -> None:
+        """Raises BadRequest for fields that do not go together."""
+        check_stream(self.stream, self.stream_options)
+        check_format(self.response_format)
 
     @property
     def output_tokens(self) -> int | None:
@@ -94,9 +111,15 @@ class ChatOptions(Options, frozen=True, kw_only=True):
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
+
+    def check(self) -> None:
+        super().check()
+        check_top_logprobs(self.logprobs, self.top_logprobs)
 
     @property
     def output_tokens(self) -> int | None:
@@ -111,8 +134,12 @@ class CompletionOptions(Options, frozen=True, kw_only=True):
     """`/v1/completions`."""
 
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_ANSWERS)] | None = None
     add_special_tokens: bool | None = None
+
+    def check(self) -> None:
+        super().check()
+        check_best_of(self.best_of, self.n)
 
     @property
     def echoes_logprobs(self) -> bool:
@@ -184,17 +211,17 @@ def call_of(endpoint: Endpoint, fields: dict[str, Raw]) -> Call:
         raise bad_field(error) from error
     except NOT_JSON as error:
         raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from error
+    options.check()
     return Call(endpoint=endpoint, options=options, fields=fields)
 
 
 def bad_field(error: msgspec.ValidationError, within: str = "") -> BadRequest:
     """The answer to a field of the wrong type or range; `within` is the field that was decoded alone."""
     text = str(error)
-    if missing := _MISSING.search(text):
-        param = f"{within}.{missing[1]}" if within else missing[1]
-        return _missing(param)
     path = at[1] if (at := _AT.search(text)) else ""
     param = within + (path if path.startswith("[") or not within or not path else f".{path}")
+    if missing := _MISSING.search(text):
+        return _missing(f"{param}.{missing[1]}" if param else missing[1])
     return BadRequest(f"Invalid value for '{param}': {_AT.sub('', text)}.", param=param, code="invalid_value")
 
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from gateway.errors import ApiError, BadRequest
 from gateway.openai import NOT_JSON, Call, ChatOptions, Endpoint, bad_field, parse
+from gateway.rules import Tools, check_tools
 from hybrid_cache.chains import ChainCache
 from prompts.conversations import Conversations
 from prompts.errors import BadPrompt
@@ -23,6 +24,7 @@ SAID: Final[tuple[str, ...]] = ("tools", "documents", "chat_template_kwargs", "a
 _PROMPT: Final = msgspec.json.Decoder(str | list[int | str | list[int]])
 _MESSAGES: Final = msgspec.json.Decoder(list[dict[str, Any]])
 _LIST: Final = msgspec.json.Decoder(list[Any] | None)
+_TOOLS: Final = msgspec.json.Decoder(Tools | None)
 _OBJECT: Final = msgspec.json.Decoder(dict[str, Any] | None)
 
 
@@ -115,6 +117,7 @@ def prompt_tokens(call: Call, memory: PromptMemory, tenant: bytes) -> tuple[Toke
 
 def _chat(call: Call, memory: PromptMemory, tenant: bytes) -> tuple[TokenArray, str]:
     options = cast(ChatOptions, call.options)
+    check_tools(_field(call, "tools", _TOOLS), options.tool_choice)
     chat = Chat(
         messages=(),
         tools=_field(call, "tools", _LIST),

@@ -13,6 +13,8 @@ from tests.gateway.worlds import on_loop, world
 CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": "scripted", "prompt": "hi"}
 
+TOOL = {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}
+
 
 def bad(fields: dict[str, Any], param: str | None, code: str | None = "invalid_value", status: int = 400) -> Any:
     return pytest.param(fields, param, code, status, id=json.dumps(fields)[:60])
@@ -43,6 +45,27 @@ BAD_CHAT = [
     bad({"seed": "x"}, "seed"),
     bad({"stop": 5}, "stop"),
     bad({"stop": [5]}, "stop[0]"),
+    bad({"stop": ["x"] * 17}, "stop"),
+    bad({"stop": ["x" * 1025]}, "stop[0]"),
+    bad({"n": 129}, "n"),
+    bad({"response_format": "json"}, "response_format"),
+    bad({"response_format": {"type": "yaml"}}, "response_format.type"),
+    bad({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing_required_parameter"),
+    bad(
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        "response_format.json_schema.name",
+        "missing_required_parameter",
+    ),
+    bad({"tools": []}, "tools"),
+    bad({"tools": [5]}, "tools[0]"),
+    bad({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    bad({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
+    bad({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    bad({"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice"),
+    bad({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "b"}}}, "tool_choice.function.name"),
+    bad({"tool_choice": "required"}, "tool_choice"),
+    bad({"stream_options": {"include_usage": True}}, "stream_options"),
+    bad({"top_logprobs": 2}, "top_logprobs"),
     bad({"stream": "yes"}, "stream"),
     bad({"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
     bad({"presence_penalty": -3}, "presence_penalty"),
@@ -70,6 +93,8 @@ BAD_TEXT = [
     bad({"prompt": "a", "max_tokens": -1}, "max_tokens"),
     bad({"prompt": "a", "logprobs": True}, "logprobs"),
     bad({"prompt": "a", "best_of": 0}, "best_of"),
+    bad({"prompt": "a", "best_of": 1, "n": 2}, "best_of"),
+    bad({"prompt": "a", "best_of": 2}, "best_of", "unsupported"),
 ]
 BAD_BODIES = [
     pytest.param(b"", "invalid_json", id="empty"),

@@ -46,7 +46,14 @@ LONG_BODIES = {
             b'{"model":"m","messages":[{"role":"user","content":"hi"}', b',{"role":"user","content":"hello"}', b"]}"
         ),
     ),
-    "tools": (Endpoint.CHAT, filled(b'{"model":"m",' + MESSAGES + b',"tools":[1', b",[]", b"]}")),
+    "tools": (
+        Endpoint.CHAT,
+        filled(
+            b'{"model":"m",' + MESSAGES + b',"tools":[{"type":"function","function":{"name":"f","parameters":{"x":[1',
+            b",[]",
+            b"]}}}]}",
+        ),
+    ),
     "template's": (
         Endpoint.CHAT,
         filled(b'{"model":"m",' + MESSAGES + b',"chat_template_kwargs":{"x":[1', b",{}", b"]}}"),
