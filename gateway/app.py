@@ -128,6 +128,10 @@ class FrontDoor:
         finally:
             del self._visits[visit]
 
+    async def understood(self, http: web.Request, endpoint: Endpoint, body: bytes) -> Request:
+        """The request that `body` would be at `endpoint`: read as one, but it has no place and is in no book. Raises ApiError."""
+        return await self._read(Visit(http, endpoint, body, self._clock()))
+
     def end_stalled(self, now: float) -> None:
         """Ends streams whose client has stopped reading: they hold a place on a decode node."""
         for visit, work in self._visits.items():
@@ -216,7 +220,9 @@ def build_app(door: FrontDoor, pages: Pages) -> web.Application:
     app = web.Application(middlewares=[frame], client_max_size=door.config.max_body_bytes)
     for endpoint, handler in ((Endpoint.CHAT, door.chat), (Endpoint.COMPLETIONS, door.completions)):
         app.router.add_post(endpoint, handler, expect_handler=expected)
-    _add(app, pages.for_clients() if door.config.metrics_port else pages.for_clients() | pages.for_operators())
+    _add(app, pages.for_clients())
+    if not door.config.metrics_port:
+        _add_operators(app, pages)
     return app
 
 
@@ -240,8 +246,14 @@ def build_operators_app(door: FrontDoor, pages: Pages) -> web.Application:
         return await _framed(door, request, handler)
 
     app = web.Application(middlewares=[frame])
-    _add(app, pages.for_operators())
+    _add_operators(app, pages)
     return app
+
+
+def _add_operators(app: web.Application, pages: Pages) -> None:
+    _add(app, pages.for_operators())
+    for path, page in pages.posted_by_operators().items():
+        app.router.add_post(path, page)
 
 
 def _add(app: web.Application, pages: dict[str, Page]) -> None:

@@ -142,6 +142,18 @@ class Clusters:
         now = self._clock()
         return [node for _, node in self._ready()[1] if now >= node.suspect_until]
 
+    def left_out(self) -> list[tuple[Node, str]]:
+        """Nodes that no decision sees now, and why."""
+        now, found = self._clock(), []
+        for node in self.nodes:
+            if node.state != "ready":
+                found.append((node, f"it is {node.state}"))
+            elif not self._serves(node):
+                found.append((node, "its KVCache is laid out otherwise than the served model's"))
+            elif now < node.suspect_until:
+                found.append((node, f"it failed a request: left alone for {node.suspect_until - now:.1f} s more"))
+        return found
+
     def _ready(self) -> tuple[dict[str, _Named], _Named]:
         if self._serving is None:
             prefills: dict[str, _Named] = {}

@@ -14,6 +14,7 @@ from gateway.request import PrefillOutcome, Request
 from hybrid_cache.index import NOTHING
 from planner.decisions.accuracy import Accuracy, Error
 from planner.decisions.estimates import AnswerEstimate, LearnedCost, MoveDelays, MoveEstimate
+from planner.decisions.explain import Explanation, explain_among
 from planner.decisions.placement import PLACERS, PlacementPolicy
 from planner.decisions.plan import LivePlan, Setting
 from planner.decisions.routing import Route, RoutingPolicy, route_among
@@ -95,15 +96,8 @@ class Decider:
 
     def route(self, request: Request, exclude: Collection[str] = (), home: str | None = None) -> Route:
         """Where `request` goes now, leaving the nodes of `exclude` out. Raises Unavailable."""
-        question = RouteRequest(
-            num_tokens=request.prompt.num_tokens,
-            kv_bytes=request.served.layout.kv_bytes,
-            tie=tie_of(request.leg_id),
-            answer_tokens=self._answers.tokens(request.call.options.output_tokens),
-            home=home or self._home,
-            unshared=request.call.options.is_unshared,
-        )
-        request.plan_version = self._plan.version if self._plan is not None else 0
+        question = self._question(request, home)
+        request.plan_version = self.plan_version
         self._cost.as_of(self._clock())
         nodes, links = self._clusters.views(request.prompt, exclude), self._links.views()
         try:
@@ -114,6 +108,31 @@ class Decider:
             node = self._clusters.by_id(found.prefill_node)
             self._cost.tried(node.id, node.cluster)
         return found
+
+    def explain(self, request: Request) -> Explanation:
+        """What `route` would say now, and why; nobody is sent anywhere, and nothing is learned. Raises Unavailable."""
+        self._cost.as_of(self._clock())
+        nodes, links = self._clusters.views(request.prompt), self._links.views()
+        policy = self._policy_now()
+        try:
+            return explain_among(nodes, self._question(request), links, policy, place=self._place, cost=self._cost)
+        except NoReadyNode as error:
+            raise Unavailable("No decode node is ready.", "no_decode_node") from error
+
+    @property
+    def plan_version(self) -> int:
+        """Of the plan that is followed; 0: none."""
+        return self._plan.version if self._plan is not None else 0
+
+    def _question(self, request: Request, home: str | None = None) -> RouteRequest:
+        return RouteRequest(
+            num_tokens=request.prompt.num_tokens,
+            kv_bytes=request.served.layout.kv_bytes,
+            tie=tie_of(request.leg_id),
+            answer_tokens=self._answers.tokens(request.call.options.output_tokens),
+            home=home or self._home,
+            unshared=request.call.options.is_unshared,
+        )
 
     def may_compute(self, decode_node: str) -> bool:
         """Whether a decode node has time for a prompt that a prefill node should have computed."""

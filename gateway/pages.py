@@ -13,6 +13,7 @@ from gateway.clusters import Clusters
 from gateway.connections import JSON
 from gateway.decide import Decider
 from gateway.errors import ApiError, BadRequest, Unavailable
+from gateway.explain import Explanations
 from gateway.links import Links
 from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.offered import LoadReport
@@ -47,6 +48,7 @@ class Pages:
         plan: Callable[[], LivePlan | None],
         seat: Alone | Seat,
         siblings: Siblings | None,
+        explanations: Explanations,
         started_at: int,
     ) -> None:
         self._clusters = clusters
@@ -59,6 +61,7 @@ class Pages:
         self._plan = plan
         self._seat = seat
         self._siblings = siblings
+        self._explanations = explanations
         self._started_at = started_at
 
     def for_clients(self) -> dict[str, Page]:
@@ -74,6 +77,10 @@ class Pages:
             "/prfaas/load": self._all_load,
         }
         return own | self._health()
+
+    def posted_by_operators(self) -> dict[str, Page]:
+        """What operators POST, by path."""
+        return {"/prfaas/explain": self._explain}
 
     def _health(self) -> dict[str, Page]:
         alive: dict[str, Page] = dict.fromkeys(("/livez", "/liveness", "/ping"), self._alive)
@@ -129,6 +136,10 @@ class Pages:
         """What was asked for since `?boot=ID&uncached=SEQ&outputs=SEQ`, and the clusters as they are."""
         uncached, outputs = (_sequence(http, name) for name in ("uncached", "outputs"))
         return _json(self._load.after(http.query.get("boot", ""), uncached, outputs))
+
+    async def _explain(self, http: web.Request) -> web.Response:
+        """Where the request in the body would go now, and why."""
+        return _json(await self._explanations.asked(http))
 
     async def _requests(self, http: web.Request) -> web.Response:
         """Finished requests as JSON lines: those after `?since=SEQ`, those with `?id=ID`."""

@@ -23,6 +23,7 @@ from gateway.connections import Gate
 from gateway.decide import Decider
 from gateway.dispatch import Dispatcher
 from gateway.errors import ConfigError
+from gateway.explain import Explanations
 from gateway.legs import Legs
 from gateway.links import Links
 from gateway.listen import OPERATORS, Listener, client_connections, descriptor_limit, raise_descriptor_limit
@@ -219,6 +220,7 @@ async def running(
             lambda: follower.plan,
             seat,
             siblings,
+            Explanations(door, rooms.receiver, clusters, decider, refusals, line),
             int(datetime.now(UTC).timestamp()),
         )
         if siblings is not None:  # the others serve meanwhile; who comes here first should be served, too

@@ -1,8 +1,9 @@
-"""The command line: `prfaas demo|up|gateway|node|convert|certificates|model`."""
+"""The command line: `prfaas demo|up|gateway|node|explain|convert|certificates|model`."""
 
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -82,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     add_node_arguments(node)
     node.set_defaults(run=_node)
 
+    _add_explain(commands.add_parser("explain", help="say where a request would go now, and why; nothing is sent"))
     _add_convert(commands.add_parser("convert", help="have a node of a PD cluster change its role, while it serves"))
 
     certificates = commands.add_parser(
@@ -106,6 +108,29 @@ def _add_topology(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--state-dir", type=Path, default=STATE_DIR, metavar="DIR", help="models, logs and sockets (default: .prfaas)"
     )
+
+
+def _add_gateway(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-u", "--url", default="http://127.0.0.1:8000", metavar="URL",
+        help="where the gateway's operators ask: its port, or its metrics_port if it has one (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    _add_gateway(parser)
+    asked = parser.add_mutually_exclusive_group()
+    asked.add_argument("file", nargs="?", metavar="FILE", help="the request's JSON body; - or nothing: standard input")
+    asked.add_argument("--prompt", metavar="TEXT", help="a prompt instead")
+    asked.add_argument("--tokens", type=_within(1, 10**6), metavar="N", help="so many tokens that nobody has cached")
+    parser.add_argument("--model", metavar="NAME", help="with --prompt and --tokens (default: the one that is served)")
+    parser.add_argument("--endpoint", metavar="PATH", help="where the body would be sent, if it does not show")
+    parser.add_argument(
+        "-H", "--header", action="append", type=_header, default=[], metavar="NAME:VALUE",
+        help="sent as a client would, such as x-prfaas-class:batch; may be repeated",
+    )  # fmt: skip
+    parser.set_defaults(run=_explain)
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
@@ -137,6 +162,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     build.add_argument("--seed", type=int, help="of the random weights (default 0)")
     build.add_argument("--overwrite", action="store_true", help="replace what is there")
     build.set_defaults(run=_model_build)
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, colon, value = text.partition(":")
+    if not colon or not name.strip():
+        raise argparse.ArgumentTypeError(f"{text!r}: must be NAME:VALUE")
+    return name.strip(), value.strip()
 
 
 def _within(low: int, high: int) -> Callable[[str], int]:
@@ -282,6 +314,26 @@ def _node(arguments: argparse.Namespace) -> int:
     else:
         from pd_cluster.role import PD as role
     return run(config, role, lambda: config_from(arguments, arguments.engine_args))
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from prfaas.asking import Gateway
+    from prfaas.explain import Wish, ask, show
+
+    wish = Wish(
+        file=arguments.file,
+        prompt=arguments.prompt,
+        tokens=arguments.tokens,
+        model=arguments.model,
+        endpoint=arguments.endpoint,
+        headers=dict(arguments.header),
+    )
+    found = ask(Gateway(arguments.url), wish)
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        show(found, _console())
+    return 0 if found["verdict"]["accepted"] else EXIT_FAILED
 
 
 def _convert(arguments: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ PrfaasError            printed without a traceback
 ├── TopologyError      the topology file is wrong: names the key, the value and what is allowed
 ├── CertificateError   certificates cannot be made there
 ├── ConversionError    a node cannot be asked to change its role, or should not be
+├── AskError           no gateway answers there, or it refuses
 └── StartError         a process did not come up, or a port is taken
 """
 
@@ -22,6 +23,10 @@ class CertificateError(PrfaasError):
 
 class ConversionError(PrfaasError):
     """Names the node and what speaks against it."""
+
+
+class AskError(PrfaasError):
+    """Names the address and what came from there."""
 
 
 class StartError(PrfaasError):

@@ -261,7 +261,7 @@ def choose_decode(
     """
     able = nodes
     if any(node.room_tokens is not None for node in nodes):
-        able = [node for node in nodes if _has_memory(node, request)] or nodes
+        able = [node for node in nodes if has_memory(node, request)] or nodes
     able = [node for node in able if node.load < 1] or able
     steps_s = [cost.step_s(node, node.running + node.waiting + 1) for node in able]
     if 0.0 in steps_s:  # not known of all
@@ -277,7 +277,8 @@ def choose_decode(
     return best
 
 
-def _has_memory(node: NodeView, request: RouteRequest) -> bool:
+def has_memory(node: NodeView, request: RouteRequest) -> bool:
+    """Whether a decode node has memory for the prompt and its predicted answer, as far as it says."""
     if node.room_tokens is None:
         return True
     return node.room_tokens >= request.num_tokens - node.attention_tokens + request.answer_tokens

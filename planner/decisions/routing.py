@@ -272,8 +272,8 @@ def _route_to(
         return _on_decode_node(request, decode, Reason.UNSHARED, policy, cost)
     if request.num_tokens <= 1:
         return _on_decode_node(request, decode, Reason.SINGLE_TOKEN, policy, cost)
-    local = _Side(prefills.get(decode.cluster, []), decodes, decode.cluster)
-    remote = _best_remote(request, prefills, decodes, links, decode, cost)
+    local = Side(prefills.get(decode.cluster, []), decodes, decode.cluster)
+    remote = best_remote(request, prefills, decodes, links, decode, cost)
     if not local.prefill and not (remote.prefill and remote.link):
         reason = Reason.LINK_DOWN if remote.prefill else Reason.NO_PREFILL
         return _on_decode_node(request, decode, reason, policy, cost)
@@ -291,8 +291,9 @@ def _route_to(
             return held
     reason = verdict.reason
     if reason is Reason.LONG and request.num_tokens - choice.cached_tokens <= policy.threshold_tokens:
-        reason = Reason.REMOTE_PREFIX
-    link_bytes = _bytes_to_send(request, decode) if side is remote else 0.0
+        # A tie that was drawn to go away is at the threshold everywhere.
+        reason = Reason.REMOTE_PREFIX if choice.cached_tokens > local.cached_tokens(policy) else reason
+    link_bytes = bytes_to_send(request, decode) if side is remote else 0.0
     return Route(
         target=verdict.target,
         reason=reason,
@@ -319,14 +320,14 @@ def _is_short_increment(request: RouteRequest, decode: NodeView, policy: Routing
     )
 
 
-def _seen_s(request: RouteRequest, choice: PrefillChoice, decode: NodeView, remote: "_Side | None") -> float:
+def _seen_s(request: RouteRequest, choice: PrefillChoice, decode: NodeView, remote: "Side | None") -> float:
     """The TTFT predicted for a choice, its way over a link included."""
     if remote is None or remote.link is None:
         return choice.ttft_s
-    return max(choice.ttft_s, remote.link.arrives_s(_bytes_to_send(request, decode)))
+    return max(choice.ttft_s, remote.link.arrives_s(bytes_to_send(request, decode)))
 
 
-def _bytes_to_send(request: RouteRequest, decode: NodeView) -> float:
+def bytes_to_send(request: RouteRequest, decode: NodeView) -> float:
     """KVCache that the decode node lacks. What does not grow with length (states, windows) is sent whatever it holds."""
     if request.kv_bytes is None:
         return 0.0
@@ -334,7 +335,7 @@ def _bytes_to_send(request: RouteRequest, decode: NodeView) -> float:
     return request.kv_bytes(request.num_tokens) - held
 
 
-class _Side:
+class Side:
     """One cluster as a place to prefill: its prefill nodes, all holders of prefixes, its longest prefix, its egress."""
 
     __slots__ = ("_holders", "cluster", "decodes", "link", "prefill")
@@ -374,14 +375,14 @@ class _Side:
         return soonest_s(request, self.prefill, cost)
 
 
-def _best_remote(
+def best_remote(
     request: RouteRequest,
     prefills: Mapping[str, list[NodeView]],
     decodes: list[NodeView],
     links: Iterable[LinkView],
     decode: NodeView,
     cost: PrefillCost,
-) -> _Side:
+) -> Side:
     """The PrfaaS cluster with a live link to the decode node's whose queue and egress are done first.
 
     A side without a link stands for PrfaaS nodes that cannot be reached; without nodes, for none being ready.
@@ -393,19 +394,19 @@ def _best_remote(
             if nodes is not None and (link.cut_off or link.lost):
                 nodes = [node for node in nodes if link.carries(node.node_id, decode.node_id)]
             if nodes and nodes[0].kind is ClusterKind.PRFAAS:
-                reachable.append(_Side(nodes, decodes, link.source, link))
+                reachable.append(Side(nodes, decodes, link.source, link))
     if len(reachable) == 1:
         return reachable[0]
     if reachable:
         return min(reachable, key=lambda side: _remote_delay_s(request, side, decode, cost))
     cut_off = [nodes for nodes in prefills.values() if nodes[0].kind is ClusterKind.PRFAAS]
-    return _Side(cut_off[0], decodes, cut_off[0][0].cluster) if cut_off else _Side([], decodes, "")
+    return Side(cut_off[0], decodes, cut_off[0][0].cluster) if cut_off else Side([], decodes, "")
 
 
-def _remote_delay_s(request: RouteRequest, side: _Side, decode: NodeView, cost: PrefillCost) -> float:
+def _remote_delay_s(request: RouteRequest, side: Side, decode: NodeView, cost: PrefillCost) -> float:
     assert side.link is not None
     # Layers leave while later ones are computed, so the slower of the two is seen (§3.4.1).
-    return max(side.soonest_s(request, cost), side.link.arrives_s(_bytes_to_send(request, decode)))
+    return max(side.soonest_s(request, cost), side.link.arrives_s(bytes_to_send(request, decode)))
 
 
 class _Verdict(msgspec.Struct, frozen=True, gc=False):
@@ -415,16 +416,26 @@ class _Verdict(msgspec.Struct, frozen=True, gc=False):
     shares_cache: bool = False
 
 
+def shares_cache(link: LinkView | None, policy: RoutingPolicy) -> bool:
+    """Whether a prefix may cross the link now: it is known to have room to spare."""
+    return policy.cross_cluster_cache and link is not None and not is_scarce(link, policy)
+
+
+def compared_tokens(request: RouteRequest, local: Side, lender: Side | None, policy: RoutingPolicy) -> int:
+    """What is compared with the threshold: the tokens to compute at home, with what a `lender` could send there."""
+    if policy.by_total_length:
+        return request.num_tokens
+    l_pd = local.cached_tokens(policy)
+    return request.num_tokens - (max(lender.movable_tokens(), l_pd) if lender is not None else l_pd)
+
+
 def _decide(
-    request: RouteRequest, local: _Side, remote: _Side, decode: NodeView, policy: RoutingPolicy, cost: PrefillCost
+    request: RouteRequest, local: Side, remote: Side, decode: NodeView, policy: RoutingPolicy, cost: PrefillCost
 ) -> _Verdict:
     threshold = policy.threshold_tokens
     link = remote.link
-    shares = policy.cross_cluster_cache and link is not None and not is_scarce(link, policy)
-    l_pd = local.cached_tokens(policy)
-    uncached = request.num_tokens - (max(remote.movable_tokens(), l_pd) if shares else l_pd)
-    if policy.by_total_length:
-        uncached = request.num_tokens
+    shares = shares_cache(link, policy)
+    uncached = compared_tokens(request, local, remote if shares else None, policy)
     if _stays(uncached, threshold, request, policy):
         if local.prefill:
             return _Verdict(Target.LOCAL, Reason.SHORT, threshold, shares)
@@ -437,7 +448,7 @@ def _decide(
         return _Verdict(Target.LOCAL, Reason.LINK_DOWN, threshold)
     home_s = local.soonest_s(request, cost)
     # A link on which this prompt would come later than from home is full for it, before there is a queue as well.
-    strain = 1.0 if link.sent_s(_bytes_to_send(request, decode)) > home_s else pressure(link, policy)
+    strain = 1.0 if link.sent_s(bytes_to_send(request, decode)) > home_s else pressure(link, policy)
     raised = threshold * policy.congestion_factor**strain if strain < 1 else float("inf")
     # Giving way must help: prefill at home may be the busier of the two.
     if strain and uncached <= raised and home_s <= _remote_delay_s(request, remote, decode, cost):
@@ -455,7 +466,7 @@ def _stays(uncached: int, threshold: float, request: RouteRequest, policy: Routi
 
 
 def _with_other_cluster(
-    request: RouteRequest, choice: PrefillChoice, other: _Side, policy: PlacementPolicy, cost: PrefillCost
+    request: RouteRequest, choice: PrefillChoice, other: Side, policy: PlacementPolicy, cost: PrefillCost
 ) -> PrefillChoice:
     """`choice`, but with the longer prefix of the other cluster, if it has one that can be hoped to arrive."""
     holder = longest_holder(other.holders())

@@ -251,6 +251,7 @@ def test_an_atom_at_the_threshold_is_split_by_the_tie():
     def target(tie: float) -> Target:
         return route(request(20_000, tie=tie), WORLD, [link()], policy(tie_share=0.25)).target
 
+    assert route(request(20_000, tie=0.9), WORLD, [link()], policy(tie_share=0.25)).reason is Reason.LONG
     assert [target(0.0), target(0.24), target(0.25), target(0.9)] == [Target.LOCAL] * 2 + [Target.REMOTE] * 2
 
 

@@ -1,0 +1,66 @@
+"""Asks a running gateway what operators may know, for the commands that show it."""
+
+import json
+from collections.abc import Mapping
+from http.client import HTTPException, InvalidURL
+from typing import Any, Final
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlencode
+from urllib.request import Request, urlopen
+
+from prfaas.errors import AskError
+
+TIMEOUT_S: Final = 10.0
+NEVER: Final[Mapping[str, str]] = {}
+
+
+class Gateway:
+    """One gateway, at the port that its operators reach. Raises AskError when it does not answer, or refuses."""
+
+    def __init__(self, url: str, headers: Mapping[str, str] = NEVER) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise AskError(f"--url {url}: must be an http(s) URL")
+        self.url = url.rstrip("/")
+        self._headers = dict(headers)
+
+    def get(self, path: str, **query: object) -> Any:
+        """What it answers at `path`, as JSON."""
+        return json.loads(self._answer(Request(f"{self.url}{path}{_query(query)}", headers=self._headers)))
+
+    def lines(self, path: str, **query: object) -> list[Any]:
+        """The same of JSON lines."""
+        answer = self._answer(Request(f"{self.url}{path}{_query(query)}", headers=self._headers))
+        return [json.loads(line) for line in answer.splitlines()]
+
+    def post(self, path: str, body: bytes, headers: Mapping[str, str] = NEVER, **query: object) -> Any:
+        """What it answers to `body`, which is JSON."""
+        sent = {**self._headers, **headers, "Content-Type": "application/json"}
+        return json.loads(self._answer(Request(f"{self.url}{path}{_query(query)}", body, sent)))
+
+    def _answer(self, request: Request) -> bytes:
+        try:
+            with urlopen(request, timeout=TIMEOUT_S) as answer:
+                found: bytes = answer.read()
+                return found
+        except HTTPError as exc:
+            raise AskError(f"{self.url} says {exc.code}: {_message(exc)}") from exc
+        except (InvalidURL, ValueError) as exc:
+            raise AskError(f"--url {self.url}: {exc}") from exc
+        except HTTPException as exc:
+            raise AskError(f"{self.url} does not answer as a gateway does: {type(exc).__name__}") from exc
+        except (URLError, TimeoutError, OSError) as exc:
+            reason = exc.reason if isinstance(exc, URLError) else exc
+            raise AskError(f"no gateway answers at {self.url}: {reason}") from exc
+
+
+def _query(fields: Mapping[str, object]) -> str:
+    given = {name: str(value) for name, value in fields.items() if value is not None}
+    return f"?{urlencode(given)}" if given else ""
+
+
+def _message(exc: HTTPError) -> str:
+    """What an error of OpenAI's shape says."""
+    try:
+        return str(json.loads(exc.read())["error"]["message"])
+    except (ValueError, KeyError, TypeError, OSError, HTTPException):
+        return exc.reason
