@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
+import msgspec
 from aiohttp import web
 
 from gateway.accounts import Accounts
@@ -18,11 +19,12 @@ from gateway.clusters import Clusters, ServedModel
 from gateway.config import GatewayConfig
 from gateway.connections import CONTINUE, Connection, error_response, http_error_response
 from gateway.decide import tie_of
+from gateway.dialects.translation import error_told, telling_of
 from gateway.dispatch import Dispatcher
 from gateway.errors import ApiError, InternalError, Unavailable
 from gateway.metrics import Metrics
 from gateway.openai import Endpoint, request_id_or
-from gateway.pages import Page, Pages
+from gateway.pages import Page, Pages, json_response
 from gateway.read import Reader
 from gateway.receive import Receiver, check_head
 from gateway.relay import Relay
@@ -32,6 +34,7 @@ from gateway.tasks import TaskSet
 
 log = logging.getLogger("prfaas.gateway.http")
 
+ANY_LENGTH: Final = 1 << 62
 CLIENT_CLOSED: Final = 499  # nginx's status for a client that did not wait
 TRACE_HEADERS: Final = ("traceparent", "tracestate")
 REQUEST_ID: Final = web.RequestKey("request_id", str)
@@ -98,6 +101,17 @@ class FrontDoor:
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
         return await self._generate(http, Endpoint.COMPLETIONS)
+
+    async def messages(self, http: web.Request) -> web.StreamResponse:
+        return await self._generate(http, Endpoint.MESSAGES)
+
+    async def count_tokens(self, http: web.Request) -> web.StreamResponse:
+        """How many tokens a message's prompt has, however long a context the model has."""
+        self.rooms.admission.check()
+        body = await self.rooms.receiver.receive(http)
+        model = msgspec.structs.replace(self._served().as_read(), max_model_len=ANY_LENGTH)
+        _, prompt = await self.rooms.reader.read(Endpoint.COUNT_TOKENS, body, model, tenant_of(http))
+        return json_response({"input_tokens": prompt.num_tokens})
 
     async def _generate(self, http: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         arrived = self._clock()
@@ -169,6 +183,7 @@ class FrontDoor:
             timeline=Timeline(visit.arrived),
             service=service,
             trace_headers={name: headers[name] for name in TRACE_HEADERS if name in headers},
+            telling=telling_of(call, self.next_id(), prompt.num_tokens) if call.dialect else None,
         )
 
     def _served(self) -> ServedModel:
@@ -218,8 +233,10 @@ def build_app(door: FrontDoor, pages: Pages) -> web.Application:
         return _continue_or_refuse(door, http)
 
     app = web.Application(middlewares=[frame], client_max_size=door.config.max_body_bytes)
-    for endpoint, handler in ((Endpoint.CHAT, door.chat), (Endpoint.COMPLETIONS, door.completions)):
+    ways = {Endpoint.CHAT: door.chat, Endpoint.COMPLETIONS: door.completions, Endpoint.MESSAGES: door.messages}
+    for endpoint, handler in ways.items():
         app.router.add_post(endpoint, handler, expect_handler=expected)
+    app.router.add_post(Endpoint.COUNT_TOKENS, door.count_tokens, expect_handler=expected)
     _add(app, pages.for_clients())
     if not door.config.metrics_port:
         _add_operators(app, pages)
@@ -283,7 +300,7 @@ async def _framed(door: FrontDoor, http: web.Request, handler: Handler) -> web.S
     try:
         response = await handler(http)
     except ApiError as error:
-        response = error_response(error, tie_of(http[REQUEST_ID]))
+        response = error_response(error, tie_of(http[REQUEST_ID]), error_told(http.path, error))
     except web.HTTPException as error:
         response = http_error_response(http, error)
     except ConnectionResetError as error:

@@ -307,8 +307,11 @@ def http_error_response(http: web.BaseRequest, error: web.HTTPException) -> web.
     return response
 
 
-def error_response(error: ApiError, tie: float = 0.0) -> web.Response:
-    """The answer that an ApiError stands for. Requests of different `tie` are told to come again at different times."""
+def error_response(error: ApiError, tie: float = 0.0, body: bytes | None = None) -> web.Response:
+    """The answer that an ApiError stands for; `body` is what it says in another shape than OpenAI's.
+
+    Requests of different `tie` are told to come again at different times.
+    """
     headers = {"Content-Type": JSON}
     if error.retry_after_s is not None:
         retry_after_s = spread_s(error.retry_after_s, tie)
@@ -318,4 +321,4 @@ def error_response(error: ApiError, tie: float = 0.0) -> web.Response:
         headers["x-prfaas-rejected"] = error.code
     if error.is_final:
         headers["x-should-retry"] = "false"  # as the OpenAI clients read it
-    return web.Response(status=error.status, body=error.body(), headers=headers)
+    return web.Response(status=error.status, body=error.body() if body is None else body, headers=headers)

@@ -33,10 +33,12 @@ MAX_OPTION_BYTES: Final = 512 * 1024  # of a field in `Options`: those are decod
 
 
 class Endpoint(StrEnum):
-    """The generation endpoints; the value is the path, at the gateway and at the engines."""
+    """What is read as a prompt; the value is the path. Engines know the first two, the others are said as chats."""
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
+    MESSAGES = "/v1/messages"
+    COUNT_TOKENS = "/v1/messages/count_tokens"
 
     @property
     def prompt_field(self) -> str:
@@ -165,11 +167,12 @@ _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]+")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One parsed API call."""
+    """One parsed API call, as engines are asked it; `dialect` is where the client asked it, if that was elsewhere."""
 
     endpoint: Endpoint
     options: ChatOptions | CompletionOptions
     fields: dict[str, Raw]
+    dialect: Endpoint | None = None
 
     @property
     def stream(self) -> bool:

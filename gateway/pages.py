@@ -88,13 +88,15 @@ class Pages:
 
     async def _models(self, http: web.Request) -> web.Response:
         served = self._clusters.served
-        return _json({"object": "list", "data": [self._card(served.name, served.max_model_len)] if served else []})
+        return json_response(
+            {"object": "list", "data": [self._card(served.name, served.max_model_len)] if served else []}
+        )
 
     async def _model(self, http: web.Request) -> web.Response:
         served, name = self._clusters.served, http.match_info["name"]
         if served is None or name not in (served.name, served.model_id):
             raise ApiError(404, f"The model '{name}' does not exist.", param="model", code="model_not_found")
-        return _json(self._card(served.name, served.max_model_len))
+        return json_response(self._card(served.name, served.max_model_len))
 
     def _card(self, name: str, max_model_len: int) -> dict[str, object]:
         card = {"id": name, "object": "model", "created": self._started_at, "owned_by": "prfaas"}
@@ -102,7 +104,7 @@ class Pages:
 
     async def _alive(self, http: web.Request) -> web.Response:
         """Whether this process answers."""
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def _ready(self, http: web.Request) -> web.Response:
         """Whether a request would be served: health that says up while every chat fails helps nobody."""
@@ -115,7 +117,7 @@ class Pages:
             raise Unavailable("A worker of this gateway sees no decode node that is ready.", "worker_not_ready")
         states = {node.id: node.state for node in self._clusters.nodes}
         health = {"status": "ok", "nodes_ready": list(states.values()).count("ready"), "nodes": states}
-        return _json(health | {"workers_ready": workers.get(State.READY, 0)} if workers else health)
+        return json_response(health | {"workers_ready": workers.get(State.READY, 0)} if workers else health)
 
     async def _prometheus(self, http: web.Request) -> web.Response:
         self._metrics.observe_nodes(self._clusters.nodes)
@@ -130,16 +132,16 @@ class Pages:
         return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _all_links(self, http: web.Request) -> web.Response:
-        return _json({"data": self._links.status()})
+        return json_response({"data": self._links.status()})
 
     async def _all_load(self, http: web.Request) -> web.Response:
         """What was asked for since `?boot=ID&uncached=SEQ&outputs=SEQ`, and the clusters as they are."""
         uncached, outputs = (_sequence(http, name) for name in ("uncached", "outputs"))
-        return _json(self._load.after(http.query.get("boot", ""), uncached, outputs))
+        return json_response(self._load.after(http.query.get("boot", ""), uncached, outputs))
 
     async def _explain(self, http: web.Request) -> web.Response:
         """Where the request in the body would go now, and why."""
-        return _json(await self._explanations.asked(http))
+        return json_response(await self._explanations.asked(http))
 
     async def _requests(self, http: web.Request) -> web.Response:
         """Finished requests as JSON lines: those after `?since=SEQ`, those with `?id=ID`."""
@@ -168,5 +170,6 @@ def _sequence(http: web.Request, name: str) -> int:
     return int(text)
 
 
-def _json(value: object) -> web.Response:
+def json_response(value: object) -> web.Response:
+    """A page of JSON."""
     return web.Response(body=msgspec.json.encode(value), headers={"Content-Type": JSON})

@@ -9,8 +9,9 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from gateway.dialects.translation import call_in
 from gateway.errors import ApiError, BadRequest
-from gateway.openai import NOT_JSON, Call, ChatOptions, Endpoint, bad_field, parse
+from gateway.openai import NOT_JSON, Call, ChatOptions, Endpoint, bad_field
 from gateway.rules import Tools, check_tools
 from hybrid_cache.chains import ChainCache
 from prompts.conversations import Conversations
@@ -73,7 +74,7 @@ def read_call(
     endpoint: Endpoint, body: bytes, model: Model, memory: PromptMemory, tenant: bytes = b""
 ) -> tuple[Call, Prompt]:
     """The call that `body` makes of `model`, and its prompt. Raises ApiError, BadRequest above all."""
-    call = parse(endpoint, body)
+    call = call_in(endpoint, body)
     check_name(call, model)
     tokens, how = prompt_tokens(call, memory, tenant)
     if not len(tokens):

@@ -15,6 +15,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -37,8 +38,12 @@ class Question(msgspec.Struct, frozen=True, tag=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """The prompt; `fields` are name and length, in bytes, of each top-level field that follows. Hashes come put together."""
+    """The prompt; `fields` are name and length, in bytes, of each top-level field that follows. Hashes come put together.
 
+    `endpoint` is where engines are asked, wherever the client has.
+    """
+
+    endpoint: Endpoint
     num_tokens: int
     hashes: bytes
     digest: bytes
@@ -75,7 +80,10 @@ def answered(header: bytes, data: bytearray, endpoint: Endpoint) -> tuple[Call, 
     for name, size in answer.fields:
         fields[name] = msgspec.Raw(view[start : start + size])
         start += size
-    return call_of(endpoint, fields), Prompt(answer.num_tokens, split_hashes(answer.hashes), answer.digest, answer.how)
+    prompt = Prompt(answer.num_tokens, split_hashes(answer.hashes), answer.digest, answer.how)
+    if endpoint is answer.endpoint:
+        return call_of(endpoint, fields), prompt
+    return replace(call_of(answer.endpoint, fields), dialect=endpoint), prompt
 
 
 def serve(connection: socket.socket) -> None:
@@ -99,6 +107,7 @@ def _answer(question: Question, body: bytes, memory: PromptMemory) -> Iterable[b
     values = [bytes(raw) for raw in call.fields.values()]
     sizes = [len(value) for value in values]
     answer = Answer(
+        call.endpoint,
         prompt.num_tokens,
         b"".join(prompt.hashes),
         prompt.digest,

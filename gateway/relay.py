@@ -54,10 +54,14 @@ class Relay:
             "Content-Type": answer.content_type,
             "x-prfaas-route": route_header(request),
         }
+        if request.telling is not None:
+            headers |= request.telling.headers
         if answer.status == 200 and request.call.stream:
             return await self._stream(http, request, attempt, headers)
         body = answer.first if answer.status != 200 else await self._whole(request, attempt)
         request.completion_tokens = completion_tokens(body)
+        if request.telling is not None:
+            body = request.telling.whole(answer.status, body)
         reply = Reply(http, answer.status, headers, self._date, len(body))
         last = max(0, len(body) - 1) // PIECE_BYTES * PIECE_BYTES
         for start in range(0, last, PIECE_BYTES):
@@ -85,9 +89,11 @@ class Relay:
 
         connection.probe_stream = probe
         try:
-            await pass_on(self._reading(request, attempt), reply, request, self._clock)
+            await pass_on(self._telling(request, attempt), reply, request, self._clock)
         except DecodeFailed as error:
             self._tell(reply, request, f"The decode node failed: {error.reason}.", error.reason, error)
+        except ApiError as error:  # what the engine says makes no sense in the client's dialect
+            self._tell(reply, request, error.message, error.code or "bad_answer", error)
         except ConnectionResetError:
             raise  # the client has left
         except Exception as error:
@@ -101,13 +107,30 @@ class Relay:
     def _tell(self, reply: Reply, request: Request, message: str, code: str, error: Exception) -> None:
         request.stream_error = str(error) or code
         failure = ApiError(502, message, type="server_error", code=code)
-        reply.offer(b"data: " + failure.body() + EVENT_END)
+        told = b"data: " + failure.body() + EVENT_END if request.telling is None else request.telling.failure(failure)
+        reply.offer(told)
 
     async def _end(self, reply: Reply, request: Request, rest: bytes = b"") -> None:
         request.writing_since = self._clock()
         await reply.write_eof(rest)
         request.writing_since = None
         self._accounts.relayed(request)
+
+    def _telling(self, request: Request, attempt: Attempt) -> Read:
+        """Reads the answer in the client's dialect."""
+        read, telling = self._reading(request, attempt), request.telling
+        if telling is None:
+            return read
+
+        async def told() -> bytes:
+            while chunk := await read():
+                events = telling.events(chunk)
+                request.completion_tokens = telling.output_tokens
+                if events:
+                    return events
+            return telling.end()
+
+        return told
 
     def _reading(self, request: Request, attempt: Attempt) -> Read:
         """Reads the answer from its first byte; what the client should not be the only one to learn is noticed."""

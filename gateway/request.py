@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gateway.clusters import ServedModel
+from gateway.dialects.telling import Telling
 from gateway.openai import Call
 from gateway.prompts import Prompt
 from planner.decisions.classes import UNPROMISED, ServiceClass
@@ -83,6 +84,7 @@ class Request:
     timeline: Timeline
     service: ServiceClass = UNPROMISED
     trace_headers: dict[str, str] = field(default_factory=dict)
+    telling: Telling | None = None  # None: the client speaks as engines do
     route: Route | None = None
     plan_version: int = 0  # of the plan under which it was last routed; 0: none
     stay: Stay | None = None
@@ -195,7 +197,7 @@ def record_of(request: Request, seq: int, status: int, error: str = "") -> Reque
         id=request.id,
         status=status,
         arrived_s=round(timeline.arrived, 6),
-        endpoint=request.call.endpoint,
+        endpoint=request.call.dialect or request.call.endpoint,
         stream=request.call.stream,
         service_class=request.service.name,
         route=request.route_label,

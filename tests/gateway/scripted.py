@@ -40,6 +40,8 @@ class Script:
     """What a node does wrong, and how it answers. A fault list is used up from the front; "" is a success."""
 
     words: tuple[str, ...] = ("one", " two", " three")
+    deltas: tuple[dict[str, Any], ...] = ()  # of chats, instead of words; a whole answer is the first of them
+    finish_reason: str = "stop"  # of chats
     word_interval_s: float = 0.0
     prefill_s: float = 0.0
     tokens_per_s: float = 0.0  # that it says it computes, in no time; 0: every prompt in 10 ms
@@ -370,7 +372,10 @@ class ScriptedNode(NodeAgentServicer):
         extra = {"kv_transfer_params": {"recomputed": True, "reason": why}} if why else {}
         if body.get("stream"):
             return await self._stream(http, body, fault, usage, extra)
-        choice = {"index": 0, "text": "".join(self.script.words), "finish_reason": "stop"}
+        choice: dict[str, Any] = {"index": 0, "text": "".join(self.script.words), "finish_reason": "stop"}
+        if "messages" in body:
+            message = next(iter(self.script.deltas), {"content": choice.pop("text")})
+            choice |= {"message": {"role": "assistant", **message}, "finish_reason": self.script.finish_reason}
         return web.json_response({"id": "x", "choices": [choice], "usage": usage, **extra})
 
     async def _load(self, params: dict[str, Any]) -> str:
@@ -386,8 +391,10 @@ class ScriptedNode(NodeAgentServicer):
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(http)
-        for word in self.script.words:
-            await response.write(_event({"id": "x", "choices": [{"index": 0, "text": word}], "usage": None}))
+        is_chat = "messages" in body
+        for said in (is_chat and self.script.deltas) or self.script.words:
+            choice = {"delta": {"content": said} if isinstance(said, str) else said} if is_chat else {"text": said}
+            await response.write(_event({"id": "x", "choices": [{"index": 0, **choice}], "usage": None}))
             if fault == "stall_after_first":
                 await asyncio.sleep(self.script.hang_s)
             if fault == "die_after_first":
@@ -398,6 +405,9 @@ class ScriptedNode(NodeAgentServicer):
             await asyncio.sleep(self.script.word_interval_s)
         if extra:
             await response.write(_event({"id": "x", "choices": [], **extra}))
+        if is_chat:
+            last = {"index": 0, "delta": {}, "finish_reason": self.script.finish_reason}
+            await response.write(_event({"id": "x", "choices": [last], "usage": None}))
         if (body.get("stream_options") or {}).get("include_usage"):
             await response.write(_event({"id": "x", "choices": [], "usage": usage, **extra}))
         await response.write(b"data: [DONE]\n\n")
