@@ -6,6 +6,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import Final
 
@@ -105,6 +106,9 @@ class FrontDoor:
     async def messages(self, http: web.Request) -> web.StreamResponse:
         return await self._generate(http, Endpoint.MESSAGES)
 
+    async def responses(self, http: web.Request) -> web.StreamResponse:
+        return await self._generate(http, Endpoint.RESPONSES)
+
     async def count_tokens(self, http: web.Request) -> web.StreamResponse:
         """How many tokens a message's prompt has, however long a context the model has."""
         self.rooms.admission.check()
@@ -183,7 +187,7 @@ class FrontDoor:
             timeline=Timeline(visit.arrived),
             service=service,
             trace_headers={name: headers[name] for name in TRACE_HEADERS if name in headers},
-            telling=telling_of(call, self.next_id(), prompt.num_tokens) if call.dialect else None,
+            telling=telling_of(call, self.next_id(), prompt.num_tokens, unix_s()) if call.dialect else None,
         )
 
     def _served(self) -> ServedModel:
@@ -222,6 +226,11 @@ def tenant_of(http: web.Request) -> bytes:
     return blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).digest() if key else b""
 
 
+def unix_s() -> int:
+    """Now, as answers are dated."""
+    return int(datetime.now(UTC).timestamp())
+
+
 def build_app(door: FrontDoor, pages: Pages) -> web.Application:
     """The API application."""
 
@@ -233,7 +242,12 @@ def build_app(door: FrontDoor, pages: Pages) -> web.Application:
         return _continue_or_refuse(door, http)
 
     app = web.Application(middlewares=[frame], client_max_size=door.config.max_body_bytes)
-    ways = {Endpoint.CHAT: door.chat, Endpoint.COMPLETIONS: door.completions, Endpoint.MESSAGES: door.messages}
+    ways = {
+        Endpoint.CHAT: door.chat,
+        Endpoint.COMPLETIONS: door.completions,
+        Endpoint.MESSAGES: door.messages,
+        Endpoint.RESPONSES: door.responses,
+    }
     for endpoint, handler in ways.items():
         app.router.add_post(endpoint, handler, expect_handler=expected)
     app.router.add_post(Endpoint.COUNT_TOKENS, door.count_tokens, expect_handler=expected)

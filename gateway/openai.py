@@ -39,6 +39,7 @@ class Endpoint(StrEnum):
     COMPLETIONS = "/v1/completions"
     MESSAGES = "/v1/messages"
     COUNT_TOKENS = "/v1/messages/count_tokens"
+    RESPONSES = "/v1/responses"
 
     @property
     def prompt_field(self) -> str:
@@ -167,12 +168,16 @@ _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]+")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One parsed API call, as engines are asked it; `dialect` is where the client asked it, if that was elsewhere."""
+    """One parsed API call, as engines are asked it; `dialect` is where the client asked it, if that was elsewhere.
+
+    `echo` is what an answer in that dialect repeats of the request, as JSON.
+    """
 
     endpoint: Endpoint
     options: ChatOptions | CompletionOptions
     fields: dict[str, Raw]
     dialect: Endpoint | None = None
+    echo: bytes = b""
 
     @property
     def stream(self) -> bool:

@@ -49,6 +49,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     digest: bytes
     how: str
     fields: list[tuple[str, int]]
+    echo: bytes
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
@@ -83,7 +84,7 @@ def answered(header: bytes, data: bytearray, endpoint: Endpoint) -> tuple[Call, 
     prompt = Prompt(answer.num_tokens, split_hashes(answer.hashes), answer.digest, answer.how)
     if endpoint is answer.endpoint:
         return call_of(endpoint, fields), prompt
-    return replace(call_of(answer.endpoint, fields), dialect=endpoint), prompt
+    return replace(call_of(answer.endpoint, fields), dialect=endpoint, echo=answer.echo), prompt
 
 
 def serve(connection: socket.socket) -> None:
@@ -113,6 +114,7 @@ def _answer(question: Question, body: bytes, memory: PromptMemory) -> Iterable[b
         prompt.digest,
         prompt.how,
         list(zip(call.fields, sizes, strict=True)),
+        call.echo,
     )
     return [header_of(answer, sum(sizes)), *values]
 

@@ -56,6 +56,11 @@ class Choice(msgspec.Struct, frozen=True):
     stop_reason: str | int | None = None  # vLLM's: the stop string that was met
     logprobs: _Logprobs | None = None
 
+    @property
+    def tokens(self) -> list[Any] | None:
+        """The log probabilities of its tokens, where they were asked for."""
+        return None if self.logprobs is None else self.logprobs.content
+
 
 class _PromptDetails(msgspec.Struct, frozen=True):
     cached_tokens: int | None = None

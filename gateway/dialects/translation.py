@@ -4,16 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from gateway.dialects import messages, messages_answer
+from gateway.dialects import messages, messages_answer, responses
 from gateway.dialects.messages_answer import MessagesTelling
+from gateway.dialects.responses_answer import ResponsesTelling
 from gateway.dialects.telling import Telling
 from gateway.errors import ApiError
 from gateway.openai import Call, Endpoint, parse
 
-_TO_CHAT: Final[dict[str, Callable[[bytes], bytes]]] = {
-    Endpoint.MESSAGES: messages.to_chat,
-    Endpoint.COUNT_TOKENS: messages.to_counted,
-}
 _ERRORS: Final[dict[str, Callable[[ApiError], bytes]]] = {
     Endpoint.MESSAGES: messages_answer.error_body,
     Endpoint.COUNT_TOKENS: messages_answer.error_body,
@@ -22,17 +19,28 @@ _ERRORS: Final[dict[str, Callable[[ApiError], bytes]]] = {
 
 def call_in(endpoint: Endpoint, body: bytes) -> Call:
     """The call that `body` makes at `endpoint`, in the dialect that engines speak. Raises BadRequest."""
-    translate = _TO_CHAT.get(endpoint)
-    if translate is None:
-        return parse(endpoint, body)
-    return replace(parse(Endpoint.CHAT, translate(body)), dialect=endpoint)
+    echo = b""
+    match endpoint:
+        case Endpoint.CHAT | Endpoint.COMPLETIONS:
+            return parse(endpoint, body)
+        case Endpoint.MESSAGES:
+            chat = messages.to_chat(body)
+        case Endpoint.COUNT_TOKENS:
+            chat = messages.to_counted(body)
+        case Endpoint.RESPONSES:
+            chat, echo = responses.to_chat(body)
+    return replace(parse(Endpoint.CHAT, chat), dialect=endpoint, echo=echo)
 
 
-def telling_of(call: Call, answer_id: str, num_tokens: int) -> Telling | None:
-    """How an answer to `call` is told; None: as engines say it."""
-    if call.dialect is Endpoint.MESSAGES:
-        return MessagesTelling(answer_id, call.options.model, num_tokens)
-    return None
+def telling_of(call: Call, answer_id: str, num_tokens: int, unix_s: int) -> Telling | None:
+    """How an answer to `call` is told; None: as engines say it. `answer_id` is nobody else's, `unix_s` the date."""
+    match call.dialect:
+        case Endpoint.MESSAGES:
+            return MessagesTelling(answer_id, call.options.model, num_tokens)
+        case Endpoint.RESPONSES:
+            return ResponsesTelling(answer_id, call.options.model, call.echo, unix_s)
+        case _:
+            return None
 
 
 def error_told(path: str, error: ApiError) -> bytes:
