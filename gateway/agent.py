@@ -63,6 +63,8 @@ class NodeInfo:
     block_size: int = 0
     role_epoch: int = 0  # of the newest command to change its role
     calls_port: int = 0  # where it takes calls over kept connections; 0: nowhere
+    version: str = ""  # of what it runs; empty: of a time when nodes did not say
+    wall_clock_s: float = 0.0  # since 1970 by its clock, when it said this; 0: it did not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,6 +377,8 @@ def info_from(node: pb.NodeDescription) -> NodeInfo:
         block_size=node.block_size,
         role_epoch=node.conversion.epoch,
         calls_port=node.calls_port,
+        version=node.version,
+        wall_clock_s=node.wall_clock_s,
     )
 
 

@@ -138,6 +138,7 @@ class NodeFailure(GatewayError):
         super().__init__(f"{node}: {reason}{': ' + detail if detail else ''}")
         self.node = node
         self.reason = reason
+        self.detail = detail
         self.failure = failure or failure_of(reason)
 
 

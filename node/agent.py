@@ -11,8 +11,11 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
+from datetime import UTC, datetime
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
+from typing import Final
 
 from hybrid_cache.events import CacheEvent
 from hybrid_cache.hashing import model_salt
@@ -40,6 +43,7 @@ from transport.control.proto import node_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+VERSION: Final = version("prfaas")
 HOUSEKEEPING_S = 0.5
 POLL_S = 0.02
 ENGINE_STOP_S = 20.0
@@ -383,6 +387,8 @@ class NodeAgent:
             boot_id=self.boot_id,
             conversion=self.conversions.report(),
             calls_port=self.calls_port,
+            version=VERSION,
+            wall_clock_s=datetime.now(UTC).timestamp(),
         )
         if hello:
             description.engine_pid = hello.engine_pid if self._engine else 0

@@ -1,4 +1,4 @@
-"""The command line: `prfaas demo|up|gateway|node|explain|convert|certificates|model`."""
+"""The command line: `prfaas demo|up|init|check|gateway|node|explain|convert|certificates|model`."""
 
 import argparse
 import asyncio
@@ -15,7 +15,7 @@ from rich.console import Console
 
 import prfaas
 from node.command_line import add_node_arguments, config_from, split_engine_args
-from prfaas.errors import CertificateError, ConversionError, PrfaasError, TopologyError
+from prfaas.errors import CertificateError, CheckError, ConversionError, InitError, PrfaasError, TopologyError
 from transport.control.settings import mapped
 
 if TYPE_CHECKING:
@@ -45,7 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.run(arguments)
     except PrfaasError as exc:
         print(f"prfaas {arguments.command}: {exc}", file=sys.stderr)
-        return EXIT_BAD_CONFIG if isinstance(exc, TopologyError | CertificateError | ConversionError) else EXIT_FAILED
+        return (
+            EXIT_BAD_CONFIG
+            if isinstance(exc, TopologyError | CertificateError | ConversionError | CheckError | InitError)
+            else EXIT_FAILED
+        )
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return status
@@ -84,6 +88,17 @@ def _parser() -> argparse.ArgumentParser:
     node.set_defaults(run=_node)
 
     _add_explain(commands.add_parser("explain", help="say where a request would go now, and why; nothing is sent"))
+    _add_init(commands.add_parser("init", help="write commented files for a first system, on one machine or several"))
+    check = commands.add_parser(
+        "check", help="ask a gateway's nodes what they are, and whether everybody reaches whom they must"
+    )
+    check.add_argument(
+        "-c", "--config", type=Path, default=STATE_DIR / "up" / "gateway.toml", metavar="FILE.toml",
+        help="the gateway's file (default: that of `prfaas up`, %(default)s)",
+    )  # fmt: skip
+    check.add_argument("--json", action="store_true", help="findings as JSON")
+    check.set_defaults(run=_check)
+
     _add_convert(commands.add_parser("convert", help="have a node of a PD cluster change its role, while it serves"))
 
     certificates = commands.add_parser(
@@ -131,6 +146,23 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
         help="sent as a client would, such as x-prfaas-class:batch; may be repeated",
     )  # fmt: skip
     parser.set_defaults(run=_explain)
+
+
+def _add_init(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where to write them")
+    parser.add_argument("--model", metavar="DIR", help="the model's directory")
+    parser.add_argument("--engine", choices=["embedded", "vllm"], help="what runs it (default: embedded)")
+    for name, what in (
+        ("decode", "machines that decode"),
+        ("prefill", "machines beside them that prefill, - for none"),
+        ("remote", "machines of the remote prefill cluster, - for none"),
+        ("gateway", "machine of the gateway"),
+    ):
+        parser.add_argument(f"--{name}", metavar="HOST" if name == "gateway" else "HOST,...", help=what)
+    parser.add_argument("--tls", action="store_true", help="certificates for all, KVCache encrypted")
+    parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
+    parser.add_argument("--yes", action="store_true", help="ask nothing: defaults for what is not given")
+    parser.set_defaults(run=_init)
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
@@ -348,6 +380,25 @@ def _convert(arguments: argparse.Namespace) -> int:
         force=arguments.force,
     )
     return run_until_done(convert(wish, arguments.config, _telling(_console())))
+
+
+def _init(arguments: argparse.Namespace) -> int:
+    from prfaas.init import QUESTIONS, asked, init, site_of
+
+    def ask(question: str, default: str) -> str:
+        if arguments.yes or not sys.stdin.isatty():
+            return default
+        return input(f"{question} [{default}]: ")
+
+    site = site_of(asked({key: getattr(arguments, key) for key in QUESTIONS}, ask), arguments.tls)
+    init(site, arguments.folder, arguments.overwrite, print)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from prfaas.check import check
+
+    return run_until_done(check(arguments.config, _console(), arguments.json))
 
 
 def _hear_no_hang_up() -> None:

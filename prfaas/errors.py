@@ -5,6 +5,8 @@ PrfaasError            printed without a traceback
 ├── CertificateError   certificates cannot be made there
 ├── ConversionError    a node cannot be asked to change its role, or should not be
 ├── AskError           no gateway answers there, or it refuses
+├── InitError          the answers make no system, or its files cannot be written
+├── CheckError         there is no file that says whom to ask
 └── StartError         a process did not come up, or a port is taken
 """
 
@@ -27,6 +29,14 @@ class ConversionError(PrfaasError):
 
 class AskError(PrfaasError):
     """Names the address and what came from there."""
+
+
+class InitError(PrfaasError):
+    """Names the answer, or the files."""
+
+
+class CheckError(PrfaasError):
+    """The gateway's file cannot be used."""
 
 
 class StartError(PrfaasError):

@@ -1,0 +1,1 @@
+../../../javascript/popper.js
