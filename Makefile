@@ -26,7 +26,7 @@ STORM_S      ?= 600
 CROWD        ?= 10000
 FLIPS        ?= 200
 
-.PHONY: setup demo up test test-all test-e2e test-storm test-crowd test-flips fuzz soak soak-cache test-rdma test-equality test-vllm lint format proto wheel clean help
+.PHONY: setup demo up test test-all test-e2e test-deploy test-storm test-crowd test-flips fuzz soak soak-cache test-rdma test-equality test-vllm lint format proto wheel clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -51,10 +51,14 @@ test: $(STAMP)   ## The tests, about four minutes on two cores; those that take 
 	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm" $(SPREAD) --hypothesis-seed=$(SEED)
 
 # CI runs samples of the long ones, others for every commit; this is all of them, for releases: over an hour.
-test-all: lint test test-e2e fuzz soak soak-cache test-storm test-crowd test-flips test-rdma test-vllm test-equality wheel demo  ## Everything, whole
+test-all: lint test test-e2e test-deploy fuzz soak soak-cache test-storm test-crowd test-flips test-rdma test-vllm test-equality wheel demo  ## Everything, whole
 
 test-e2e: $(STAMP)  ## Whole systems: nodes killed, connections cut, certificates replaced, disks that lie, plans that move nodes
 	$(BIN)/python -m pytest -m e2e tests/e2e $(sampled)
+
+test-deploy: $(STAMP)  ## Alert rules and dashboards before a real Prometheus (Debian's, fetched unless it is installed)
+	@command -v promtool >/dev/null || test -x .prometheus/usr/bin/promtool || ./.ci/fetch-prometheus
+	$(BIN)/python -m pytest tests/deploy tests/e2e/test_prometheus.py
 
 test-storm: $(STAMP)  ## A system under traffic while its processes, links, disk and memory fail at random; nobody helps it
 	$(BIN)/python -m tests.storm --faults $(STORM_FAULTS) --seconds $(STORM_S) --seed $(SEED)
@@ -111,4 +115,4 @@ wheel: $(STAMP)  ## Build the wheel, install it into a clean venv and start the 
 	./.ci/check-wheel
 
 clean:           ## Remove what was set up or generated
-	rm -rf $(VENV) $(VLLM_VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .prometheus dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -469,9 +469,11 @@ def main() -> None:
         "--load", type=float, default=LOAD, help="of what the deployment can carry (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plots", type=Path, help="directory for a picture of each")
+    parser.add_argument("--plots", type=Path, help="directory for a picture of each; it is made if it is not there")
     parser.add_argument("--state-dir", help="default: a temporary directory")
     args = parser.parse_args()
+    if args.plots:  # now: a directory that cannot be made costs eight minutes later on
+        args.plots.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
         args.state_dir = args.state_dir or directory
         result, courses = asyncio.run(run(args))

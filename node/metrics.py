@@ -39,6 +39,7 @@ class NodeCollector(Collector):
         description = self._agent.describe()
         yield from _pool(description.pool)
         yield from _load(description.load)
+        yield from _as_vllm(description)
         contexts = GaugeMetricFamily("prfaas_context_tokens", "Tokens of prefixes that are kept on request")
         contexts.add_metric([], sum(context.num_tokens for context in description.contexts))
         yield contexts
@@ -189,6 +190,20 @@ def _load(load: pb.Load) -> Iterator[Metric]:
     moved.add_metric(["egress"], load.egress_bytes_total)
     moved.add_metric(["ingress"], load.ingress_bytes_total)
     yield moved
+
+
+def _as_vllm(node: pb.NodeDescription) -> Iterator[Metric]:
+    """What autoscalers and inference gateways read of a server, under vLLM's names."""
+    pool = node.pool
+    held = (pool.pages_locked + pool.pages_transfer) / pool.pages_total if pool.pages_total else 0.0
+    for name, about, value in (
+        ("num_requests_running", "Requests in the engine", node.load.running),
+        ("num_requests_waiting", "Requests queued for the engine", node.load.waiting),
+        ("kv_cache_usage_perc", "Share of the arena's pages that requests hold, 0 to 1", held),
+    ):
+        family = GaugeMetricFamily(f"vllm:{name}", about, labels=["model_name"])
+        family.add_metric([node.model_id], value)
+        yield family
 
 
 class MetricsServer:

@@ -1,0 +1,176 @@
+"""What deploy/ ships: every metric that it names is served, every alert has a runbook, and fires on its cause and clears."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.dashboards import DASHBOARDS, FOLDER, texts
+from transport.metrics import LINK_METRICS
+
+ROOT = Path(__file__).parent.parent.parent
+RULES = ROOT / "deploy" / "prometheus" / "rules.yml"
+PROMTOOL = shutil.which("promtool") or str(ROOT / ".prometheus" / "usr" / "bin" / "promtool")
+SUFFIXES = ("_total", "_bucket", "_sum", "_count")
+NAME = re.compile(r"\bprfaas_\w+")
+
+
+def rules() -> Iterator[dict[str, Any]]:
+    for group in yaml.safe_load(RULES.read_text())["groups"]:
+        yield from group["rules"]
+
+
+def alerts() -> dict[str, dict[str, Any]]:
+    return {rule["alert"]: rule for rule in rules() if "alert" in rule}
+
+
+def served() -> set[str]:
+    """Names of metrics that our sources declare."""
+    modules = ("gateway/metrics.py", "node/metrics.py", "transport/metrics.py")
+    declared = {name for module in modules for name in NAME.findall((ROOT / module).read_text())}
+    declared.discard("prfaas_link_")  # what a name begins with
+    return declared | {f"prfaas_link_{name}".removesuffix("_total") for name in LINK_METRICS}
+
+
+def is_served(name: str) -> bool:
+    known = served()
+    return name in known or any(name.removesuffix(suffix) in known for suffix in SUFFIXES)
+
+
+def queries() -> Iterator[str]:
+    yield from (rule["expr"] for rule in rules())
+    for dashboard in DASHBOARDS.values():
+        yield from (query for _, row in dashboard.rows for panel in row for query, _ in panel.queries)
+
+
+def test_every_metric_that_is_asked_for_is_served() -> None:
+    asked = {name for query in queries() for name in NAME.findall(query)}
+    assert len(asked) > 40
+    assert sorted(name for name in asked if not is_served(name)) == []
+
+
+def test_every_metric_is_documented() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    assert sorted(name for name in served() if f"| `{name}` |" not in text) == []
+
+
+def test_the_dashboards_are_what_their_source_says() -> None:
+    for name, text in texts().items():
+        assert (FOLDER / name).read_text() == text, "python -m deploy.dashboards writes them"
+        panels = json.loads(text)["panels"]
+        assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+def test_every_alert_has_a_runbook_and_every_runbook_an_alert() -> None:
+    headings = re.findall(r"^### (Prfaas\w+)$", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE)
+    assert headings == list(alerts())
+    assert all(rule["labels"]["severity"] in ("page", "ticket") for rule in alerts().values())
+
+
+GATEWAY = 'job="prfaas-gateway", instance="g"'
+NODE = 'instance="n", cluster="east"'
+LINK = f'{NODE}, link="west", peer="p"'
+FIRES, CLEARS = "55m", "150m"
+
+CAUSES: dict[str, dict[str, str]] = {
+    "PrfaasGatewayDown": {f"up{{{GATEWAY}}}": "0x60 1x120"},
+    "PrfaasNoDecodeNode": {
+        f"up{{{GATEWAY}}}": "1x180",
+        f'prfaas_nodes{{{GATEWAY}, cluster="west", role="decode", state="ready"}}': "_x60 1x120",
+    },
+    "PrfaasErrors": {
+        f'prfaas_requests_total{{{GATEWAY}, status="502"}}': "0+6x60 360x120",
+        f'prfaas_requests_total{{{GATEWAY}, status="200"}}': "0+60x180",
+    },
+    "PrfaasRefusing": {
+        f'prfaas_requests_total{{{GATEWAY}, status="429"}}': "0+6x60 360x120",
+        f'prfaas_requests_total{{{GATEWAY}, status="200"}}': "0+60x180",
+    },
+    "PrfaasPromisesBroken": {
+        f'prfaas_promises_total{{{GATEWAY}, service_class="chat", outcome="late_first_token"}}': "0+20x60 1200x120",
+        f'prfaas_promises_total{{{GATEWAY}, service_class="chat", outcome="kept"}}': "0+60x180",
+    },
+    "PrfaasFallbacks": {
+        f'prfaas_fallbacks_total{{{GATEWAY}, reason="prefill_timeout"}}': "0+20x60 1200x120",
+        f'prfaas_requests_total{{{GATEWAY}, status="200"}}': "0+60x180",
+    },
+    "PrfaasEventLoopLag": {
+        f'prfaas_event_loop_lag_seconds_bucket{{{GATEWAY}, le="0.1"}}': "0+10x60 600+600x120",
+        f'prfaas_event_loop_lag_seconds_bucket{{{GATEWAY}, le="0.5"}}': "0+600x180",
+        f'prfaas_event_loop_lag_seconds_bucket{{{GATEWAY}, le="+Inf"}}': "0+600x180",
+    },
+    "PrfaasWorkerRestarts": {f"prfaas_worker_restarts_total{{{GATEWAY}}}": "0+1x60 60x120"},
+    "PrfaasInternalErrors": {f'prfaas_node_internal_errors_total{{{NODE}, task="links"}}': "0+1x60 60x120"},
+    "PrfaasNodeDown": {'up{job="prfaas-node", instance="n"}': "0x60 1x120"},
+    "PrfaasNodeNotReady": {f"prfaas_node_ready{{{NODE}}}": "0x60 1x120"},
+    "PrfaasEngineRestarts": {f"prfaas_engine_restarts_total{{{NODE}}}": "0+1x60 60x120"},
+    "PrfaasNodeWatchFails": {f'prfaas_node_watch_failures_total{{{GATEWAY}, reason="silent"}}': "0+3x60 180x120"},
+    "PrfaasArenaFull": {
+        f'prfaas_pool_pages{{{NODE}, state="locked"}}': "95x60 10x120",
+        f'prfaas_pool_pages{{{NODE}, state="total"}}': "100x180",
+    },
+    "PrfaasReservationsHeld": {
+        f"prfaas_pool_reservations{{{NODE}}}": "2x60 0x120",
+        f'prfaas_node_requests{{{NODE}, state="running"}}': "0x180",
+    },
+    "PrfaasDiskTierClosed": {f"prfaas_ssd_open{{{NODE}}}": "0x60 1x120"},
+    "PrfaasCorruptBlocks": {f'prfaas_ssd_events_total{{{NODE}, event="corrupt"}}': "0+1x60 60x120"},
+    "PrfaasCertificateExpires": {
+        f"prfaas_certificate_expiry_timestamp_seconds{{{NODE}}}": "864000x60 31536000x120",
+    },
+    "PrfaasLinkDead": {
+        f'prfaas_link_senders{{{GATEWAY}, source="east", destination="west", state="open"}}': "1x60 0x120",
+        f'prfaas_link_senders{{{GATEWAY}, source="east", destination="west", state="closed"}}': "3x180",
+    },
+    "PrfaasLinkSaturated": {f"prfaas_link_utilisation_ratio{{{LINK}}}": "0.9x60 0.5x120"},
+    "PrfaasLinkLossy": {f"prfaas_link_retransmit_ratio{{{LINK}}}": "0.02x60 0.001x120"},
+    "PrfaasLinkCongested": {f"prfaas_link_congested{{{LINK}}}": "1x60 0x120"},
+    "PrfaasPlanServiceAway": {
+        f'prfaas_plan_polls_total{{{GATEWAY}, outcome="unreachable"}}': "0+1x60 60x120",
+        f'prfaas_plan_polls_total{{{GATEWAY}, outcome="unchanged"}}': "5x60 5+1x120",
+    },
+    "PrfaasPlanRefused": {f'prfaas_plans_total{{{GATEWAY}, outcome="stale_term"}}': "0+1x60 60x120"},
+    "PrfaasPredictionsWrong": {
+        f'prfaas_estimate_error_ratio{{{GATEWAY}, what="ttft", of="remote", stat="p90"}}': "1.5x60 0.3x120",
+    },
+}
+"""What each alert is about, for an hour; then all is well for two."""
+
+
+def test_every_alert_has_a_cause_to_fire_on() -> None:
+    assert list(CAUSES) == list(alerts())
+
+
+@pytest.mark.skipif(not shutil.which(PROMTOOL), reason="no promtool: `make test-deploy` fetches one")
+def test_alerts_fire_on_their_cause_and_clear_after_it(tmp_path: Path) -> None:
+    """All at once, by Prometheus' own tool: each in a world in which nothing else is wrong."""
+    document = {
+        "rule_files": [str(RULES)],
+        "evaluation_interval": "1m",
+        "tests": [_case(*case) for case in CAUSES.items()],
+    }
+    (tmp_path / "cases.yml").write_text(yaml.safe_dump(document))
+    for command in (["check", "rules", str(RULES)], ["test", "rules", str(tmp_path / "cases.yml")]):
+        done = subprocess.run([PROMTOOL, *command], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _case(alert: str, series: dict[str, str]) -> dict[str, Any]:
+    firing = f'count(ALERTS{{alertname="{alert}", alertstate="firing"}}) > bool 0'
+    others = f'count(ALERTS{{alertname!="{alert}", alertstate="firing"}})'
+    return {
+        "name": alert,
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": [
+            {"expr": firing, "eval_time": FIRES, "exp_samples": [{"labels": "{}", "value": 1}]},
+            {"expr": firing, "eval_time": CLEARS, "exp_samples": []},
+            {"expr": others, "eval_time": FIRES, "exp_samples": []},
+        ],
+    }
