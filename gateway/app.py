@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import Final
 
-import msgspec
 from aiohttp import web
 
 from gateway.accounts import Accounts
@@ -20,12 +19,13 @@ from gateway.clusters import Clusters, ServedModel
 from gateway.config import GatewayConfig
 from gateway.connections import CONTINUE, Connection, error_response, http_error_response
 from gateway.decide import tie_of
+from gateway.desk import Desk
 from gateway.dialects.translation import error_told, telling_of
 from gateway.dispatch import Dispatcher
 from gateway.errors import ApiError, InternalError, Unavailable
 from gateway.metrics import Metrics
 from gateway.openai import Endpoint, request_id_or
-from gateway.pages import Page, Pages, json_response
+from gateway.pages import Page, Pages
 from gateway.read import Reader
 from gateway.receive import Receiver, check_head
 from gateway.relay import Relay
@@ -35,7 +35,6 @@ from gateway.tasks import TaskSet
 
 log = logging.getLogger("prfaas.gateway.http")
 
-ANY_LENGTH: Final = 1 << 62
 CLIENT_CLOSED: Final = 499  # nginx's status for a client that did not wait
 TRACE_HEADERS: Final = ("traceparent", "tracestate")
 REQUEST_ID: Final = web.RequestKey("request_id", str)
@@ -108,14 +107,6 @@ class FrontDoor:
 
     async def responses(self, http: web.Request) -> web.StreamResponse:
         return await self._generate(http, Endpoint.RESPONSES)
-
-    async def count_tokens(self, http: web.Request) -> web.StreamResponse:
-        """How many tokens a message's prompt has, however long a context the model has."""
-        self.rooms.admission.check()
-        body = await self.rooms.receiver.receive(http)
-        model = msgspec.structs.replace(self._served().as_read(), max_model_len=ANY_LENGTH)
-        _, prompt = await self.rooms.reader.read(Endpoint.COUNT_TOKENS, body, model, tenant_of(http))
-        return json_response({"input_tokens": prompt.num_tokens})
 
     async def _generate(self, http: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         arrived = self._clock()
@@ -231,7 +222,7 @@ def unix_s() -> int:
     return int(datetime.now(UTC).timestamp())
 
 
-def build_app(door: FrontDoor, pages: Pages) -> web.Application:
+def build_app(door: FrontDoor, pages: Pages, desk: Desk) -> web.Application:
     """The API application."""
 
     @web.middleware
@@ -250,7 +241,8 @@ def build_app(door: FrontDoor, pages: Pages) -> web.Application:
     }
     for endpoint, handler in ways.items():
         app.router.add_post(endpoint, handler, expect_handler=expected)
-    app.router.add_post(Endpoint.COUNT_TOKENS, door.count_tokens, expect_handler=expected)
+    for path, answer in desk.ways().items():
+        app.router.add_post(path, answer, expect_handler=expected)
     _add(app, pages.for_clients())
     if not door.config.metrics_port:
         _add_operators(app, pages)

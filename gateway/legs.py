@@ -21,6 +21,7 @@ from planner.decisions.retries import SAME_EVERYWHERE, Failure
 from transport.control.messages import TicketInfo
 
 MAX_ERROR_BYTES: Final = 64 * 1024
+MAX_ANSWER_BYTES: Final = 64 << 20  # of what is no generation
 # Fields that ask for more than a prompt's KVCache; the one token that the API makes a prefill ask for is for nobody.
 NOT_FOR_PREFILL: Final = frozenset(
     {"stream_options", "max_completion_tokens", "min_tokens", "n", "best_of", "logprobs", "top_logprobs", "echo"}
@@ -131,6 +132,15 @@ class Legs:
         except LegFailed as error:
             raise DecodeFailed(node.id, error.reason, str(error)) from error
         return DecodeAnswer(node, answer, first)
+
+    async def ask(self, node: Node, path: str, body: bytes) -> tuple[int, str, bytes]:
+        """Status, type and body of what `node` answers at `path`, which is no leg of a generation. Raises LegFailed."""
+        assert node.info is not None
+        answer = await self._pool.post(node.info.engine_url, path, "", body, self.timeouts.answer_s)
+        try:
+            return answer.status, answer.content_type, await answer.whole(MAX_ANSWER_BYTES)
+        finally:
+            answer.close()
 
     def _first_bytes_s(self, request: Request) -> float:
         # An answer that is not streamed comes as a whole, so its first byte waits for its last token.

@@ -197,6 +197,12 @@ def parse(endpoint: Endpoint, body: bytes) -> Call:
         raise BadRequest("The body must be a JSON object.") from error
     except NOT_JSON as error:
         raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from error
+    check_fields(endpoint, fields)
+    return call_of(endpoint, fields)
+
+
+def check_fields(endpoint: Endpoint, fields: dict[str, Raw]) -> None:
+    """Raises BadRequest for fields that are no client's to set, for too many of them, and for a prompt that is missing."""
     if len(fields) > MAX_FIELDS:
         raise BadRequest(f"The body has {len(fields)} fields, more than {MAX_FIELDS}.", code="too_many_fields")
     for name in RESERVED:
@@ -204,7 +210,6 @@ def parse(endpoint: Endpoint, body: bytes) -> Call:
             raise BadRequest(f"'{name}' cannot be set by a client of this gateway.", param=name, code="unsupported")
     if endpoint.prompt_field not in fields:
         raise _missing(endpoint.prompt_field)
-    return call_of(endpoint, fields)
 
 
 def call_of(endpoint: Endpoint, fields: dict[str, Raw]) -> Call:

@@ -11,6 +11,7 @@ import logging
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from typing import Final
@@ -62,6 +63,10 @@ class Reader:
         # A task of its own: should the client leave, the process still gets its question whole, and its answer is taken.
         asking = self._tasks.start(self._ask(endpoint, body, model, tenant), "read", expected=(ApiError,))
         return await asyncio.shield(asking)
+
+    async def think(self, work: Callable[[PromptMemory], bytes]) -> bytes:
+        """What `work` comes to in a thread. It must not hold the interpreter's lock for long."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, self._memory)
 
     async def close(self) -> None:
         """Ends threads and processes."""

@@ -14,13 +14,14 @@ from typing import Final
 from gateway.accounts import Accounts
 from gateway.admit import Admission
 from gateway.agent import AgentClient
-from gateway.app import FrontDoor, Rooms, build_app, build_operators_app, straight_ways
+from gateway.app import FrontDoor, Rooms, build_app, build_operators_app, straight_ways, tenant_of
 from gateway.board import State
 from gateway.classes import Classes
 from gateway.clusters import Clusters
 from gateway.config import GatewayConfig
 from gateway.connections import Gate
 from gateway.decide import Decider
+from gateway.desk import Desk
 from gateway.dispatch import Dispatcher
 from gateway.errors import ConfigError
 from gateway.explain import Explanations
@@ -227,7 +228,8 @@ async def running(
             await clusters.wait_for(lambda: clusters.is_ready, NODES_S)
         idle_s, is_shared = strangers.idle_s, siblings is not None
         port = config.port if seat.port is None else seat.port
-        app, straight = build_app(door, pages), straight_ways(door)
+        desk = Desk(admission, rooms.receiver, rooms.reader, clusters, legs, metrics, tenant_of, clock)
+        app, straight = build_app(door, pages, desk), straight_ways(door)
         clients = await Listener.start(app, gates[0], config.host, port, idle_s, straight=straight, is_shared=is_shared)
         stack.push_async_callback(clients.close)
         metrics_url, listeners = f"{clients.url}/metrics", [clients]

@@ -166,9 +166,13 @@ class TextTokenizer:
         """The text of an answer: special tokens are left out."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
+    def spell(self, tokens: Sequence[int]) -> str:
+        """The text of any tokens, special ones spelled out."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
     def token_text(self, token: int) -> str:
-        """One token on its own, special tokens spelled out; what logprobs name."""
-        return str(self._tokenizer.decode([token], skip_special_tokens=False))
+        """One token on its own; what logprobs name."""
+        return self.spell([token])
 
     def _encode_whole(self, text: str, *, add_special_tokens: bool) -> TokenArray:
         # A batch of one: it lets go of the interpreter's lock, which `encode` holds (0.5 s for 400 kB).

@@ -138,6 +138,7 @@ class ScriptedNode(NodeAgentServicer):
         app = web.Application(client_max_size=64 << 20)
         app.router.add_post("/v1/chat/completions", self._generate)
         app.router.add_post("/v1/completions", self._generate)
+        app.router.add_post("/v1/embeddings", self._embed)
         self._engine = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._engine.setup()
         await web.TCPSite(self._engine, "127.0.0.1", port).start()
@@ -308,6 +309,10 @@ class ScriptedNode(NodeAgentServicer):
             return await self._decode(http, body)
         finally:
             self.running -= 1
+
+    async def _embed(self, http: web.Request) -> web.Response:
+        self.bodies.append(await http.json())
+        return web.json_response({"object": "list", "data": [{"embedding": [0.5]}], "model": "scripted"})
 
     async def _fault(self, http: web.Request, fault: str) -> web.Response | None:
         if fault in ("", "die_after_first", "stall_after_first"):

@@ -1,0 +1,161 @@
+"""What is asked of a model and is no generation: tokens, their number, and what engines of other kinds answer whole.
+
+Nothing is routed, there is no KVCache to speak of; but a place among those served is taken.
+"""
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import msgspec
+from aiohttp import web
+from msgspec import Raw
+
+from gateway.admit import Admission
+from gateway.clusters import Clusters
+from gateway.connections import JSON
+from gateway.errors import ApiError, BadRequest, LegFailed, Unavailable
+from gateway.legs import Legs
+from gateway.metrics import Metrics
+from gateway.node import Node
+from gateway.openai import NOT_JSON, RESERVED, Endpoint
+from gateway.prompts import Model
+from gateway.read import Reader
+from gateway.receive import Receiver, too_large
+from gateway.tokenise import MAX_BODY_BYTES, text_of, tokens_of
+from planner.decisions.views import Role
+
+ANY_LENGTH: Final = 1 << 62  # of a context
+TOKENISE: Final = ("/tokenize", "/v1/tokenize")
+DETOKENISE: Final = ("/detokenize", "/v1/detokenize")
+# vLLM serves these for models that embed or score, under the same paths.
+PASSED_ON: Final = ("/v1/embeddings", "/v1/rerank", "/rerank", "/v1/score", "/score")
+NOT_SERVED: Final = frozenset({404, 405, 501})  # what an engine says of a path that it does not have
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_FIELDS: Final = msgspec.json.Decoder(dict[str, Raw])
+
+
+class Desk:
+    """Answers at once. `tenant_of` says whose prompts are remembered together; `clock` is the gateway's."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        receiver: Receiver,
+        reader: Reader,
+        clusters: Clusters,
+        legs: Legs,
+        metrics: Metrics,
+        tenant_of: Callable[[web.Request], bytes],
+        clock: Callable[[], float],
+    ) -> None:
+        self._admission = admission
+        self._receiver = receiver
+        self._reader = reader
+        self._clusters = clusters
+        self._legs = legs
+        self._metrics = metrics
+        self._tenant_of = tenant_of
+        self._clock = clock
+
+    def ways(self) -> dict[str, Handler]:
+        """What answers a POST, by path."""
+        ways: dict[str, Handler] = {Endpoint.COUNT_TOKENS: self._count}
+        ways |= dict.fromkeys(TOKENISE, self._tokenise) | dict.fromkeys(DETOKENISE, self._detokenise)
+        return ways | dict.fromkeys(PASSED_ON, self._pass_on)
+
+    async def _count(self, http: web.Request) -> web.Response:
+        """How many tokens a message's prompt has, however long a context the model has."""
+        with self._counted():
+            body, model = await self._received(http)
+            with self._place():
+                unbounded = msgspec.structs.replace(model, max_model_len=ANY_LENGTH)
+                asked = self._reader.read(Endpoint.COUNT_TOKENS, body, unbounded, self._tenant_of(http))
+                _, prompt = await asked
+        return _json(msgspec.json.encode({"input_tokens": prompt.num_tokens}))
+
+    async def _tokenise(self, http: web.Request) -> web.Response:
+        with self._counted():
+            body, model = await self._received(http, MAX_BODY_BYTES)
+            tenant = self._tenant_of(http)
+            with self._place():
+                return _json(await self._reader.think(lambda memory: tokens_of(body, model, memory, tenant)))
+
+    async def _detokenise(self, http: web.Request) -> web.Response:
+        with self._counted():
+            body, model = await self._received(http, MAX_BODY_BYTES)
+            with self._place():
+                return _json(await self._reader.think(lambda memory: text_of(body, model, memory.tokenizer)))
+
+    async def _pass_on(self, http: web.Request) -> web.Response:
+        """What a decode node's engine answers to the same."""
+        with self._counted():
+            body, model = await self._received(http)
+            asked = _for_engine(body, model)
+            with self._place():
+                node = self._node()
+                try:
+                    status, kind, told = await self._legs.ask(node, http.path, asked)
+                except LegFailed as error:
+                    raise Unavailable(f"The engine did not answer: {error.reason}.", "engine_failed") from error
+            if status in NOT_SERVED:
+                message = f"The engine of '{model.names[0]}' does not serve {http.path}: it is no model of that kind."
+                raise ApiError(404, message, code="endpoint_not_served")
+            return web.Response(status=status, body=told, headers={"Content-Type": kind})
+
+    async def _received(self, http: web.Request, max_bytes: int | None = None) -> tuple[bytes, Model]:
+        """The body, and the model that it is about. Raises ApiError."""
+        self._admission.check()
+        body = await self._receiver.receive(http)
+        if max_bytes is not None and len(body) > max_bytes:
+            raise too_large(max_bytes)
+        if self._clusters.served is None:
+            raise Unavailable("No node has reported its model yet.", "no_model")
+        return body, self._clusters.served.as_read()
+
+    def _node(self) -> Node:
+        """The decode node with the fewest requests. Raises Unavailable."""
+        now = self._clock()
+        ready = [node for node in self._clusters.nodes if node.role == Role.DECODE and node.is_ready(now)]
+        if not ready:
+            raise Unavailable("No decode node is ready.", "no_decode_node")
+        return min(ready, key=lambda node: (node.pending_requests, node.load.running))
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        self._admission.take()
+        try:
+            yield
+        finally:
+            self._admission.give_back()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        try:
+            yield
+        except ApiError as error:
+            self._metrics.rejected(error.code or "invalid", error.status)
+            raise
+
+
+def _for_engine(body: bytes, model: Model) -> bytes:
+    """The client's body, with the name that engines know the model by. Raises ApiError."""
+    try:
+        fields = _FIELDS.decode(body)
+        name = msgspec.json.decode(fields.get("model", Raw(b"null")), type=str | None)
+    except msgspec.ValidationError as error:
+        raise BadRequest("The body must be a JSON object, and 'model' a string.", param="model") from error
+    except NOT_JSON as error:
+        raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from error
+    for reserved in RESERVED:
+        if reserved in fields:
+            raise BadRequest(f"'{reserved}' cannot be set by a client.", param=reserved, code="unsupported")
+    if name is not None and name not in model.names:
+        message = f"The model '{name}' does not exist; this gateway serves '{model.names[0]}'."
+        raise ApiError(404, message, param="model", code="model_not_found")
+    return msgspec.json.encode(fields | {"model": Raw(msgspec.json.encode(model.names[-1]))})
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, headers={"Content-Type": JSON})
