@@ -18,6 +18,7 @@ from gateway.classes import Classes
 from gateway.clusters import Clusters, ServedModel
 from gateway.config import GatewayConfig
 from gateway.connections import CONTINUE, Connection, error_response, http_error_response
+from gateway.console.pages import Page
 from gateway.decide import tie_of
 from gateway.desk import Desk
 from gateway.dialects.translation import error_told, telling_of
@@ -25,7 +26,7 @@ from gateway.dispatch import Dispatcher
 from gateway.errors import ApiError, InternalError, Unavailable
 from gateway.metrics import Metrics
 from gateway.openai import Endpoint, request_id_or
-from gateway.pages import Page, Pages
+from gateway.pages import Pages
 from gateway.read import Reader
 from gateway.receive import Receiver, check_head
 from gateway.relay import Relay

@@ -102,6 +102,10 @@ class Classes:
         self._closed = {name for name, each in described.items() if each.keys}
         self._default = self._by_name[default_class]
 
+    def all(self) -> list[ServiceClass]:
+        """Every class, in the order of the file."""
+        return list(self._by_name.values())
+
     def of(self, headers: Mapping[str, str]) -> ServiceClass:
         """The class of a request with these headers. Raises ApiError."""
         name = headers.get(HEADER)

@@ -17,8 +17,8 @@ from planner.decisions.estimates import AnswerEstimate, LearnedCost, MoveDelays,
 from planner.decisions.explain import Explanation, explain_among
 from planner.decisions.placement import PLACERS, PlacementPolicy
 from planner.decisions.plan import LivePlan, Setting
-from planner.decisions.routing import Route, RoutingPolicy, route_among
-from planner.decisions.views import RouteRequest
+from planner.decisions.routing import Route, RoutingPolicy, pressure, route_among
+from planner.decisions.views import LinkView, RouteRequest
 from planner.errors import NoReadyNode
 
 
@@ -133,6 +133,10 @@ class Decider:
             home=home or self._home,
             unshared=request.call.options.is_unshared,
         )
+
+    def pressure(self, link: LinkView) -> float:
+        """How congested a link is to decisions, 0 (not) to 1 (blocked)."""
+        return pressure(link, self._policy)
 
     def may_compute(self, decode_node: str) -> bool:
         """Whether a decode node has time for a prompt that a prefill node should have computed."""

@@ -1,6 +1,6 @@
 """What is no generation: the model list and health for clients, metrics and records for operators."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Final
 
@@ -11,9 +11,9 @@ from gateway.admit import Admission
 from gateway.board import State
 from gateway.clusters import Clusters
 from gateway.connections import JSON
+from gateway.console.pages import Console, Page
 from gateway.decide import Decider
 from gateway.errors import ApiError, BadRequest, Unavailable
-from gateway.explain import Explanations
 from gateway.links import Links
 from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.offered import LoadReport
@@ -30,7 +30,6 @@ class _Identified(msgspec.Struct, frozen=True):
 
 
 _ID: Final = msgspec.json.Decoder(_Identified)
-Page = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Pages:
@@ -48,7 +47,7 @@ class Pages:
         plan: Callable[[], LivePlan | None],
         seat: Alone | Seat,
         siblings: Siblings | None,
-        explanations: Explanations,
+        console: Console,
         started_at: int,
     ) -> None:
         self._clusters = clusters
@@ -61,7 +60,7 @@ class Pages:
         self._plan = plan
         self._seat = seat
         self._siblings = siblings
-        self._explanations = explanations
+        self._console = console
         self._started_at = started_at
 
     def for_clients(self) -> dict[str, Page]:
@@ -76,11 +75,11 @@ class Pages:
             "/prfaas/links": self._all_links,
             "/prfaas/load": self._all_load,
         }
-        return own | self._health()
+        return own | self._health() | self._console.to_get(self._lines_after, _sequence)
 
     def posted_by_operators(self) -> dict[str, Page]:
         """What operators POST, by path."""
-        return {"/prfaas/explain": self._explain}
+        return self._console.to_post()
 
     def _health(self) -> dict[str, Page]:
         alive: dict[str, Page] = dict.fromkeys(("/livez", "/liveness", "/ping"), self._alive)
@@ -138,10 +137,6 @@ class Pages:
         """What was asked for since `?boot=ID&uncached=SEQ&outputs=SEQ`, and the clusters as they are."""
         uncached, outputs = (_sequence(http, name) for name in ("uncached", "outputs"))
         return json_response(self._load.after(http.query.get("boot", ""), uncached, outputs))
-
-    async def _explain(self, http: web.Request) -> web.Response:
-        """Where the request in the body would go now, and why."""
-        return json_response(await self._explanations.asked(http))
 
     async def _requests(self, http: web.Request) -> web.Response:
         """Finished requests as JSON lines: those after `?since=SEQ`, those with `?id=ID`."""

@@ -20,6 +20,8 @@ from gateway.classes import Classes
 from gateway.clusters import Clusters
 from gateway.config import GatewayConfig
 from gateway.connections import Gate
+from gateway.console.pages import Console
+from gateway.console.plans import PlanDesk
 from gateway.decide import Decider
 from gateway.desk import Desk
 from gateway.dispatch import Dispatcher
@@ -42,6 +44,7 @@ from gateway.reserve import Reservations
 from gateway.run import Runner
 from gateway.seat import ORPHANED, Alone, Seat
 from gateway.shares import Shares
+from gateway.snapshot import Snapshots
 from gateway.tasks import TaskSet
 from gateway.waiting import WaitingLine
 from planner.decisions.decoding import LearnedSteps
@@ -210,6 +213,13 @@ async def running(
         stack.push_async_callback(requests.join, CLOSE_S)
         stack.push_async_callback(chores.cancel)
         siblings = await stack.enter_async_context(seat.siblings(records))
+        console = Console(
+            Snapshots(
+                config, clusters, links, decider, admission, line, lambda: door.classes, follower, seat, clock,
+            ),
+            Explanations(door, rooms.receiver, clusters, decider, refusals, line),
+            PlanDesk(config.plan),
+        )  # fmt: skip
         pages = Pages(
             clusters,
             links,
@@ -221,7 +231,7 @@ async def running(
             lambda: follower.plan,
             seat,
             siblings,
-            Explanations(door, rooms.receiver, clusters, decider, refusals, line),
+            console,
             int(datetime.now(UTC).timestamp()),
         )
         if siblings is not None:  # the others serve meanwhile; who comes here first should be served, too

@@ -49,6 +49,11 @@ class WaitingLine:
     def __contains__(self, place: object) -> bool:
         return place in self._line
 
+    @property
+    def limit(self) -> int:
+        """How many may wait, in all lines that share this one's room."""
+        return self._limit
+
     def configure(self, limit: int, ageing_s: float) -> None:
         """Other rules for whoever comes from now on."""
         self._limit, self._line.ageing_s = limit, ageing_s

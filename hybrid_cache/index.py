@@ -65,6 +65,10 @@ class PrefixIndex:
         """Blocks in the table, each (group, hash) once however many nodes hold it; those of dropped nodes until tidied."""
         return sum(map(len, self._holders))
 
+    def blocks_of(self, group: int) -> int:
+        """The same of one group."""
+        return len(self._holders[group])
+
     @property
     def memory_bytes(self) -> int:
         """Size of the tables and the hashes in them (holders of up to 30 nodes are 28 bytes, with engines' caches up to 44)."""

@@ -1,0 +1,97 @@
+"""What operators see and do beyond metrics and records: the console, and the questions that it asks."""
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from ipaddress import ip_address
+from typing import Final
+
+import msgspec
+from aiohttp import web
+
+from gateway.console.files import INDEX, File, all_files
+from gateway.console.plans import PlanDesk
+from gateway.errors import ApiError
+from gateway.explain import Explanations
+from gateway.snapshot import Snapshots
+
+JSON: Final = "application/json"
+MAX_CHANGE_BYTES: Final = 4096
+
+Page = Callable[[web.Request], Awaitable[web.StreamResponse]]
+LinesAfter = Callable[[int], Awaitable[list[bytes]]]
+
+
+class Console:
+    """Its pages, by path."""
+
+    def __init__(self, snapshots: Snapshots, explanations: Explanations, desk: PlanDesk) -> None:
+        """Raises OSError when its files are not where they were installed."""
+        self._snapshots = snapshots
+        self._explanations = explanations
+        self._desk = desk
+        self._files = all_files()
+
+    def to_get(self, lines_after: LinesAfter, sequence: Callable[[web.Request, str], int]) -> dict[str, Page]:
+        """`lines_after` gives the records after a number, which `sequence` reads from the query."""
+
+        async def snapshot(http: web.Request) -> web.Response:
+            return _json(await self._snapshots.taken(lines_after, sequence(http, "since")))
+
+        files: dict[str, Page] = {f"/console/{name}": partial(_sent, file) for name, file in self._files.items()}
+        return files | {
+            "/console": partial(_sent, self._files[INDEX]),
+            "/prfaas/console": snapshot,
+            "/prfaas/plan": self._plan,
+        }
+
+    def to_post(self) -> dict[str, Page]:
+        return {"/prfaas/explain": self._explain, "/prfaas/plan": self._change_plan}
+
+    async def _explain(self, http: web.Request) -> web.Response:
+        """Where the request in the body would go now, and why."""
+        return _json(msgspec.json.encode(await self._explanations.asked(http)))
+
+    async def _plan(self, http: web.Request) -> web.Response:
+        return _json(msgspec.json.encode(await self._desk.standing()))
+
+    async def _change_plan(self, http: web.Request) -> web.Response:
+        check_is_meant(http)
+        body = await http.content.read(MAX_CHANGE_BYTES)
+        return _json(msgspec.json.encode(await self._desk.change(body)))
+
+
+def check_is_meant(http: web.Request) -> None:
+    """Raises ApiError for a change that a page of somebody else may have a browser ask for.
+
+    Such a page cannot send JSON, unless a name of its own leads here: then the browser says that name.
+    """
+    if http.content_type != JSON:
+        raise ApiError(415, f"Content-Type must be {JSON}.", code="unsupported_media_type")
+    host = http.host.rpartition(":")[0] if not http.host.endswith("]") and ":" in http.host else http.host
+    origin = http.headers.get("Origin")
+    if origin is not None and origin.partition("://")[2] != http.host:
+        raise ApiError(403, "A page of another origin may change nothing here.", code="foreign_origin")
+    if origin is not None and not _is_own_name(host):
+        raise ApiError(
+            403,
+            f"Changes are taken at an address, not at the name {host!r}, which may be anybody's.",
+            code="foreign_host",
+        )
+
+
+def _is_own_name(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+async def _sent(file: File, http: web.Request) -> web.Response:
+    return file.answer(http)
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, headers={"Content-Type": JSON, "Cache-Control": "no-store"})
