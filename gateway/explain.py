@@ -24,7 +24,8 @@ MOST_AT_ONCE: Final = 4  # each is read as a request is, and a gateway has reque
 class _Shown(msgspec.Struct):
     """What tells one endpoint's body from another's."""
 
-    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 _SHOWN: Final = msgspec.json.Decoder(_Shown)
@@ -152,4 +153,6 @@ def _endpoint(http: web.Request, body: bytes) -> Endpoint:
         shown = _SHOWN.decode(body)
     except NOT_JSON:
         return Endpoint.CHAT  # whose reading says what is wrong
-    return Endpoint.COMPLETIONS if shown.messages is msgspec.UNSET else Endpoint.CHAT
+    if shown.prompt is not msgspec.UNSET:
+        return Endpoint.COMPLETIONS
+    return Endpoint.CHAT if shown.input is msgspec.UNSET else Endpoint.RESPONSES

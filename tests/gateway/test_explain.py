@@ -122,4 +122,7 @@ async def test_what_no_client_could_send_is_refused_as_it_would_be() -> None:
             assert (answer.status, (await answer.json())["error"]["param"]) == (400, "endpoint")
         chat = {"model": "scripted", "messages": [{"role": "user", "content": "hello"}]}
         async with w.http.post("/prfaas/explain", json=chat) as answer:
-            assert (await answer.json())["endpoint"] == "/v1/chat/completions"
+            as_chat = await answer.json()
+            assert as_chat["endpoint"] == "/v1/chat/completions"
+        async with w.http.post("/prfaas/explain", json={"model": "scripted", "input": "hello"}) as answer:
+            assert (await answer.json())["num_tokens"] == as_chat["num_tokens"]
