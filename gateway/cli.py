@@ -116,6 +116,7 @@ def _run(config: GatewayConfig, tokenizer: TextTokenizer, arguments: argparse.Na
         del tokenizer  # it can be read: that is all that the parent wants of it
         status = asyncio.run(serve_with_workers(config, arguments.config, partial(_worker, arguments), _announce))
     else:
+        tokenizer.encoder.hasten()
         # What is here now stays: no collection need look at it again, nor need one look at every few requests.
         gc.collect()
         gc.freeze()

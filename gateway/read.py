@@ -86,7 +86,10 @@ class Reader:
             process = None
             # Its hashes may be a hundred thousand objects.
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, answered, header, data, endpoint)
+            call, prompt, distrusted = await loop.run_in_executor(self._threads, answered, header, data, endpoint)
+            if distrusted:
+                self._tokenizer.encoder.distrust(distrusted, "in a process that reads long bodies")
+            return call, prompt
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError) as error:
             log.error("a process that read a body of %d bytes is gone: %r", len(body), error)
             raise ReaderDied from error
@@ -99,9 +102,10 @@ class Reader:
         """One that waits for work, or a new one. Which ended while it waited did not die of what comes next."""
         while self._idle:
             process = self._idle.pop()
-            if process.is_alive:
+            if not process.is_alive:
+                log.warning("a process that was to read bodies has ended; another one takes its place")
+            elif process.is_fast == self._tokenizer.encoder.is_fast:
                 return process
-            log.warning("a process that was to read bodies has ended; another one takes its place")
             await process.close()
         return await ReadingProcess.start(self._tokenizer, self._threads)
 
@@ -110,9 +114,14 @@ class ReadingProcess:
     """One `gateway.reading_process`, and the socket to it."""
 
     def __init__(
-        self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        process: "subprocess.Popen[bytes]",
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        is_fast: bool,
     ) -> None:
         self.pid = process.pid
+        self.is_fast = is_fast  # by what it was told
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -132,8 +141,9 @@ class ReadingProcess:
         except BaseException:
             spawning.add_done_callback(partial(_end_unwanted, theirs))
             raise
-        writer.write(header_of(tokenizer.blueprint()))
-        return cls(process, reader, writer)
+        blueprint = tokenizer.blueprint()
+        writer.write(header_of(blueprint))
+        return cls(process, reader, writer, blueprint.fast)
 
     @property
     def is_alive(self) -> bool:

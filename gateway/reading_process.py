@@ -40,7 +40,8 @@ class Question(msgspec.Struct, frozen=True, tag=True):
 class Answer(msgspec.Struct, frozen=True, tag=True):
     """The prompt; `fields` are name and length, in bytes, of each top-level field that follows. Hashes come put together.
 
-    `endpoint` is where engines are asked, wherever the client has.
+    `endpoint` is where engines are asked, wherever the client has; `why_plain` why the process does not use the fast encoder that
+    it was told to use.
     """
 
     endpoint: Endpoint
@@ -50,6 +51,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     how: str
     fields: list[tuple[str, int]]
     echo: bytes
+    why_plain: str
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
@@ -72,8 +74,8 @@ def header_of(value: msgspec.Struct, size: int = 0) -> bytes:
     return LENGTHS.pack(len(header), size) + header
 
 
-def answered(header: bytes, data: bytearray, endpoint: Endpoint) -> tuple[Call, Prompt]:
-    """What an answer says. Raises ApiError for a refusal."""
+def answered(header: bytes, data: bytearray, endpoint: Endpoint) -> tuple[Call, Prompt, str]:
+    """What an answer says, and why its encoder is not to be believed, if so. Raises ApiError for a refusal."""
     answer = _ANSWER.decode(header)
     if isinstance(answer, Refusal):
         raise ApiError(answer.status, answer.message, param=answer.param, code=answer.code)
@@ -83,8 +85,9 @@ def answered(header: bytes, data: bytearray, endpoint: Endpoint) -> tuple[Call, 
         start += size
     prompt = Prompt(answer.num_tokens, split_hashes(answer.hashes), answer.digest, answer.how)
     if endpoint is answer.endpoint:
-        return call_of(endpoint, fields), prompt
-    return replace(call_of(answer.endpoint, fields), dialect=endpoint, echo=answer.echo), prompt
+        return call_of(endpoint, fields), prompt, answer.why_plain
+    call = replace(call_of(answer.endpoint, fields), dialect=endpoint, echo=answer.echo)
+    return call, prompt, answer.why_plain
 
 
 def serve(connection: socket.socket) -> None:
@@ -115,6 +118,7 @@ def _answer(question: Question, body: bytes, memory: PromptMemory) -> Iterable[b
         prompt.how,
         list(zip(call.fields, sizes, strict=True)),
         call.echo,
+        memory.tokenizer.encoder.why_plain,
     )
     return [header_of(answer, sum(sizes)), *values]
 

@@ -106,6 +106,7 @@ async def running(
     """A gateway that answers inside the block, or the worker of one that has this seat."""
     seat = seat or Alone()
     metrics = seat.metrics
+    tokenizer.encoder.report_to(lambda reason: metrics.fallback(f"tokenizer_{reason}"))
     strangers = config.strangers.divided(seat.workers)
     now = asyncio.get_running_loop().time
     chores, watches, afterwards, requests = (TaskSet(metrics.unforeseen) for _ in range(4))

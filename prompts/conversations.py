@@ -86,6 +86,7 @@ class Conversations:
     def _read(self, messages: bytes, said: bytes, chat: Chat, tenant: bytes) -> Read:
         check_kwargs(chat)
         end = _end(messages)
+        said += b"%d" % self._tokenizer.encoder.generation
         places = [(said, *place) for place in _places(messages[:end], self._stride_bytes)]
         known, place = self._known(places, messages, tenant)
         new = _continuation(messages, known) if known is not None else None

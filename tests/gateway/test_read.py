@@ -183,6 +183,28 @@ async def test_a_process_that_is_killed_while_it_waits_costs_no_request() -> Non
         assert (await reads.read(Endpoint.COMPLETIONS, long_body("b"), MODEL))[1].num_tokens
 
 
+@on_loop
+async def test_a_process_that_has_come_to_distrust_its_encoder_is_believed_and_replaced() -> None:
+    pytest.importorskip("fastokens")
+    before, told = children(), list[str]()
+    tasks, tokenizer, body = TaskSet(lambda name: pytest.fail(name)), text_tokenizer(), long_body("hello there")
+    tokenizer.encoder.hasten()
+    tokenizer.encoder.report_to(told.append)
+    reads = Reader(tokenizer, tasks)
+    try:
+        prompts = [(await reads.read(Endpoint.COMPLETIONS, body, MODEL))[1]]
+        (pid,) = children() - before
+        assert tokenizer.encoder.is_fast  # and so is that of the process, or it would have said why not
+        tokenizer.encoder.distrust("differs", "what another process said")
+        prompts.append((await reads.read(Endpoint.COMPLETIONS, body, MODEL))[1])
+        assert pid not in children()
+        assert told == ["differs"]
+        assert prompts == [read_call(Endpoint.COMPLETIONS, body, MODEL, PromptMemory(text_tokenizer()))[1]] * 2
+    finally:
+        await tasks.join(60.0)
+        await reads.close()
+
+
 def test_a_process_that_does_not_end_keeps_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
     stuck: list[subprocess.Popen[bytes]] = []
     wait = subprocess.Popen.wait
