@@ -46,7 +46,8 @@ class Move:
 class Moves:
     """Carries moves out, `limit` at a time; the rest is refused.
 
-    `on_moved` hears of each that arrived (bytes sent, seconds), `on_failed` of each that did not (seconds until then).
+    `on_moved` hears of each that arrived (bytes sent, seconds), `on_failed` of each that did not (seconds until then),
+    `on_ended` of both.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Moves:
         timeout_s: float,
         on_moved: Callable[[Move, int, float], None] = lambda move, sent, seconds: None,
         on_failed: Callable[[Move, float], None] = lambda move, seconds: None,
+        on_ended: Callable[[Move, str, int, float], None] = lambda move, outcome, sent, seconds: None,
     ) -> None:
         self._metrics = metrics
         self._clock = clock
@@ -66,6 +68,7 @@ class Moves:
         self._timeout_s = timeout_s
         self._on_moved = on_moved
         self._on_failed = on_failed
+        self._on_ended = on_ended
         self._running: dict[tuple[str, bytes], asyncio.Task[str]] = {}
         self._tasks = tasks
 
@@ -129,6 +132,7 @@ class Moves:
             self._on_moved(move, sent, seconds)
         else:
             self._on_failed(move, seconds)
+        self._on_ended(move, outcome, sent, seconds)
         self._metrics.moved(move.reason, outcome, sent)
         log.info(
             "prefix moved from=%s to=%s tokens=%d bytes=%d reason=%s outcome=%s seconds=%.3f",

@@ -1,6 +1,6 @@
 """What is no generation: the model list and health for clients, metrics and records for operators."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Final
 
@@ -14,12 +14,12 @@ from gateway.connections import JSON
 from gateway.console.pages import Console, Page
 from gateway.decide import Decider
 from gateway.errors import ApiError, BadRequest, Unavailable
+from gateway.flows import merged
 from gateway.links import Links
 from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.offered import LoadReport
-from gateway.records import Records
 from gateway.seat import Alone, Seat
-from gateway.siblings import Siblings, lines_of
+from gateway.siblings import Kept, Siblings, lines_of
 from planner.decisions.plan import LivePlan
 
 
@@ -42,12 +42,13 @@ class Pages:
         decider: Decider,
         admission: Admission,
         metrics: Metrics,
-        records: Records,
+        kept: Mapping[str, Kept],
         load: LoadReport,
         plan: Callable[[], LivePlan | None],
         seat: Alone | Seat,
         siblings: Siblings | None,
         console: Console,
+        clock: Callable[[], float],
         started_at: int,
     ) -> None:
         self._clusters = clusters
@@ -55,12 +56,13 @@ class Pages:
         self._decider = decider
         self._admission = admission
         self._metrics = metrics
-        self._records = records
+        self._kept = kept
         self._load = load
         self._plan = plan
         self._seat = seat
         self._siblings = siblings
         self._console = console
+        self._clock = clock
         self._started_at = started_at
 
     def for_clients(self) -> dict[str, Page]:
@@ -72,10 +74,11 @@ class Pages:
         own: dict[str, Page] = {
             "/metrics": self._prometheus,
             "/prfaas/requests": self._requests,
+            "/prfaas/flows": self._all_flows,
             "/prfaas/links": self._all_links,
             "/prfaas/load": self._all_load,
         }
-        return own | self._health() | self._console.to_get(self._lines_after, _sequence)
+        return own | self._health() | self._console.to_get(self._news, _sequence)
 
     def posted_by_operators(self) -> dict[str, Page]:
         """What operators POST, by path."""
@@ -141,17 +144,31 @@ class Pages:
     async def _requests(self, http: web.Request) -> web.Response:
         """Finished requests as JSON lines: those after `?since=SEQ`, those with `?id=ID`."""
         since, wanted = _sequence(http, "since"), http.query.get("id")
-        lines = await self._lines_after(since)
+        last = self._siblings.last_seq() if self._siblings is not None else 0
+        lines = await self._lines("requests", since, last)
         if wanted is not None:
             lines = [line for line in lines if _ID.decode(line).id == wanted]
         return web.Response(
             body=b"".join(line + b"\n" for line in lines), headers={"Content-Type": "application/jsonl"}
         )
 
-    async def _lines_after(self, seq: int) -> list[bytes]:
+    async def _all_flows(self, http: web.Request) -> web.Response:
+        """What went from node to node, as JSON lines: those after `?since=SEQ`."""
+        records, flows = await self._news(_sequence(http, "since"))
+        epoch_s = datetime.now(UTC).timestamp() - self._clock()
+        found = merged(records, flows, {node.id: node.cluster for node in self._clusters.nodes}, epoch_s)
+        body = b"".join(msgspec.json.encode(flow) + b"\n" for flow in found)
+        return web.Response(body=body, headers={"Content-Type": "application/jsonl"})
+
+    async def _news(self, seq: int) -> tuple[list[bytes], list[bytes]]:
+        """Records and flows after number `seq`. Whoever asks next for what follows the last of them misses nothing."""
+        last = self._siblings.last_seq() if self._siblings is not None else 0
+        return await self._lines("requests", seq, last), await self._lines("flows", seq, last)
+
+    async def _lines(self, what: str, seq: int, last: int) -> list[bytes]:
         if self._siblings is None:
-            return [line for _, line in lines_of(self._records, seq)]
-        lines, silent = await self._siblings.records(seq)
+            return [line for _, line in lines_of(self._kept[what], seq)]
+        lines, silent = await self._siblings.lines(what, seq, last)
         for _ in range(silent):
             self._metrics.fallback("worker_silent")
         return [line for _, line in lines]

@@ -7,6 +7,7 @@ The reservation is only for its ticket, which names the receiver's addresses; it
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Final
 
 from gateway.errors import NodeError
@@ -25,10 +26,20 @@ ROOM_S: Final = 5.0  # a lease, should the gateway die before it gives the block
 class Probes:
     """Sends them; each ends within the time limit of a call."""
 
-    def __init__(self, links: Links, tasks: TaskSet, timeout_s: float) -> None:
+    def __init__(
+        self,
+        links: Links,
+        tasks: TaskSet,
+        timeout_s: float,
+        clock: Callable[[], float],
+        on_probed: Callable[[Node, Node, str, float], None],
+    ) -> None:
+        """`on_probed` hears of each that had an answer: who, whom, why there is no way ("": there is), seconds."""
         self._links = links
         self._tasks = tasks
         self._timeout_s = timeout_s
+        self._clock = clock
+        self._on_probed = on_probed
 
     async def run(self) -> None:
         """Sends what is due, for ever."""
@@ -45,6 +56,7 @@ class Probes:
             except NodeError as error:  # says nothing of the link: another receiver may have a ticket
                 log.info("no probe of the link to %s by %s: %s", receiver.id, sender.id, error)
                 continue
+            began = self._clock()
             try:
                 reason = await sender.agent.probe(ticket, self._timeout_s)
             except NodeError as error:
@@ -52,6 +64,7 @@ class Probes:
                 if error.reason == UNKNOWN_CALL:
                     self._links.unasked(sender, receiver)
                 return
+            self._on_probed(sender, receiver, reason, self._clock() - began)
             if not reason:
                 self._links.arrived(sender, receiver)
             if reason != PATH_FAILED:

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import count
 
 from gateway.request import Request, RequestRecord, record_of
 
@@ -10,10 +9,10 @@ from gateway.request import Request, RequestRecord, record_of
 class Records:
     """Keeps `limit` records. Sequence numbers start at 1 and never repeat while the gateway runs, whoever gives them out."""
 
-    def __init__(self, limit: int, next_seq: Callable[[], int] | None = None) -> None:
+    def __init__(self, limit: int, next_seq: Callable[[], int]) -> None:
         self.limit = limit
         self._ring: deque[RequestRecord] = deque(maxlen=limit)
-        self._next_seq = next_seq or count(1).__next__
+        self._next_seq = next_seq
 
     def __len__(self) -> int:
         return len(self._ring)

@@ -3,8 +3,9 @@
 import signal
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +15,7 @@ from gateway.node import Node
 from gateway.offered import KEPT, Offered
 from gateway.places import OwnPlaces, Places
 from gateway.records import Records
-from gateway.siblings import Siblings
+from gateway.siblings import Kept, Siblings
 from gateway.tally import Tally
 from planner.decisions.offered import SampleRing
 
@@ -36,13 +37,14 @@ class Alone:
         self.offered = Offered(uuid.uuid4().hex, SampleRing(KEPT), SampleRing(KEPT))
         self.in_flight: Places = OwnPlaces()
         self.waiting: Places = OwnPlaces()
+        self.next_seq: Callable[[], int] = count(1).__next__  # of whatever is kept
 
     def records(self, limit: int) -> Records:
         """The book of what this process has served."""
-        return Records(limit)
+        return Records(limit, self.next_seq)
 
     @asynccontextmanager
-    async def siblings(self, records: Records) -> AsyncIterator[Siblings | None]:
+    async def siblings(self, kept: Mapping[str, Kept]) -> AsyncIterator[Siblings | None]:
         """The others, who can ask this one inside the block; None: there are none."""
         yield None
 
@@ -80,13 +82,14 @@ class Seat:
         self.offered: Offered = Tally(directory / TALLY)
         self.in_flight: Places = SharedPlaces(self._board, IN_FLIGHT)
         self.waiting: Places = SharedPlaces(self._board, WAITING)
+        self.next_seq: Callable[[], int] = self._board.next_seq
 
     def records(self, limit: int) -> Records:
-        return Records(limit, self._board.next_seq)
+        return Records(limit, self.next_seq)
 
     @asynccontextmanager
-    async def siblings(self, records: Records) -> AsyncIterator[Siblings | None]:
-        siblings = Siblings(self._directory, self._number, self._board, records)
+    async def siblings(self, kept: Mapping[str, Kept]) -> AsyncIterator[Siblings | None]:
+        siblings = Siblings(self._directory, self._number, self._board, kept)
         await siblings.start()
         try:
             yield siblings

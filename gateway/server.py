@@ -27,6 +27,7 @@ from gateway.desk import Desk
 from gateway.dispatch import Dispatcher
 from gateway.errors import ConfigError
 from gateway.explain import Explanations
+from gateway.flows import Flows
 from gateway.legs import Legs
 from gateway.links import Links
 from gateway.listen import OPERATORS, Listener, client_connections, descriptor_limit, raise_descriptor_limit
@@ -44,6 +45,7 @@ from gateway.reserve import Reservations
 from gateway.run import Runner
 from gateway.seat import ORPHANED, Alone, Seat
 from gateway.shares import Shares
+from gateway.siblings import Kept
 from gateway.snapshot import Snapshots
 from gateway.tasks import TaskSet
 from gateway.waiting import WaitingLine
@@ -135,6 +137,8 @@ async def running(
     refusals = Refusals(config, clusters, steps, clock)
     links = Links(clusters.nodes, clock, config.routing.link_bytes_per_s, metrics.link_failed)
     records = seat.records(config.kept_records)
+    flows = Flows(seat.next_seq, clock)
+    kept: dict[str, Kept] = {"requests": records, "flows": flows}
     accounts = Accounts(metrics, records, seat.offered, clock)
     decider = Decider(config, clusters, links, cost, clock)
     follower = Follower(config.plan, decider.follow, metrics)
@@ -148,6 +152,7 @@ async def running(
         timeout_s=config.routing.move_timeout_s,
         on_moved=decider.learn_move,
         on_failed=decider.learn_late_move,
+        on_ended=flows.moved,
     )
     replicas = Replicas(clusters, moves, clock, decider.pays) if config.routing.replicate else None
     admission = Admission(config.max_in_flight, metrics.in_flight.set, seat.in_flight)
@@ -203,7 +208,7 @@ async def running(
         chores.keep(follower.run, "plan")
     if config.routing.share_egress:
         chores.keep(Shares(clusters.nodes, metrics, clock, uuid.uuid4().hex).run, "shares")
-    chores.keep(Probes(links, afterwards, PROBE_TIMEOUT_S).run, "probes")
+    chores.keep(Probes(links, afterwards, PROBE_TIMEOUT_S, clock, flows.probed).run, "probes")
     if replicas:
         chores.keep(replicas.run, "replicas")
     async with AsyncExitStack() as stack:
@@ -213,7 +218,7 @@ async def running(
         stack.push_async_callback(afterwards.join, max(config.timeouts.rpc_s, config.routing.move_timeout_s))
         stack.push_async_callback(requests.join, CLOSE_S)
         stack.push_async_callback(chores.cancel)
-        siblings = await stack.enter_async_context(seat.siblings(records))
+        siblings = await stack.enter_async_context(seat.siblings(kept))
         console = Console(
             Snapshots(
                 config, clusters, links, decider, admission, line, lambda: door.classes, follower, seat, clock,
@@ -227,12 +232,13 @@ async def running(
             decider,
             admission,
             metrics,
-            records,
+            kept,
             load,
             lambda: follower.plan,
             seat,
             siblings,
             console,
+            clock,
             int(datetime.now(UTC).timestamp()),
         )
         if siblings is not None:  # the others serve meanwhile; who comes here first should be served, too

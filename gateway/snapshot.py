@@ -122,6 +122,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     errors: Mapping[str, float]  # p90 of predictions, relative, by what was predicted and of what
     last_seq: int
     requests: tuple[msgspec.Raw, ...]
+    flows: tuple[msgspec.Raw, ...]  # but those of requests
 
 
 class Snapshots:
@@ -151,12 +152,12 @@ class Snapshots:
         self._seat = seat
         self._clock = clock
 
-    async def taken(self, lines_after: Callable[[int], Awaitable[list[bytes]]], since: int) -> bytes:
-        """The snapshot as JSON, with the latest requests after number `since`."""
-        lines = (await lines_after(since))[-MOST_RECORDS:]
-        return msgspec.json.encode(self._now(lines, since))
+    async def taken(self, news: Callable[[int], Awaitable[tuple[list[bytes], list[bytes]]]], since: int) -> bytes:
+        """The snapshot as JSON, with the latest requests and flows after number `since`."""
+        records, flows = await news(since)
+        return msgspec.json.encode(self._now(records[-MOST_RECORDS:], flows[-MOST_RECORDS:], since))
 
-    def _now(self, lines: list[bytes], since: int) -> Snapshot:
+    def _now(self, records: list[bytes], flows: list[bytes], since: int) -> Snapshot:
         config, served, now = self._config, self._clusters.served, self._clock()
         setting = self._decider.setting
         states = self._seat.states()
@@ -187,8 +188,9 @@ class Snapshots:
                 for each in self._classes().all()
             ),
             errors={" ".join(what): error.p90 for what, error in self._decider.errors().items()},
-            last_seq=_SEQ.decode(lines[-1]).seq if lines else since,
-            requests=tuple(msgspec.Raw(line) for line in lines),
+            last_seq=max([since, *(_SEQ.decode(lines[-1]).seq for lines in (records, flows) if lines)]),
+            requests=tuple(map(msgspec.Raw, records)),
+            flows=tuple(map(msgspec.Raw, flows)),
         )
 
     def _all_links(self) -> tuple[LinkSeen, ...]:

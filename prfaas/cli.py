@@ -1,4 +1,4 @@
-"""The command line: `prfaas demo|up|init|check|gateway|node|explain|convert|certificates|model`."""
+"""The command line: `prfaas demo|up|init|check|gateway|node|explain|top|flows|convert|certificates|model`."""
 
 import argparse
 import asyncio
@@ -99,6 +99,12 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--json", action="store_true", help="findings as JSON")
     check.set_defaults(run=_check)
 
+    _add_top(
+        commands.add_parser(
+            "top", help="links, clusters, nodes and requests of a running gateway, a screenful a second"
+        )
+    )
+    _add_flows(commands.add_parser("flows", help="follow what goes over links, and why"))
     _add_convert(commands.add_parser("convert", help="have a node of a PD cluster change its role, while it serves"))
 
     certificates = commands.add_parser(
@@ -163,6 +169,27 @@ def _add_init(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
     parser.add_argument("--yes", action="store_true", help="ask nothing: defaults for what is not given")
     parser.set_defaults(run=_init)
+
+
+def _add_top(parser: argparse.ArgumentParser) -> None:
+    _add_gateway(parser)
+    parser.add_argument("--once", action="store_true", help="one page, and end")
+    parser.add_argument(
+        "--every", type=_seconds, default=1.0, metavar="S", help="between two pages (default: %(default)s)"
+    )
+    parser.set_defaults(run=_top)
+
+
+def _add_flows(parser: argparse.ArgumentParser) -> None:
+    _add_gateway(parser)
+    parser.add_argument("--once", action="store_true", help="those that are known by now, and end")
+    parser.add_argument("--all", action="store_true", help="within clusters, too")
+    parser.add_argument("--link", default="", metavar="FROM:TO", help="between these two clusters alone")
+    parser.add_argument(
+        "--kind", action="append", default=[], choices=["request", "move", "replica", "probe"],
+        help="of this kind alone; may be repeated",
+    )  # fmt: skip
+    parser.set_defaults(run=_flows)
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
@@ -366,6 +393,32 @@ def _explain(arguments: argparse.Namespace) -> int:
     else:
         show(found, _console())
     return 0 if found["verdict"]["accepted"] else EXIT_FAILED
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from prfaas.asking import Gateway
+    from prfaas.top import once, watch
+
+    gateway, console = Gateway(arguments.url), _console()
+    if arguments.json:
+        print(json.dumps(gateway.get("/prfaas/console")))
+    elif arguments.once or not console.is_terminal:
+        console.print(once(gateway))
+    else:
+        watch(gateway, console, arguments.every)
+    return 0
+
+
+def _flows(arguments: argparse.Namespace) -> int:
+    from prfaas.asking import Gateway
+    from prfaas.flows import HEADER, Wanted, follow, line
+
+    wanted = Wanted(all_of_them=arguments.all, link=arguments.link, kinds=frozenset(arguments.kind))
+    if not arguments.json:
+        print(HEADER, flush=True)
+    for flow in follow(Gateway(arguments.url), wanted, once=arguments.once):
+        print(json.dumps(flow) if arguments.json else line(flow), flush=True)
+    return 0
 
 
 def _convert(arguments: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ JSON: Final = "application/json"
 MAX_CHANGE_BYTES: Final = 4096
 
 Page = Callable[[web.Request], Awaitable[web.StreamResponse]]
-LinesAfter = Callable[[int], Awaitable[list[bytes]]]
+News = Callable[[int], Awaitable[tuple[list[bytes], list[bytes]]]]
 
 
 class Console:
@@ -31,11 +31,11 @@ class Console:
         self._desk = desk
         self._files = all_files()
 
-    def to_get(self, lines_after: LinesAfter, sequence: Callable[[web.Request, str], int]) -> dict[str, Page]:
-        """`lines_after` gives the records after a number, which `sequence` reads from the query."""
+    def to_get(self, news: News, sequence: Callable[[web.Request, str], int]) -> dict[str, Page]:
+        """`news` gives records and flows after a number, which `sequence` reads from the query."""
 
         async def snapshot(http: web.Request) -> web.Response:
-            return _json(await self._snapshots.taken(lines_after, sequence(http, "since")))
+            return _json(await self._snapshots.taken(news, sequence(http, "since")))
 
         files: dict[str, Page] = {f"/console/{name}": partial(_sent, file) for name, file in self._files.items()}
         return files | {
