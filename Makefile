@@ -9,6 +9,14 @@ VLLM_VENV  := .venv-vllm
 VLLM_BIN   := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
+# Clients pin versions of libraries that are none of ours.
+CLIENTS_VENV  := .venv-clients
+CLIENTS_BIN   := $(CLIENTS_VENV)/bin
+CLIENTS_STAMP := $(CLIENTS_VENV)/.installed
+SCHEMA_VENV   := .venv-schema
+SCHEMA_BIN    := $(SCHEMA_VENV)/bin
+SCHEMA_STAMP  := $(SCHEMA_VENV)/.installed
+
 # SAMPLE=N runs N tests of a long suite that cover every pair of what they differ in (0: as few as do), the rest drawn by SEED;
 # what is left out is printed. LIMITS="--sample-limit D=K" keeps K values of a dimension that costs a start each. Without SAMPLE a
 # suite runs whole.
@@ -25,8 +33,9 @@ STORM_FAULTS ?= 500
 STORM_S      ?= 600
 CROWD        ?= 10000
 FLIPS        ?= 200
+EXAMPLES     ?= 200
 
-.PHONY: setup demo up test test-all test-e2e test-deploy test-storm test-crowd test-flips fuzz soak soak-cache test-rdma test-equality test-vllm lint format proto wheel clean help
+.PHONY: setup demo up test test-all test-e2e test-deploy test-storm test-crowd test-flips fuzz soak soak-cache test-rdma test-equality test-vllm test-schema test-clients lint format proto wheel clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -51,7 +60,7 @@ test: $(STAMP)   ## The tests, about four minutes on two cores; those that take 
 	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm" $(SPREAD) --hypothesis-seed=$(SEED)
 
 # CI runs samples of the long ones, others for every commit; this is all of them, for releases: over an hour.
-test-all: lint test test-e2e test-deploy fuzz soak soak-cache test-storm test-crowd test-flips test-rdma test-vllm test-equality wheel demo  ## Everything, whole
+test-all: lint test test-e2e test-deploy fuzz soak soak-cache test-storm test-crowd test-flips test-rdma test-vllm test-equality test-schema test-clients wheel demo  ## Everything, whole
 
 test-e2e: $(STAMP)  ## Whole systems: nodes killed, connections cut, certificates replaced, disks that lie, plans that move nodes
 	$(BIN)/python -m pytest -m e2e tests/e2e $(sampled)
@@ -90,6 +99,26 @@ test-equality: $(STAMP)  ## Token equality with transformers.generate: every arc
 test-vllm: $(VLLM_STAMP)  ## vLLM with our connector: the matrix of models, and real API servers behind our gateway
 	$(VLLM_BIN)/python -m pytest -m vllm -o faulthandler_timeout=600 tests/vllm $(sampled)
 
+test-schema: $(STAMP) $(SCHEMA_STAMP)  ## schemathesis against a running gateway, by its own OpenAPI document; EXAMPLES=N per operation
+	$(BIN)/python -m tests.clients.behind $(SCHEMA_BIN)/st run {GATEWAY}/openapi.json --max-examples $(EXAMPLES) \
+	  --seed $$((0x$$(echo $(SEED) | tr -cd 0-9a-f | cut -c1-7))) --phases coverage,fuzzing --warnings off --continue-on-failure \
+	  --checks not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,unsupported_method,negative_data_rejection
+
+test-clients: $(STAMP) $(CLIENTS_STAMP)  ## openai, anthropic, langchain-openai and litellm as they are, against the demo's clusters
+	$(BIN)/python -m tests.clients.behind --demo $(CLIENTS_BIN)/python tests/clients/checks.py
+
+$(SCHEMA_STAMP): pyproject.toml
+	@$(PYTHON) -m venv $(SCHEMA_VENV)
+	@$(SCHEMA_BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	@$(SCHEMA_BIN)/python -m pip install --quiet --group schema
+	@touch $(SCHEMA_STAMP)
+
+$(CLIENTS_STAMP): pyproject.toml
+	@$(PYTHON) -m venv $(CLIENTS_VENV)
+	@$(CLIENTS_BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	@$(CLIENTS_BIN)/python -m pip install --quiet --group clients
+	@touch $(CLIENTS_STAMP)
+
 $(VLLM_STAMP): tests/vllm/requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "vLLM needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V)"; exit 1; }
 	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
@@ -115,4 +144,4 @@ wheel: $(STAMP)  ## Build the wheel, install it into a clean venv and start the 
 	./.ci/check-wheel
 
 clean:           ## Remove what was set up or generated
-	rm -rf $(VENV) $(VLLM_VENV) .prometheus dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(CLIENTS_VENV) $(SCHEMA_VENV) .prometheus dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -12,12 +12,13 @@ from typing import Final
 
 from aiohttp import web
 
+from gateway import openapi
 from gateway.accounts import Accounts
 from gateway.admit import Admission
 from gateway.classes import Classes
 from gateway.clusters import Clusters, ServedModel
 from gateway.config import GatewayConfig
-from gateway.connections import CONTINUE, Connection, error_response, http_error_response
+from gateway.connections import CONTINUE, JSON, Connection, error_response, http_error_response
 from gateway.console.pages import Page
 from gateway.decide import tie_of
 from gateway.desk import Desk
@@ -242,6 +243,7 @@ def build_app(door: FrontDoor, pages: Pages, desk: Desk) -> web.Application:
     }
     for endpoint, handler in ways.items():
         app.router.add_post(endpoint, handler, expect_handler=expected)
+    app.router.add_get(openapi.PATH, _document(desk))
     for path, answer in desk.ways().items():
         app.router.add_post(path, answer, expect_handler=expected)
     _add(app, pages.for_clients())
@@ -278,6 +280,13 @@ def _add_operators(app: web.Application, pages: Pages) -> None:
     _add(app, pages.for_operators())
     for path, page in pages.posted_by_operators().items():
         app.router.add_post(path, page)
+
+
+def _document(desk: Desk) -> Page:
+    async def page(http: web.Request) -> web.Response:
+        return web.Response(body=desk.document(), headers={"Content-Type": JSON})
+
+    return page
 
 
 def _add(app: web.Application, pages: dict[str, Page]) -> None:

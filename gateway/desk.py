@@ -19,6 +19,7 @@ from gateway.legs import Legs
 from gateway.metrics import Metrics
 from gateway.node import Node
 from gateway.openai import NOT_JSON, RESERVED, Endpoint
+from gateway.openapi import DETOKENISE, PASSED_ON, TOKENISE, document
 from gateway.prompts import Model
 from gateway.read import Reader
 from gateway.receive import Receiver, too_large
@@ -26,10 +27,6 @@ from gateway.tokenise import MAX_BODY_BYTES, text_of, tokens_of
 from planner.decisions.views import Role
 
 ANY_LENGTH: Final = 1 << 62  # of a context
-TOKENISE: Final = ("/tokenize", "/v1/tokenize")
-DETOKENISE: Final = ("/detokenize", "/v1/detokenize")
-# vLLM serves these for models that embed or score, under the same paths.
-PASSED_ON: Final = ("/v1/embeddings", "/v1/rerank", "/rerank", "/v1/score", "/score")
 NOT_SERVED: Final = frozenset({404, 405, 501})  # what an engine says of a path that it does not have
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -58,6 +55,15 @@ class Desk:
         self._metrics = metrics
         self._tenant_of = tenant_of
         self._clock = clock
+        self._document: tuple[tuple[str, ...], bytes] = ((), b"")
+
+    def document(self) -> bytes:
+        """The API as it is now, as an OpenAPI document: with the names of the model, once it is known."""
+        served = self._clusters.served
+        names = () if served is None else served.as_read().names
+        if self._document[0] != names or not self._document[1]:
+            self._document = names, document(names)
+        return self._document[1]
 
     def ways(self) -> dict[str, Handler]:
         """What answers a POST, by path."""

@@ -35,6 +35,13 @@ class Text(msgspec.Struct, frozen=True, tag="text"):
     text: str
 
 
+class SystemText(msgspec.Struct, frozen=True):
+    """A block of `system`, which can be nothing else."""
+
+    type: Literal["text"]
+    text: str
+
+
 class Image(msgspec.Struct, frozen=True, tag="image"):
     """An image block."""
 
@@ -122,7 +129,7 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_tokens: Tokens
-    system: str | list[Text] | None = None
+    system: str | list[SystemText] | None = None
     stop_sequences: Stops | None = None
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -152,7 +159,7 @@ def to_chat(body: bytes) -> bytes:
 
 def to_counted(body: bytes) -> bytes:
     """The same of a body of `/v1/messages/count_tokens`, which says nothing of an answer."""
-    return _to_chat(body, {"max_tokens": Raw(b"1"), "stream": Raw(b"false")})
+    return _to_chat(body, {"max_tokens": Raw(b"1")})
 
 
 def _to_chat(body: bytes, said: dict[str, Raw]) -> bytes:
@@ -210,7 +217,7 @@ def _messages(asked: MessagesRequest) -> list[dict[str, Any]]:
     return messages
 
 
-def _system(system: str | list[Text] | None) -> str:
+def _system(system: str | list[SystemText] | None) -> str:
     texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
     return "".join(text for text in texts if not text.startswith(BILLING))
 

@@ -397,9 +397,10 @@ class ScriptedNode(NodeAgentServicer):
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(http)
         is_chat = "messages" in body
+        chunk = {"object": "chat.completion.chunk", "created": 0, "model": "scripted"} if is_chat else {}
         for said in (is_chat and self.script.deltas) or self.script.words:
             choice = {"delta": {"content": said} if isinstance(said, str) else said} if is_chat else {"text": said}
-            await response.write(_event({"id": "x", "choices": [{"index": 0, **choice}], "usage": None}))
+            await response.write(_event({"id": "x", **chunk, "choices": [{"index": 0, **choice}], "usage": None}))
             if fault == "stall_after_first":
                 await asyncio.sleep(self.script.hang_s)
             if fault == "die_after_first":
@@ -412,7 +413,7 @@ class ScriptedNode(NodeAgentServicer):
             await response.write(_event({"id": "x", "choices": [], **extra}))
         if is_chat:
             last = {"index": 0, "delta": {}, "finish_reason": self.script.finish_reason}
-            await response.write(_event({"id": "x", "choices": [last], "usage": None}))
+            await response.write(_event({"id": "x", **chunk, "choices": [last], "usage": None}))
         if (body.get("stream_options") or {}).get("include_usage"):
             await response.write(_event({"id": "x", "choices": [], "usage": usage, **extra}))
         await response.write(b"data: [DONE]\n\n")
