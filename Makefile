@@ -144,4 +144,4 @@ wheel: $(STAMP)  ## Build the wheel, install it into a clean venv and start the 
 	./.ci/check-wheel
 
 clean:           ## Remove what was set up or generated
-	rm -rf $(VENV) $(VLLM_VENV) $(CLIENTS_VENV) $(SCHEMA_VENV) .prometheus dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(CLIENTS_VENV) $(SCHEMA_VENV) .prometheus dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
