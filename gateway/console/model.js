@@ -53,6 +53,7 @@ export class History {
     this.seq = 0;
     this.samples = [];
     this.requests = [];
+    this.flows = [];
     this.plans = [];
     this.latest = null;
   }
@@ -69,6 +70,8 @@ export class History {
       this.requests.push(record);
     }
     this.requests.splice(0, this.requests.length - KEPT_REQUESTS);
+    for (const flow of snapshot.flows) this.flows.push({ ...flow, at: snapshot.at - (snapshot.clock_s - flow.at_s) });
+    this.flows.splice(0, this.flows.length - KEPT_REQUESTS);
     const plan = snapshot.plan;
     const known = this.plans.at(-1);
     if (plan && (!known || known.version !== plan.version || known.term !== plan.term)) {
@@ -212,6 +215,21 @@ export function egress(requests, clusterOf, key) {
   return [...found.values()].sort((a, b) => b.bytes - a.bytes);
 }
 
+// Everything that crossed, by kind: requests' KVCache, and the flows that are no request's.
+export function kinds(requests, flows, clusterOf) {
+  const [own] = egress(requests, clusterOf, () => "request");
+  const found = new Map(own ? [["request", { kind: "request", count: own.requests, bytes: own.bytes, failed: 0 }]] : []);
+  for (const flow of flows) {
+    if (flow.source_cluster === flow.destination_cluster) continue;
+    const sum = found.get(flow.kind) ?? { kind: flow.kind, count: 0, bytes: 0, failed: 0 };
+    sum.count += 1;
+    sum.bytes += flow.bytes;
+    if (flow.outcome !== "ok") sum.failed += 1;
+    found.set(flow.kind, sum);
+  }
+  return [...found.values()];
+}
+
 export const clustersOf = (snapshot) => new Map(snapshot.nodes.map((node) => [node.node, node.cluster]));
 
 // Where everything is drawn: clusters that only prefill to the left (or on top), the others to the right, links between.
@@ -220,12 +238,13 @@ export function layout(snapshot, width) {
   const remote = clusters.filter((each) => each.kind === "prfaas");
   const home = clusters.filter((each) => each.kind !== "prfaas");
   const isNarrow = width < 640;
+  const isDense = snapshot.nodes.length > 24;
   const column = isNarrow ? width : Math.floor(width * (remote.length ? 0.36 : 1));
   const boxes = new Map();
   const place = (group, x, top) => {
     let y = top;
     for (const cluster of group) {
-      const box = boxOf(cluster, x, y, column);
+      const box = boxOf(cluster, x, y, column, isDense);
       boxes.set(cluster.name, box);
       y += box.height + 14;
     }
@@ -243,7 +262,20 @@ export function layout(snapshot, width) {
   const height = Math.max(60, left, right, 40 + 46 * pairs);
   centre([...boxes.values()].filter((box) => box.x === 0 && remote.length), left, height);
   centre([...boxes.values()].filter((box) => box.x > 0), right, height);
-  return { isNarrow, boxes, width, height };
+  return { isNarrow, boxes, width, height, labels: labelled(snapshot.links, boxes, height) };
+}
+
+// Links' labels one under the other, in the order in which their lines pass the middle.
+function labelled(links, boxes, height) {
+  const middle = (name) => {
+    const box = boxes.get(name);
+    return box ? box.y + box.height / 2 : 0;
+  };
+  const names = links.map(({ status }) => ({ name: linkName(status), y: middle(status.source) + middle(status.destination) }));
+  names.sort((a, b) => a.y - b.y);
+  if (names.length === 1) return new Map([[names[0].name, names[0].y / 2]]);
+  const step = Math.min(70, height / Math.max(1, names.length));
+  return new Map(names.map((each, i) => [each.name, height / 2 + (i - (names.length - 1) / 2) * step]));
 }
 
 function centre(boxes, bottom, height) {
@@ -254,8 +286,7 @@ function centre(boxes, bottom, height) {
   }
 }
 
-function boxOf(cluster, x, y, width) {
-  const isDense = cluster.nodes.length > 12;
+function boxOf(cluster, x, y, width, isDense) {
   const cellWidth = isDense ? 30 : 108;
   const cellHeight = isDense ? 26 : 40;
   const perRow = Math.max(1, Math.floor((width - 16) / (cellWidth + 6)));

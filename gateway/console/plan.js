@@ -75,13 +75,12 @@ export class Plan {
     const { in_force: force, proposal, mode, paused, superseded, diagnosis } = status;
     text(this.note, `${url}: ${mode}${paused ? ", paused" : ""}${superseded ? ", another service leads" : ""}. ${diagnosis}`);
     const setting = force?.setting ?? status.found;
-    const roles = (each) => (each ? Object.values(each.roles).filter((role) => role === "prefill").length + " prefill, " + Object.values(each.roles).filter((role) => role === "decode").length + " decode" : "–");
     const row = (label, now, inForce, wanted) => ({ key: label, row: { label, now, force: inForce, wanted } });
     this.compared.update([
       row("version", this.snapshot.plan ? String(this.snapshot.plan.version) : "none", force ? String(force.version) : "none yet", proposal ? String(proposal.version) : "none"),
       row("threshold t", tokens(this.snapshot.threshold_tokens), setting ? tokens(setting.threshold_tokens) : "–", proposal ? tokens(proposal.setting.threshold_tokens) : "–"),
       row("tie share", percent(this.snapshot.tie_share), setting ? percent(setting.tie_share) : "–", proposal ? percent(proposal.setting.tie_share) : "–"),
-      row("roles at home", this.rolesNow(), roles(setting), roles(proposal?.setting)),
+      row("roles at home", this.rolesNow(), this.roles(setting), this.roles(proposal?.setting)),
       row("gain in throughput", "", force ? percent(force.gain, 1) : "–", proposal ? percent(proposal.gain, 1) : "–"),
       row("made at", "", force ? clock(force.made_at) : "–", proposal ? clock(proposal.made_at) : "–"),
       row("why", "", force?.reason ?? "–", proposal?.reason ?? "no better setting is known"),
@@ -99,6 +98,14 @@ export class Plan {
   rolesNow() {
     const home = this.snapshot.nodes.filter((node) => node.kind === "pd");
     return `${home.filter((node) => node.role === "prefill").length} prefill, ${home.filter((node) => node.role === "decode").length} decode`;
+  }
+
+  // The nodes that a setting would have do something else than they do.
+  roles(setting) {
+    if (!setting) return "–";
+    const now = new Map(this.snapshot.nodes.map((node) => [node.node, node.role]));
+    const others = Object.entries(setting.roles).filter(([node, role]) => now.get(node) !== role);
+    return others.map(([node, role]) => `${node}: ${role}`).join(", ") || "as they are";
   }
 
   // Every change is said once more before it is made.

@@ -14,6 +14,7 @@ export class Requests {
   constructor() {
     this.filter = h("input", { id: "filter", type: "search", placeholder: "id, node, reason, class …", oninput: () => this.update(this.history) });
     this.isHeld = h("input", { id: "hold", type: "checkbox", onchange: () => this.update(this.history) });
+    this.isShort = h("input", { id: "short", type: "checkbox", onchange: () => this.update(this.history) });
     this.list = h("ol", { class: "waterfalls" });
     this.count = h("p", { class: "faint", role: "status" });
     this.lines = new Map();
@@ -22,19 +23,20 @@ export class Requests {
     this.element = panel(
       "Latest requests",
       h("div", { class: "controls" }, h("label", { for: "filter" }, "Only those with "), this.filter,
-        h("label", {}, this.isHeld, " hold the list")),
+        h("label", {}, this.isShort, " to the first token"), h("label", {}, this.isHeld, " hold the list")),
       legend, this.count, this.list,
     );
   }
 
   update(history) {
     this.history = history;
-    if (this.isHeld.checked && this.lines.size && document.activeElement !== this.filter) return;
+    if (this.isHeld.checked && this.lines.size && ![this.filter, this.isShort].includes(document.activeElement)) return;
     const wanted = this.filter.value.trim().toLowerCase();
     const matches = (each) => !wanted || [each.id, each.prefill_node, each.decode_node, each.target, each.reason, each.service_class, each.error, String(each.status), ...each.fallbacks]
       .some((value) => value.toLowerCase().includes(wanted));
     const found = history.requests.filter(matches).slice(-SHOWN).reverse();
-    const longest = Math.max(0.001, ...found.map((each) => phases(each).end));
+    const shownTo = (each) => (this.isShort.checked ? each.ttft_s ?? 0 : phases(each).end);
+    const longest = Math.max(0.001, ...found.map(shownTo));
     text(this.count, `${found.length} of the last ${history.requests.length}, newest first; the whole width is ${seconds(longest)}.`);
     const lines = found.map((record) => {
       const known = this.lines.get(record.seq) ?? newLine(record, () => this.toggle(record));
@@ -63,8 +65,9 @@ function newLine(record, toggle) {
   const { bars } = phases(record);
   const spans = bars.map((bar) => ({ bar, element: h("span", { class: `bar phase-${bar.name}` }) }));
   const told = bars.map((bar) => `${NAMES[bar.name]} ${seconds(bar.to - bar.from)}`).join(", ");
-  const where = record.target === "none" ? "not routed" : `${record.target}, ${record.reason}`;
-  const label = `${clock(record.at)}  ${tokens(record.total)} tokens, ${tokens(record.uncached)} computed · ${where} · ${record.prefill_node || "–"} to ${record.decode_node || "–"}`;
+  const where = record.target === "none" ? record.error || "not routed" : `${record.target}, ${record.reason} · ${record.prefill_node} to ${record.decode_node}`;
+  const computed = record.target === "none" ? "" : `, ${tokens(record.uncached)} computed`;
+  const label = `${clock(record.at)}  ${tokens(record.total)} tokens${computed} · ${where}`;
   const end = record.status === 200 ? seconds(record.ttft_s ?? record.e2e_s) : String(record.status);
   const more = h("div", { hidden: true });
   const button = h(

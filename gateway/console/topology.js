@@ -76,7 +76,7 @@ export class Topology {
     const to = plan.boxes.get(link.status.destination);
     if (!from || !to) return null;
     const name = linkName(link.status);
-    const spread = (number - (count - 1) / 2);
+    const spread = number - (count - 1) / 2;
     let path, x, y, place;
     if (plan.isNarrow) {
       x = plan.width / 2;
@@ -88,21 +88,22 @@ export class Topology {
       const y0 = from.y + from.height / 2 + spread * 10;
       const y1 = to.y + to.height / 2 + spread * 10;
       const x0 = from.x + from.width;
-      const bend = (to.x - x0) / 2;
-      path = `M ${x0} ${y0} C ${x0 + bend} ${y0}, ${to.x - bend} ${y1}, ${to.x} ${y1}`;
       x = (x0 + to.x) / 2;
-      y = count === 1 ? (y0 + y1) / 2 : ((number + 0.5) / count) * plan.height;
-      const wide = Math.min(to.x - x0 - 40, 190);
+      y = plan.labels.get(name) ?? (y0 + y1) / 2;
+      const bend = (to.x - x0) / 4;
+      path = `M ${x0} ${y0} C ${x0 + bend} ${y0}, ${x - bend} ${y}, ${x} ${y} S ${to.x - bend} ${y1}, ${to.x} ${y1}`;
+      const wide = Math.min(to.x - x0 - 40, count > 1 ? 240 : 190);
       place = { x: x - wide / 2, width: wide };
     }
     const line = s("path", { class: "way", d: path });
     const lines = plan.isNarrow ? 1 : 2;
+    const isNamed = plan.isNarrow || count > 1;
     const label = [0, 1].slice(0, lines).map((i) => s("text", { class: i ? "link-more" : "link-name", x, y: y + (lines === 1 ? 4 : 16 * i - 4) }));
     const title = s("title");
     const height = lines === 1 ? 20 : 38;
     const tag = this.pickable({ link: name }, name, s("rect", { class: "frame", x: place.x, y: y - height / 2, width: place.width, height, rx: 6 }), ...label, title);
     tag.classList.add("link");
-    this.parts.set(`link ${name}`, { element: tag, line, label, title, isNarrow: plan.isNarrow });
+    this.parts.set(`link ${name}`, { element: tag, line, label, title, isNamed });
     return { line, tag };
   }
 
@@ -136,9 +137,11 @@ export class Topology {
     const isLit = lit ? (lit.has(name) ? " lit" : " dim") : "";
     part.line.setAttribute("class", `way ${how}${isLit}`);
     part.element.setAttribute("class", `pick link ${how}${isLit}`);
-    const word = how === "ok" ? "" : ` ${how}`;
-    text(part.label[0], part.isNarrow ? `${name}: ${percent(status.utilisation)}${word} · ${rate(carried(link))}` : `${percent(status.utilisation)}${word} · ${rate(carried(link))}`);
-    if (part.label[1]) text(part.label[1], `RTT ${seconds(status.rtt_s)} · queue ${seconds(link.drain_s)}`);
+    const full = how === "down" ? "down" : `${percent(status.utilisation)}${how === "ok" ? "" : ` ${how}`}`;
+    const speed = rate(carried(link));
+    const line = !part.isNamed || !part.label[1] ? `${full} · ${speed}` : full;
+    text(part.label[0], part.isNamed ? `${name}: ${line}` : line);
+    if (part.label[1]) text(part.label[1], `${part.isNamed ? `${speed} · ` : ""}RTT ${seconds(status.rtt_s)} · queue ${seconds(link.drain_s)}`);
     const told = `Link ${name}: ${status.up ? "up" : "down"}, ${how}, ${percent(status.utilisation)} used, ${rate(carried(link))}, round trip ${seconds(status.rtt_s)}, queue ${seconds(link.drain_s)}`;
     part.element.setAttribute("aria-label", told);
     text(part.title, told);

@@ -8,7 +8,7 @@ import * as numbers from "./numbers.mjs";
 const node = (name, fields = {}) => ({ node: name, cluster: "west", kind: "pd", role: "decode", state: "ready", running: 0, waiting: 0,
   queued_tokens: 0, pending_tokens: 0, egress_bytes: 0, ...fields });
 const link = (fields = {}, senders = []) => ({ status: { source: "east", destination: "west", up: true, utilisation: 0, rtt_s: 0, queued_bytes: 0, promised_bytes: 0, ...fields }, senders, retransmit_ratio: 0 });
-const snapshot = (fields = {}) => ({ boot: "a", at: 1000, clock_s: 50, last_seq: 0, nodes: [], links: [], requests: [], plan: null, threshold_tokens: 10, in_flight: 0, waiting: 0, ...fields });
+const snapshot = (fields = {}) => ({ boot: "a", at: 1000, clock_s: 50, last_seq: 0, nodes: [], links: [], requests: [], flows: [], plan: null, threshold_tokens: 10, in_flight: 0, waiting: 0, ...fields });
 const record = (fields = {}) => ({ seq: 1, status: 200, arrived_s: 45, e2e_s: 2, route: "remote", target: "remote", service_class: "default", stream: true, output_tokens: 5,
   ttft_s: 1, prefill_node: "r0", decode_node: "d0", bytes: 100, bytes_saved: 20, predicted_bytes: 90, fallbacks: [], timeline: { routed: 0.1, prefill_start: 0.2, prefill_end: 0.7, kv_ready: 0.8, first_token: 1, last_token: 2 }, ...fields });
 
@@ -88,6 +88,13 @@ test("egress is what crossed between clusters, summed by whatever is asked", () 
   const where = new Map([["r0", "east"], ["d0", "west"], ["p0", "west"]]);
   const found = model.egress([record(), record(), record({ prefill_node: "p0" }), record({ prefill_node: "gone" })], where, (_, from, to) => `${from} → ${to}`);
   assert.deepEqual(found, [{ name: "east → west", requests: 2, bytes: 200, saved: 40, predicted: 180 }]);
+});
+
+test("what crossed is told by kind, with what failed", () => {
+  const where = new Map([["r0", "east"], ["d0", "west"]]);
+  const move = { kind: "move", source_cluster: "west", destination_cluster: "east", bytes: 7, outcome: "ok" };
+  const found = model.kinds([record()], [move, { ...move, outcome: "late" }, { ...move, destination_cluster: "west" }], where);
+  assert.deepEqual(found, [{ kind: "request", count: 1, bytes: 100, failed: 0 }, { kind: "move", count: 2, bytes: 14, failed: 1 }]);
 });
 
 test("sixty-four nodes and a phone's width have a place for everybody, beside each other", () => {
