@@ -4,7 +4,7 @@ aiohttp stays the server: it parses requests and keeps or closes connections, an
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from http import HTTPStatus
@@ -79,6 +79,10 @@ class Reply(web.StreamResponse):
         if self._is_chunked and data:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         return self._send(data)
+
+    def probed_by(self, probe: Callable[[], None] | None) -> None:
+        """Has the connection find out by `probe` whether a client that has closed its half still listens."""
+        self._connection.probe_stream = probe
 
     async def taken(self) -> None:
         """Waits until the client has taken what was offered, but for some bytes. Raises ConnectionResetError."""

@@ -137,21 +137,30 @@ def error_of(status: int, body: bytes) -> ApiError:
     )
 
 
-class Events:
-    """Cuts a stream of bytes into events. None stands for the last one, `[DONE]`."""
+class Cutter:
+    """Cuts a stream of bytes into the data of its events."""
 
     def __init__(self) -> None:
         self._held = b""
 
-    def feed(self, data: bytes) -> Iterator[Answer | None]:
-        """The events that are whole now. Raises ApiError."""
+    def feed(self, data: bytes) -> list[bytes]:
+        """The data of the events that are whole now. Raises ApiError."""
         *events, self._held = (self._held + data).split(EVENT_END)
         if len(self._held) > MAX_EVENT_BYTES:
             raise ApiError(502, "The engine's answer makes no sense.", type="server_error", code="bad_answer")
-        for event in events:
-            if event.startswith(DATA):
-                data = event.removeprefix(DATA)
-                yield None if data == DONE else answer_of(data)
+        return [event.removeprefix(DATA) for event in events if event.startswith(DATA)]
+
+
+class Events:
+    """The events of a chat. None stands for the last one, `[DONE]`."""
+
+    def __init__(self) -> None:
+        self._cutter = Cutter()
+
+    def feed(self, data: bytes) -> Iterator[Answer | None]:
+        """The events that are whole now. Raises ApiError."""
+        for each in self._cutter.feed(data):
+            yield None if each == DONE else answer_of(each)
 
 
 class Kind(StrEnum):

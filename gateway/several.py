@@ -1,0 +1,200 @@
+"""One request for several answers (a list of prompts, `n`) as so many requests for one, each decided and routed by itself.
+
+    prompts × n ──► requests of one answer each ──► the corridor, side by side ──► one answer, choices in the order asked for
+
+Engines see requests for one answer: of several that share a transfer of KVCache, only one could have it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import msgspec
+from aiohttp import web
+from msgspec import Raw
+
+from gateway.dialects.chat import DONE, Cutter, error_of
+from gateway.errors import ApiError, BadRequest
+from gateway.openai import NOT_JSON, Call, Endpoint
+from gateway.reply import Reply
+from gateway.rules import MAX_ANSWERS
+
+_FIELDS: Final = msgspec.json.Decoder(dict[str, Raw])
+_PROMPTS: Final = msgspec.json.Decoder(list[Raw])
+_CHOICES: Final = msgspec.json.Decoder(list[dict[str, Raw]])
+_USAGE: Final = msgspec.json.Decoder(dict[str, Any] | None)
+_OF_SEVERAL: Final = ("n", "best_of")
+
+Begin = Callable[[Mapping[str, str], int | None], Reply]
+
+
+def bodies_of(body: bytes) -> list[bytes]:
+    """The bodies of a completion with a list of prompts, with one prompt each. Raises BadRequest."""
+    fields = _FIELDS.decode(body)
+    prompts = _PROMPTS.decode(fields["prompt"])
+    if len(prompts) > MAX_ANSWERS:
+        raise too_many(len(prompts), "prompt")
+    return [msgspec.json.encode(fields | {"prompt": raw}) for raw in prompts]
+
+
+def calls_of(call: Call) -> list[Call]:
+    """The calls for one answer that a call for `n` answers is, each with a seed of its own if it has one, as vLLM seeds them."""
+    n = call.options.n or 1
+    if n > 1 and call.dialect is not None:
+        raise BadRequest("'n' is not supported here: an answer is one.", param="n", code="unsupported")
+    fields = {name: raw for name, raw in call.fields.items() if name not in _OF_SEVERAL}
+    options = msgspec.structs.replace(call.options, n=None)
+    if call.endpoint is Endpoint.COMPLETIONS:
+        options = msgspec.structs.replace(options, best_of=None)
+    if options.seed is None:
+        return [replace(call, fields=fields, options=options)] * n
+    seeds = [options.seed + number for number in range(n)]
+    return [
+        replace(
+            call,
+            fields=fields | {"seed": Raw(b"%d" % seed)},
+            options=msgspec.structs.replace(options, seed=seed),
+        )
+        for seed in seeds
+    ]
+
+
+def too_many(number: int, param: str) -> BadRequest:
+    """The refusal of more answers than one request may ask for."""
+    what = f"{number} answers are more than {MAX_ANSWERS}"
+    return BadRequest(f"Invalid value for '{param}': {what}.", param=param, code="invalid_value")
+
+
+class Merged:
+    """One answer out of those to `size` calls, of which each prompt has `n`; `begin` begins it, with headers and a length."""
+
+    def __init__(self, size: int, n: int, *, streams: bool, with_usage: bool, begin: Begin) -> None:
+        self.reply: Reply | None = None
+        self._bodies: list[dict[str, Raw] | None] = [None] * size
+        self._usages: list[dict[str, Any] | None] = [None] * size
+        self._n = n
+        self._streams = streams
+        self._with_usage = with_usage
+        self._begin = begin
+        self._headers: Mapping[str, str] = {}
+        self._shared: dict[str, Raw] = {}  # what all events of a stream have in common: id, object, created, model
+
+    def part(self, number: int, status: int, headers: Mapping[str, str]) -> "PartReply":
+        """Where the answer to call `number` goes."""
+        self._headers = self._headers or headers
+        return PartReply(self, number, status, streams=self._streams and status == 200)
+
+    def whole(self, number: int, body: bytes) -> None:
+        """The answer to call `number` is there. Raises ApiError."""
+        fields = self._bodies[number] = _decoded(body)
+        self._usages[number] = _USAGE.decode(fields.get("usage", Raw(b"null")))
+
+    def event(self, number: int, data: bytes) -> bytes:
+        """What an event of the answer to call `number` becomes. Raises ApiError."""
+        if data == DONE:
+            return b""
+        fields = _decoded(data)
+        if "error" in fields:
+            return b"data: %b\n\n" % data
+        if usage := _USAGE.decode(fields.get("usage", Raw(b"null"))):
+            self._usages[number] = usage
+        self._shared = self._shared or {name: fields[name] for name in ("id", "created") if name in fields}
+        if bytes(fields.get("choices", b"[]")) == b"[]":
+            return b""
+        if self._with_usage:
+            fields["usage"] = Raw(b"null")
+        return b"data: %b\n\n" % msgspec.json.encode(fields | self._shared | {"choices": _numbered(fields, number)})
+
+    def offer(self, data: bytes) -> bool:
+        """Sends events of a stream, which begins with the first of them."""
+        if self.reply is None:
+            self.reply = self._begin(self._headers, None)
+        return self.reply.offer(data)
+
+    async def end(self) -> Reply:
+        """Everything has come: the rest is said. Raises ConnectionResetError."""
+        usage = self._usage()
+        if self._streams:
+            last: dict[str, Any] = {"object": "text_completion", **self._shared, "choices": [], "usage": usage}
+            told = b"data: %b\n\n" % msgspec.json.encode(last) if self._with_usage else b""
+            self.offer(told + b"data: [DONE]\n\n")
+            assert self.reply is not None
+            await self.reply.write_eof()
+            return self.reply
+        choices = [choice for number, body in enumerate(self._bodies) for choice in _numbered(body or {}, number)]
+        merged = (self._bodies[0] or {}) | {"choices": choices, "usage": usage}
+        body = msgspec.json.encode(merged)
+        self.reply = self._begin(self._headers, len(body))
+        await self.reply.write_eof(body)
+        return self.reply
+
+    async def fail(self, error: ApiError) -> Reply:
+        """A call has failed. Raises `error` if nothing has been said yet, else it is told in the stream."""
+        if self.reply is None:
+            raise error
+        self.reply.offer(b"data: " + error.body() + b"\n\n")
+        await self.reply.write_eof()
+        return self.reply
+
+    def _usage(self) -> dict[str, Any]:
+        """Tokens of all answers; those of a prompt are counted once, as OpenAI does it."""
+        prompts = [usage or {} for usage in self._usages[:: self._n]]
+        prompt = sum(usage.get("prompt_tokens", 0) for usage in prompts)
+        completion = sum((usage or {}).get("completion_tokens", 0) for usage in self._usages)
+        cached = sum((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0 for usage in prompts)
+        total = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return total | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+
+class PartReply(web.StreamResponse):
+    """A reply to the gateway itself: the answer to one of several calls, which becomes a part of one answer."""
+
+    def __init__(self, merged: Merged, number: int, status: int, *, streams: bool) -> None:
+        super().__init__(status=status)
+        self._merged = merged
+        self._number = number
+        self._streams = streams
+        self._cutter = Cutter()
+        self._body = bytearray()
+
+    @property
+    def prepared(self) -> bool:
+        """The one answer that it is a part of is what the server knows."""
+        return True
+
+    def probed_by(self, probe: Callable[[], None] | None) -> None:
+        """Who listens is found out for all parts together."""
+
+    def offer(self, data: bytes) -> bool:
+        """Takes a part of the answer; whether the client is behind. Raises ConnectionResetError, ApiError."""
+        if not self._streams:
+            self._body += data
+            return False
+        events = b"".join(self._merged.event(self._number, each) for each in self._cutter.feed(data))
+        return self._merged.offer(events) if events else False
+
+    async def taken(self) -> None:
+        """Waits until the client has taken what was offered, but for some bytes. Raises ConnectionResetError."""
+        assert self._merged.reply is not None
+        await self._merged.reply.taken()
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """It is complete. Raises ApiError for what an engine refuses."""
+        if data:
+            self.offer(data)
+        if self.status != 200:
+            raise error_of(self.status, bytes(self._body))
+        if not self._streams:
+            self._merged.whole(self._number, bytes(self._body))
+
+
+def _decoded(data: bytes) -> dict[str, Raw]:
+    try:
+        return _FIELDS.decode(data)
+    except NOT_JSON as error:
+        raise ApiError(502, "The engine's answer makes no sense.", type="server_error", code="bad_answer") from error
+
+
+def _numbered(fields: Mapping[str, Raw], number: int) -> list[dict[str, Any]]:
+    """The choices of an answer, of which each is choice `number` of all."""
+    return [choice | {"index": Raw(b"%d" % number)} for choice in _CHOICES.decode(fields.get("choices", Raw(b"[]")))]
