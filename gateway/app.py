@@ -5,7 +5,8 @@ import itertools
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import Final
@@ -28,11 +29,14 @@ from gateway.errors import ApiError, InternalError, Unavailable
 from gateway.metrics import Metrics
 from gateway.openai import Endpoint, request_id_or
 from gateway.pages import Pages
+from gateway.prompts import SEVERAL_PROMPTS
 from gateway.read import Reader
 from gateway.receive import Receiver, check_head
 from gateway.relay import Relay
 from gateway.request import Request, Timeline
+from gateway.rules import MAX_ANSWERS
 from gateway.settle import settle
+from gateway.several import Merged, Part, bodies_of, calls_of, too_many
 from gateway.tasks import TaskSet
 
 log = logging.getLogger("prfaas.gateway.http")
@@ -46,17 +50,17 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(slots=True, eq=False)
 class Visit:
-    """A body that has been given a place; `request` once it has been read."""
+    """A body that has been given a place; `requests` once it has been read: one for each answer."""
 
     http: web.Request
     endpoint: Endpoint
     body: bytes
     arrived: float
-    request: Request | None = None
+    requests: list[Request] = field(default_factory=list)
 
     @property
     def is_answered(self) -> bool:
-        return self.request is not None and self.request.is_answered
+        return bool(self.requests) and all(request.is_answered for request in self.requests)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,22 +150,67 @@ class FrontDoor:
     def end_stalled(self, now: float) -> None:
         """Ends streams whose client has stopped reading: they hold a place on a decode node."""
         for visit, work in self._visits.items():
-            request = visit.request
-            since = request.writing_since if request else None
-            if request and since is not None and now - since > self.config.timeouts.client_stall_s:
-                request.stream_error = "client stalled"
-                work.cancel()
+            for request in visit.requests:
+                since = request.writing_since
+                if since is not None and now - since > self.config.timeouts.client_stall_s:
+                    request.stream_error = "client stalled"
+                    work.cancel()
 
     async def _serve(self, visit: Visit) -> web.StreamResponse:
         try:
-            request = visit.request = await self._read(visit)
+            requests = visit.requests = await self._read_all(visit)
         except ApiError as error:
             self.metrics.rejected(error.code or "invalid", error.status)
             raise
         except asyncio.CancelledError:
             self.metrics.rejected("client_closed", CLIENT_CLOSED)
             raise
-        return await self._answer(visit.http, request)
+        if len(requests) == 1:
+            return await self._answer(visit.http, requests[0])
+        return await self._answer_all(visit)
+
+    async def _read_all(self, visit: Visit) -> list[Request]:
+        """The requests for one answer each that a visit makes, almost always one. Raises ApiError."""
+        try:
+            request = await self._read(visit)
+        except ApiError as error:
+            if error.code != SEVERAL_PROMPTS:
+                raise
+            parts = [replace(visit, body=body) for body in bodies_of(visit.body)]
+            requests = [each for part in parts for each in _for_each_answer(await self._read(part), self.next_id)]
+        else:
+            if request.call.options.n in (None, 1):
+                return [request]
+            requests = _for_each_answer(request, self.next_id)
+        if len(requests) > MAX_ANSWERS:
+            raise too_many(len(requests), "n")
+        return requests
+
+    async def _answer_all(self, visit: Visit) -> web.StreamResponse:
+        """Answers several requests as one. Raises ApiError."""
+        requests = visit.requests
+        call, num_prompts = requests[0].call, len({id(request.prompt) for request in requests})
+        merged = Merged(
+            len(requests),
+            len(requests) // num_prompts,
+            streams=call.stream,
+            with_usage=call.options.wants_usage,
+            begin=lambda headers, length: self.rooms.relay.reply(visit.http, 200, headers, length),
+        )
+        failed: ApiError | None = None
+        with ExitStack() as places:
+            for _ in requests[1:]:
+                self.rooms.admission.take()
+                places.callback(self.rooms.admission.give_back)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for number, request in enumerate(requests):
+                        group.create_task(self._answer(Part(merged, number), request))
+            except* ConnectionResetError as left:
+                raise ConnectionResetError from left
+            except* ApiError as failures:
+                failed = _first(failures)
+            return await (merged.end() if failed is None else merged.fail(failed))
 
     async def _read(self, visit: Visit) -> Request:
         headers = visit.http.headers
@@ -188,12 +237,12 @@ class FrontDoor:
             raise Unavailable("No node has reported its model yet.", "no_model")
         return self.clusters.served
 
-    async def _answer(self, http: web.Request, request: Request) -> web.StreamResponse:
+    async def _answer(self, listener: web.Request | Part, request: Request) -> web.StreamResponse:
         status, error, code = 500, "internal error", "internal_error"
         response: web.StreamResponse | None = None
         try:
             async with self.rooms.dispatcher.answered(request) as attempt:
-                response = await self.rooms.relay.send(http, request, attempt)
+                response = await self.rooms.relay.send(listener, request, attempt)
                 status, error, code = response.status, "", "none"
                 await settle(request, attempt)
             return response
@@ -217,6 +266,27 @@ def tenant_of(http: web.Request) -> bytes:
     """Whose prompts are remembered apart from everybody else's: a digest of the API key; b"" for all without one."""
     key = http.headers.get("Authorization", "")
     return blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).digest() if key else b""
+
+
+def _for_each_answer(request: Request, next_id: Callable[[], str]) -> list[Request]:
+    """Requests for one answer each, where `request` is for `n`. Raises ApiError."""
+    return [
+        replace(
+            request,
+            call=call,
+            leg_id=f"{request.id}-{next_id()}",
+            timeline=Timeline(request.timeline.arrived),
+            fallbacks=[],
+            deaths=[],
+        )
+        for call in calls_of(request.call)
+    ]
+
+
+def _first(failures: BaseExceptionGroup[ApiError]) -> ApiError:
+    """The failure that ended the others."""
+    (first, *_) = failures.exceptions
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 def unix_s() -> int:

@@ -22,6 +22,7 @@ from prompts.tokenizer import TextTokenizer
 
 # What the text of a chat depends on, beside its messages.
 SAID: Final[tuple[str, ...]] = ("tools", "documents", "chat_template_kwargs", "add_generation_prompt")
+SEVERAL_PROMPTS: Final = "several_prompts"  # the code of a refusal that `gateway.several` makes good
 _PROMPT: Final = msgspec.json.Decoder(str | list[int | str | list[int]])
 _MESSAGES: Final = msgspec.json.Decoder(list[dict[str, Any]])
 _LIST: Final = msgspec.json.Decoder(list[Any] | None)
@@ -139,6 +140,10 @@ def _chat(call: Call, memory: PromptMemory, tenant: bytes) -> tuple[TokenArray, 
 
 def _completion(call: Call, tokenizer: TextTokenizer, tenant: bytes) -> TokenArray:
     prompt = _field(call, "prompt", _PROMPT)
+    if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
+        raise BadRequest(
+            "'prompt' is a list of prompts; here, it can only be one.", param="prompt", code=SEVERAL_PROMPTS
+        )
     tokens = completion_tokens(prompt, tokenizer, add_special_tokens=call.options.add_special_tokens, tenant=tenant)
     if len(tokens) and int(np.max(tokens)) > tokenizer.max_token_id:
         raise _invalid("prompt", f"token ids must be in [0, {tokenizer.max_token_id}]")

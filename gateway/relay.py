@@ -4,17 +4,17 @@ Once a byte of a stream has left, an error can only be told in the stream: as it
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, Protocol
 
 from aiohttp import web
 
 from gateway.accounts import Accounts
-from gateway.connections import Connection
 from gateway.errors import ApiError, DecodeFailed
 from gateway.reply import Date, Reply
 from gateway.request import Request
 from gateway.run import Attempt
+from gateway.several import Part, PartReply
 from gateway.tasks import TaskSet
 from gateway.usage import RECOMPUTED, UsagePatch, completion_tokens, with_cached_tokens
 
@@ -46,7 +46,18 @@ class Relay:
         self._clock = clock
         self._date = Date()
 
-    async def send(self, http: web.Request, request: Request, attempt: Attempt) -> web.StreamResponse:
+    def reply(self, http: web.BaseRequest, status: int, headers: Mapping[str, str], length: int | None = None) -> Reply:
+        """The answer to `http`, which begins with its first bytes."""
+        return Reply(http, status, headers, self._date, length)
+
+    def _reply_to(
+        self, listener: web.Request | Part, status: int, headers: dict[str, str], length: int | None = None
+    ) -> Reply | PartReply:
+        if isinstance(listener, Part):
+            return listener.reply(status, headers)
+        return Reply(listener, status, headers, self._date, length)
+
+    async def send(self, listener: web.Request | Part, request: Request, attempt: Attempt) -> web.StreamResponse:
         """Relays all of the answer."""
         answer = attempt.answer
         headers = {
@@ -57,12 +68,12 @@ class Relay:
         if request.telling is not None:
             headers |= request.telling.headers
         if answer.status == 200 and request.call.stream:
-            return await self._stream(http, request, attempt, headers)
+            return await self._stream(listener, request, attempt, headers)
         body = answer.first if answer.status != 200 else await self._whole(request, attempt)
         request.completion_tokens = completion_tokens(body)
         if request.telling is not None:
             body = request.telling.whole(answer.status, body)
-        reply = Reply(http, answer.status, headers, self._date, len(body))
+        reply = self._reply_to(listener, answer.status, headers, len(body))
         last = max(0, len(body) - 1) // PIECE_BYTES * PIECE_BYTES
         for start in range(0, last, PIECE_BYTES):
             if reply.offer(body[start : start + PIECE_BYTES]):
@@ -75,19 +86,17 @@ class Relay:
         return with_cached_tokens(attempt.answer.first, await cached_tokens(attempt))
 
     async def _stream(
-        self, http: web.Request, request: Request, attempt: Attempt, headers: dict[str, str]
+        self, listener: web.Request | Part, request: Request, attempt: Attempt, headers: dict[str, str]
     ) -> web.StreamResponse:
         headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        reply = Reply(http, 200, headers, self._date)
-        connection = http.protocol
-        assert isinstance(connection, Connection)
+        reply = self._reply_to(listener, 200, headers)
 
         def probe() -> None:
             """Lets the connection find out whether a client that has closed its half still listens."""
             if request.is_between_events:  # else the rest of one follows at once
                 reply.offer(COMMENT)
 
-        connection.probe_stream = probe
+        reply.probed_by(probe)
         try:
             await pass_on(self._telling(request, attempt), reply, request, self._clock)
         except DecodeFailed as error:
@@ -100,17 +109,17 @@ class Relay:
             self._tasks.unforeseen("relay", error)
             self._tell(reply, request, "Internal error.", "internal_error", error)
         finally:
-            connection.probe_stream = None
+            reply.probed_by(None)
         await self._end(reply, request)
         return reply
 
-    def _tell(self, reply: Reply, request: Request, message: str, code: str, error: Exception) -> None:
+    def _tell(self, reply: Reply | PartReply, request: Request, message: str, code: str, error: Exception) -> None:
         request.stream_error = str(error) or code
         failure = ApiError(502, message, type="server_error", code=code)
         told = b"data: " + failure.body() + EVENT_END if request.telling is None else request.telling.failure(failure)
         reply.offer(told)
 
-    async def _end(self, reply: Reply, request: Request, rest: bytes = b"") -> None:
+    async def _end(self, reply: Reply | PartReply, request: Request, rest: bytes = b"") -> None:
         request.writing_since = self._clock()
         await reply.write_eof(rest)
         request.writing_since = None

@@ -25,6 +25,8 @@ _CHOICES: Final = msgspec.json.Decoder(list[dict[str, Raw]])
 _USAGE: Final = msgspec.json.Decoder(dict[str, Any] | None)
 _OF_SEVERAL: Final = ("n", "best_of")
 
+COMMENT: Final = b":\n\n"  # clients of SSE ignore it
+
 Begin = Callable[[Mapping[str, str], int | None], Reply]
 
 
@@ -109,7 +111,12 @@ class Merged:
         """Sends events of a stream, which begins with the first of them."""
         if self.reply is None:
             self.reply = self._begin(self._headers, None)
+            self.reply.probed_by(self._probe)
         return self.reply.offer(data)
+
+    def _probe(self) -> None:
+        """Events leave whole, so that a comment is never in the middle of one."""
+        self.offer(COMMENT)
 
     async def end(self) -> Reply:
         """Everything has come: the rest is said. Raises ConnectionResetError."""
@@ -118,9 +125,7 @@ class Merged:
             last: dict[str, Any] = {"object": "text_completion", **self._shared, "choices": [], "usage": usage}
             told = b"data: %b\n\n" % msgspec.json.encode(last) if self._with_usage else b""
             self.offer(told + b"data: [DONE]\n\n")
-            assert self.reply is not None
-            await self.reply.write_eof()
-            return self.reply
+            return await self._ended()
         choices = [choice for number, body in enumerate(self._bodies) for choice in _numbered(body or {}, number)]
         merged = (self._bodies[0] or {}) | {"choices": choices, "usage": usage}
         body = msgspec.json.encode(merged)
@@ -133,6 +138,11 @@ class Merged:
         if self.reply is None:
             raise error
         self.reply.offer(b"data: " + error.body() + b"\n\n")
+        return await self._ended()
+
+    async def _ended(self) -> Reply:
+        assert self.reply is not None
+        self.reply.probed_by(None)
         await self.reply.write_eof()
         return self.reply
 
@@ -146,6 +156,18 @@ class Merged:
         return total | {"prompt_tokens_details": {"cached_tokens": cached}}
 
 
+class Part:
+    """Who hears the answer to one of several calls."""
+
+    def __init__(self, merged: Merged, number: int) -> None:
+        self._merged = merged
+        self._number = number
+
+    def reply(self, status: int, headers: Mapping[str, str]) -> "PartReply":
+        """Where the answer goes, which has begun."""
+        return self._merged.part(self._number, status, headers)
+
+
 class PartReply(web.StreamResponse):
     """A reply to the gateway itself: the answer to one of several calls, which becomes a part of one answer."""
 
@@ -155,7 +177,7 @@ class PartReply(web.StreamResponse):
         self._number = number
         self._streams = streams
         self._cutter = Cutter()
-        self._body = bytearray()
+        self._held = bytearray()
 
     @property
     def prepared(self) -> bool:
@@ -168,7 +190,7 @@ class PartReply(web.StreamResponse):
     def offer(self, data: bytes) -> bool:
         """Takes a part of the answer; whether the client is behind. Raises ConnectionResetError, ApiError."""
         if not self._streams:
-            self._body += data
+            self._held += data
             return False
         events = b"".join(self._merged.event(self._number, each) for each in self._cutter.feed(data))
         return self._merged.offer(events) if events else False
@@ -183,9 +205,9 @@ class PartReply(web.StreamResponse):
         if data:
             self.offer(data)
         if self.status != 200:
-            raise error_of(self.status, bytes(self._body))
+            raise error_of(self.status, bytes(self._held))
         if not self._streams:
-            self._merged.whole(self._number, bytes(self._body))
+            self._merged.whole(self._number, bytes(self._held))
 
 
 def _decoded(data: bytes) -> dict[str, Raw]:

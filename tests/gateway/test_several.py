@@ -1,0 +1,135 @@
+"""Several answers to one request: each is decided by itself, and they come back as one, in the order asked for."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from gateway.errors import BadRequest
+from gateway.openai import Endpoint, parse
+from gateway.several import bodies_of, calls_of
+from tests.gateway.worlds import World, on_loop, until, world
+
+LONG = "the quick brown fox jumps over the lazy dog " * 40
+PROMPTS = ["hello there", LONG, "the quick brown fox"]
+CHAT = {"model": "scripted", "messages": [{"role": "user", "content": LONG}]}
+
+
+async def events(each: World, path: str, **body: Any) -> list[dict[str, Any]]:
+    async with each.http.post(path, json={**body, "stream": True}) as response:
+        assert response.status == 200, await response.text()
+        raw = (await response.text()).split("\n\n")
+    assert raw[-2:] == ["data: [DONE]", ""]
+    assert raw.count("data: [DONE]") == 1
+    return [json.loads(event.removeprefix("data: ")) for event in raw[:-2]]
+
+
+def test_a_list_of_prompts_is_so_many_bodies() -> None:
+    body = b'{"model": "m", "x": {"kept": 1}, "prompt": ["a", [1, 2]]}'
+    assert [json.loads(each) for each in bodies_of(body)] == [
+        {"model": "m", "x": {"kept": 1}, "prompt": "a"},
+        {"model": "m", "x": {"kept": 1}, "prompt": [1, 2]},
+    ]
+
+
+def test_of_several_answers_each_has_a_seed_of_its_own() -> None:
+    call = parse(Endpoint.CHAT, json.dumps(CHAT | {"n": 3, "seed": 5}).encode())
+    said = [json.loads(each.body({})) for each in calls_of(call)]
+    assert said == [CHAT | {"seed": seed} for seed in (5, 6, 7)]
+    call = parse(Endpoint.COMPLETIONS, b'{"model": "m", "prompt": "x", "n": 2, "best_of": 2}')
+    assert [json.loads(each.body({})) for each in calls_of(call)] == [{"model": "m", "prompt": "x"}] * 2
+
+
+@on_loop
+async def test_prompts_of_a_list_are_routed_by_themselves_and_answered_in_order() -> None:
+    async with world() as w:
+        for node in w.nodes.decode:
+            node.script.cached_tokens = 3
+        response = await w.complete(PROMPTS, max_tokens=5)
+        told = await response.json()
+        assert response.status == 200, told
+        assert [(choice["index"], choice["text"]) for choice in told["choices"]] == [
+            (number, "one two three") for number in range(3)
+        ]
+        assert told["usage"]["prompt_tokens"] == 3 * 7
+        assert told["usage"]["completion_tokens"] == 9
+        records = await w.records()
+        assert sorted(record["route"] for record in records) == ["local", "local", "remote"]
+        assert not w.gateway.admission.in_flight
+        await w.settled()
+
+
+@on_loop
+async def test_answers_to_one_prompt_are_counted_once_in_what_they_read() -> None:
+    async with world() as w:
+        async with w.http.post(Endpoint.CHAT, json=CHAT | {"n": 3}) as response:
+            told = await response.json()
+        assert [choice["message"]["content"] for choice in told["choices"]] == ["one two three"] * 3
+        assert [choice["index"] for choice in told["choices"]] == [0, 1, 2]
+        usage = told["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (7, 9, 16)
+        assert all("n" not in body for node in w.nodes.nodes for body in node.bodies)
+        await w.settled()
+
+
+@on_loop
+async def test_streams_of_several_answers_are_one_stream() -> None:
+    async with world() as w:
+        options = {"stream_options": {"include_usage": True}}
+        said = await events(w, Endpoint.COMPLETIONS, model="scripted", prompt=PROMPTS, n=2, **options)
+        texts = [""] * 6
+        for event in said[:-1]:
+            (choice,) = event["choices"]
+            texts[choice["index"]] += choice["text"]
+        assert texts == ["one two three"] * 6
+        assert (said[-1]["choices"], said[-1]["usage"]["completion_tokens"]) == ([], 18)
+        assert said[-1]["usage"]["prompt_tokens"] == 21
+        plain = await events(w, Endpoint.CHAT, **CHAT, n=2)
+        assert {choice["index"] for event in plain for choice in event["choices"]} == {0, 1}
+        await w.settled()
+
+
+@on_loop
+async def test_one_that_fails_fails_all_and_nothing_is_left() -> None:
+    async with world(decode=1) as w:
+        node = w.nodes.decode[0]
+        node.script.decode = ["422 too_odd"]
+        response = await w.complete(PROMPTS)
+        assert (response.status, (await response.json())["error"]["code"]) == (422, "too_odd")
+        await w.settled()
+        assert not w.gateway.admission.in_flight
+        node.script.decode = ["die_after_first"]
+        async with w.http.post(
+            Endpoint.COMPLETIONS, json={"model": "scripted", "prompt": PROMPTS, "stream": True}
+        ) as got:
+            assert '"error"' in await got.text()
+        await w.settled()
+
+
+@on_loop
+async def test_each_answer_takes_a_place() -> None:
+    async with world(max_in_flight=2) as w:
+        response = await w.complete(PROMPTS)
+        assert (response.status, (await response.json())["error"]["type"]) == (429, "rate_limit_error")
+        assert (await w.complete(PROMPTS[:2])).status == 200
+        await w.idle()
+
+
+@on_loop
+async def test_a_client_that_leaves_ends_all_of_them() -> None:
+    async with world(decode=1) as w:
+        gate = w.nodes.decode[0].script.decode_gate = asyncio.Event()
+        asking = asyncio.create_task(w.complete(PROMPTS))
+        await until(lambda: w.nodes.decode[0].running == 3)
+        asking.cancel()
+        await asyncio.wait([asking])
+        await until(lambda: not w.gateway.admission.in_flight)
+        gate.set()
+        await w.settled()
+
+
+def test_other_dialects_have_one_answer() -> None:
+    call = parse(Endpoint.CHAT, json.dumps(CHAT | {"n": 2}).encode())
+    with pytest.raises(BadRequest, match="'n' is not supported here"):
+        calls_of(type(call)(call.endpoint, call.options, call.fields, dialect=Endpoint.MESSAGES))
