@@ -1,10 +1,10 @@
 """Text cut where its tokens may be: what was tokenised before is not tokenised again.
 
-A conversation grows turn by turn, so most of its text has been seen. Text is cut after every added token that the tokenizer
-itself looks for first, before it normalises anything (all special ones, and others such as <tool_call>): it splits there,
-too, so the segments' tokens put together are the tokens of the whole, and each segment is looked up by its text. Whether a
-tokenizer keeps that promise is read from its own file and tried once on a probe; one that does not is always asked for the
-whole text.
+A conversation grows turn by turn, so most of its text has been seen. Text is cut after every added token, as the tokenizer
+itself finds them: it splits there, too, so the segments' tokens put together are the tokens of the whole, and each segment is
+looked up by its text. It looks for them at two stages: for some in the text as it is, for those called `normalized` in what
+lies between, once that is normalised; so these are cuts only where nothing is. Whether a tokenizer keeps all that is read from
+its own file and tried once on a probe; one that does not is always asked for the whole text.
 
     <|im_start|> | system\\nYou are …<|im_end|> | \\n<|im_start|> | user\\n…<|im_end|> | …        cut at each |
 """
@@ -38,22 +38,72 @@ POSITION_FREE: Final = frozenset(
 )
 
 
-def cut_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Matches the added tokens after which a text may be cut, or None when no cut is known to be safe.
+class Cuts:
+    """Where the texts of a tokenizer may be cut: behind its added tokens, given by stages."""
+
+    def __init__(self, stages: Sequence[Sequence[str]]) -> None:
+        self._first, *others = [re.compile(_longest_of(contents)) for contents in stages if contents]
+        self._second = others[0] if others else None
+        contents = [content for stage in stages for content in stage]
+        self._longest = max(map(len, contents))
+        self._by_first_letter: dict[str, list[str]] = {}
+        for content in contents:
+            self._by_first_letter.setdefault(content[0], []).append(content)
+
+    def ends(self, text: str) -> list[int]:
+        """All places at which `text` may be cut."""
+        if self._second is None:
+            return [match.end() for match in self._first.finditer(text)]
+        ends, start = list[int](), 0
+        for match in self._first.finditer(text):
+            ends += [each.end() for each in self._second.finditer(text, start, match.start())]
+            ends.append(match.end())
+            start = match.end()
+        return ends + [each.end() for each in self._second.finditer(text, start)]
+
+    def pieces(self, text: str) -> list[str]:
+        """`text` in pieces, each but the last ending with an added token."""
+        ends = self.ends(text)
+        starts = [0, *ends]
+        return [text[start:end] for start, end in zip(starts, [*ends, len(text)], strict=True) if start < end]
+
+    def last_for_good(self, text: str) -> int:
+        """The last place at which `text` may be cut whatever follows it; 0: none."""
+        sure = self._unfinished(text)
+        return max((end for end in self.ends(text) if end <= sure), default=0)
+
+    def _unfinished(self, text: str) -> int:
+        """Where the first added token would begin that more text might complete."""
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            begun = text[start:]
+            if any(
+                len(each) > len(begun) and each.startswith(begun) for each in self._by_first_letter.get(begun[0], ())
+            ):
+                return start
+        return len(text)
+
+
+def cuts(tokenizer: Tokenizer) -> Cuts | None:
+    """Where texts may be cut, or None when no cut is known to be safe.
 
     Not safe: a step that treats the start of a text differently, an added token that takes in what stands around it, or
-    special tokens that are looked for at two stages.
+    special tokens that are looked for in a text that has been changed.
     """
-    added = tokenizer.get_added_tokens_decoder().values()
-    cuts = [token for token in added if token.special or not token.normalized]
-    if not any(token.special for token in added) or len({token.normalized for token in cuts}) > 1:
+    added = [token for token in tokenizer.get_added_tokens_decoder().values() if token.content]
+    if not any(token.special for token in added):
         return None
     if any(token.rstrip or token.lstrip or token.single_word for token in added):
         return None
     description = json.loads(tokenizer.to_str())
     if not all(_position_free(description.get(step)) for step in ("normalizer", "pre_tokenizer")):
         return None
-    return re.compile(_longest_of([token.content for token in cuts]))
+    stages = [[token.content for token in added if token.normalized is normalized] for normalized in (False, True)]
+    if not _changes_nothing(description.get("normalizer")):
+        if any(token.special and token.normalized for token in added):
+            return None
+        stages = stages[:1]
+    found = Cuts(stages)
+    return found if _are_exact(tokenizer, found, [content for stage in stages for content in stage]) else None
 
 
 def _longest_of(contents: Sequence[str]) -> str:
@@ -71,15 +121,16 @@ def _longest_of(contents: Sequence[str]) -> str:
     return f"(?:{'|'.join(branches)}){'?' if ends_here else ''}"
 
 
-def cuts_are_exact(tokenizer: Tokenizer, pattern: re.Pattern[str]) -> bool:
-    """Whether a probe that is cut by `pattern` has the tokens of the whole."""
-    added = tokenizer.get_added_tokens_decoder().values()
-    special = [token.content for token in added if pattern.fullmatch(token.content)]
+def _are_exact(tokenizer: Tokenizer, found: Cuts, contents: Sequence[str]) -> bool:
+    """Whether a probe that is cut has the tokens of the whole."""
     texts = (" lead", "Trail ", "\n\n x", "don't 123", "é漢字", "", "  ")
-    probe = "".join(f"{text}{token}" for token in special[:32] for text in texts)
-    segments = cut_after(pattern, probe)
-    encoded = tokenizer.encode_batch_fast(segments, add_special_tokens=False)
+    probe = "".join(f"{text}{token}" for token in (*contents[:32], *contents[-32:]) for text in texts)
+    encoded = tokenizer.encode_batch_fast(found.pieces(probe), add_special_tokens=False)
     return [i for part in encoded for i in part.ids] == tokenizer.encode(probe, add_special_tokens=False).ids
+
+
+def _changes_nothing(step: dict[str, Any] | None) -> bool:
+    return step is None or (step["type"] == "Sequence" and all(map(_changes_nothing, step.get("normalizers") or [])))
 
 
 def _position_free(step: dict[str, Any] | None) -> bool:
@@ -88,13 +139,6 @@ def _position_free(step: dict[str, Any] | None) -> bool:
     if step["type"] == "Sequence":
         return all(map(_position_free, step.get("pretokenizers") or step.get("normalizers") or []))
     return step["type"] in POSITION_FREE and not step.get("add_prefix_space")
-
-
-def cut_after(pattern: re.Pattern[str], text: str) -> list[str]:
-    """`text` in pieces, each but the last ending with a match."""
-    ends = [match.end() for match in pattern.finditer(text)]
-    starts = [0, *ends]
-    return [text[start:end] for start, end in zip(starts, [*ends, len(text)], strict=True) if start < end]
 
 
 def token_array(ids: Sequence[int]) -> TokenArray:

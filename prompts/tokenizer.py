@@ -15,7 +15,7 @@ from prompts.appending import Parts
 from prompts.encoder import Encoder
 from prompts.errors import BadPrompt, TokenizerUnreadable
 from prompts.fair_cache import FairCache
-from prompts.segments import TokenArray, cut_after, cut_pattern, cuts_are_exact
+from prompts.segments import TokenArray, cuts
 from prompts.template import ChatTemplate, Message
 
 MIN_CACHED_CHARS: Final = 64  # a shorter segment costs less to tokenise than to remember
@@ -59,11 +59,7 @@ class TextTokenizer:
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self.cache = FairCache() if cache is None else cache
         self.max_token_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        self._cut = cut_pattern(tokenizer)
-        if self._cut is not None and not cuts_are_exact(tokenizer, self._cut):
-            self._cut = None
-        contents = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
-        self._longest_cut = max(map(len, contents), default=0)
+        self._cuts = cuts(tokenizer)
 
     @classmethod
     def load(cls, directory: Path) -> Self:
@@ -128,7 +124,7 @@ class TextTokenizer:
     @property
     def is_incremental(self) -> bool:
         """Whether text seen before is not tokenised again."""
-        return self._cut is not None
+        return self._cuts is not None
 
     def encode(self, text: str) -> TokenArray:
         """Tokens of a plain prompt; the tokenizer's own rules say whether a BOS comes first."""
@@ -136,18 +132,13 @@ class TextTokenizer:
 
     def encode_rendered(self, text: str, tenant: bytes = b"") -> TokenArray:
         """Tokens of a rendered chat, which spells its special tokens out itself."""
-        if self._cut is None:
+        if self._cuts is None:
             return self._encode_whole(text, add_special_tokens=False)
-        return self._encode_segments(cut_after(self._cut, text), tenant)
+        return self._encode_segments(self._cuts.pieces(text), tenant)
 
     def lasting_cut(self, text: str) -> int:
         """The last place at which `text` may be cut whatever follows it; 0: none."""
-        place = 0
-        for match in self._cut.finditer(text) if self._cut is not None else ():
-            if match.start() + self._longest_cut > len(text):  # with more text, a longer one might be found here
-                break
-            place = match.end()
-        return place
+        return self._cuts.last_for_good(text) if self._cuts is not None else 0
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, **options: Any) -> str:
         """The prompt text of a chat. Raises BadPrompt."""

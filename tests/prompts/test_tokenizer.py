@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
 from prompts.errors import TokenizerUnreadable
 from prompts.fair_cache import FairCache
-from prompts.segments import cut_after, cut_pattern
+from prompts.segments import cuts
 from prompts.tokenizer import TextTokenizer
 from tests.prompts.builders import SPECIAL, TEMPLATE, bpe, text_tokenizer
 
@@ -36,6 +36,58 @@ def test_tokens_that_are_added_without_being_special_are_cut_after_too(text: str
     cut, expected = TextTokenizer(tokenizer), tokenizer.encode(text, add_special_tokens=False).ids
     assert cut.is_incremental
     assert cut.encode_rendered(text).tolist() == expected
+
+
+AT_SECOND_STAGE = ("<tool", "start|><", "<|im_end|>x", "the", "｜A｜", "｜A｜｜B｜")
+
+
+def with_two_stages() -> Tokenizer:
+    """As DeepSeek's: marks are looked for after special tokens, in a text that nothing has changed."""
+    tokenizer = bpe()
+    tokenizer.normalizer = normalizers.Sequence([])
+    tokenizer.add_tokens([AddedToken(content, normalized=True) for content in AT_SECOND_STAGE])
+    return tokenizer
+
+
+TWO_STAGES = with_two_stages()
+TWO_STAGE_PIECES = st.one_of(
+    PIECES, st.sampled_from([*AT_SECOND_STAGE, "<to", "ol", "｜A", "｜", "｜B｜", "th", "e", "<|im_end|>"])
+)
+TWO_STAGE_TEXTS = st.lists(TWO_STAGE_PIECES, max_size=25).map("".join)
+
+
+@settings(deadline=None, max_examples=300)
+@given(TWO_STAGE_TEXTS)
+def test_tokens_of_both_stages_are_cut_after(text: str) -> None:
+    cut = TextTokenizer(TWO_STAGES)
+    assert cut.is_incremental
+    assert cut.encode_rendered(text).tolist() == TWO_STAGES.encode(text, add_special_tokens=False).ids
+
+
+@settings(deadline=None, max_examples=300)
+@given(text=TWO_STAGE_TEXTS, more=TWO_STAGE_TEXTS)
+def test_a_lasting_cut_lasts_whatever_follows(text: str, more: str) -> None:
+    tokenizer = TextTokenizer(TWO_STAGES)
+    cut = tokenizer.lasting_cut(text)
+    parts = [tokenizer.encode_rendered(part).tolist() for part in (text[:cut], text[cut:] + more)]
+    assert [*parts[0], *parts[1]] == TWO_STAGES.encode(text + more, add_special_tokens=False).ids
+
+
+def test_a_cut_lasts_unless_a_longer_token_may_come() -> None:
+    tokenizer = TextTokenizer(TWO_STAGES)
+    assert tokenizer.lasting_cut("x<s>") == len("x<s>")
+    assert tokenizer.lasting_cut("x<|im_end|>") == 0  # <|im_end|>x may come
+    assert tokenizer.lasting_cut("x<|im_end|>y｜A｜") == len("x<|im_end|>")
+    assert tokenizer.lasting_cut("x｜A｜y") == len("x｜A｜")
+
+
+def test_what_comes_before_a_mark_of_the_second_stage_is_tokenised_once() -> None:
+    tokenizer = TextTokenizer(TWO_STAGES)
+    said = "the quick brown fox " * 20
+    tokenizer.encode_rendered(f"<s>{said}｜A｜")
+    before = tokenizer.cache.misses
+    tokenizer.encode_rendered(f"<s>{said}｜A｜an answer")
+    assert tokenizer.cache.misses == before
 
 
 @settings(deadline=None, max_examples=200)
@@ -85,10 +137,11 @@ def test_a_tokenizer_that_cannot_be_cut_is_asked_for_the_whole_text(spoil: str) 
             tokenizer.add_special_tokens([AddedToken("mask", single_word=True)])
         case "two_stages":
             tokenizer.add_special_tokens([AddedToken("start|><", normalized=True)])
+            tokenizer.normalizer = normalizers.NFC()
         case "no_special":
             description = json.loads(tokenizer.to_str()) | {"added_tokens": []}
             tokenizer = type(tokenizer).from_str(json.dumps(description))
-    assert cut_pattern(tokenizer) is None
+    assert cuts(tokenizer) is None
     text = "<|im_start|>user\n hello mask<|im_end|> the quick"
     assert (
         TextTokenizer(tokenizer).encode_rendered(text).tolist() == tokenizer.encode(text, add_special_tokens=False).ids
@@ -98,9 +151,9 @@ def test_a_tokenizer_that_cannot_be_cut_is_asked_for_the_whole_text(spoil: str) 
 def test_the_longer_special_token_wins_as_in_the_tokenizer() -> None:
     tokenizer = bpe()
     tokenizer.add_special_tokens(["<a>", "<a><b>"])
-    pattern = cut_pattern(tokenizer)
-    assert pattern is not None
-    assert cut_after(pattern, "x<a><b>y<a>z") == ["x<a><b>", "y<a>", "z"]
+    found = cuts(tokenizer)
+    assert found is not None
+    assert found.pieces("x<a><b>y<a>z") == ["x<a><b>", "y<a>", "z"]
 
 
 def test_a_directory_without_a_tokenizer_is_said(tmp_path: Path) -> None:
