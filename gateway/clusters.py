@@ -44,14 +44,17 @@ class ServedModel:
     max_model_len: int
     hashing: Hashing
 
-    def as_read(self) -> Model:
-        """The model as reading a prompt sees it."""
-        return Model(names=(self.name, self.model_id), max_model_len=self.max_model_len, hashing=self.hashing)
+    def as_read(self, group: str = "") -> Model:
+        """The model as reading a prompt of one of `group` sees it."""
+        hashing = self.hashing
+        if group:
+            hashing = Hashing(hashing.block_size, hashing.salt, group)
+        return Model(names=(self.name, self.model_id), max_model_len=self.max_model_len, hashing=hashing)
 
 
-def salt_of(layout: ModelLayout, tenant: str = "") -> bytes:
-    """What block hashes of prompts for a model start from; equal at every gateway. No gateway knows tenants yet: it is ""."""
-    return model_salt(layout.fingerprint, tenant)
+def salt_of(layout: ModelLayout) -> bytes:
+    """What block hashes of prompts for a model start from, for those who share them with everybody; equal at every gateway."""
+    return model_salt(layout.fingerprint)
 
 
 class Clusters:

@@ -98,7 +98,7 @@ class Legs:
             "do_remote_decode": True,
             "do_remote_prefill": False,
             "ticket": ticket,
-            "salt": request.served.hashing.salt.hex(),
+            "salt": request.prompt.salt.hex(),
         }
         values = _common(request, params) | {"stream": _FALSE, "max_tokens": 1}
         body = request.call.body(values, drop=NOT_FOR_PREFILL)
@@ -117,7 +117,7 @@ class Legs:
 
         Without a `transfer_id` the node computes the prompt itself.
         """
-        params: dict[str, Any] = {"salt": request.served.hashing.salt.hex()}
+        params: dict[str, Any] = {"salt": request.prompt.salt.hex()}
         if transfer_id is not None:
             params |= {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer_id}
             params["timeout_s"] = self.timeouts.prefill_s
@@ -171,6 +171,8 @@ class Legs:
 
 def _common(request: Request, params: dict[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {"kv_transfer_params": params}
+    if request.prompt.namespace:  # of caches that engines keep for themselves
+        values["cache_salt"] = request.prompt.namespace
     if request.call.options.model != request.served.model_id:
         values["model"] = request.served.model_id
     return values

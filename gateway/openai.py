@@ -97,10 +97,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_unshared(self) -> bool:
-        """Whether KVCache computed elsewhere is of no use: each prompt token's log probability is asked for, or the
-        client wants a prefix cache of its own.
-        """
-        return self.prompt_logprobs is not None or bool(self.echo and self.echoes_logprobs) or bool(self.cache_salt)
+        """Whether KVCache computed elsewhere is of no use: each prompt token's log probability is asked for."""
+        return self.prompt_logprobs is not None or bool(self.echo and self.echoes_logprobs)
 
     @property
     def echoes_logprobs(self) -> bool:

@@ -14,6 +14,7 @@ from gateway.errors import ApiError, BadRequest
 from gateway.openai import NOT_JSON, Call, ChatOptions, Endpoint, bad_field
 from gateway.rules import Tools, check_tools
 from hybrid_cache.chains import ChainCache
+from hybrid_cache.hashing import NAMESPACE, namespaced
 from prompts.conversations import Conversations
 from prompts.errors import BadPrompt
 from prompts.reading import Chat, chat_tokens, completion_tokens
@@ -31,22 +32,34 @@ _OBJECT: Final = msgspec.json.Decoder(dict[str, Any] | None)
 
 
 class Hashing(msgspec.Struct, frozen=True):
-    """How the served model's blocks are named: tokens per block, and the salt of the model."""
+    """How the served model's blocks are named: tokens per block, the salt of the model, and who shares with whom.
+
+    Prompts of a `group`, and those with a `cache_salt` of the client's, have names of their own: nobody else finds their
+    blocks, nor learns that they are there.
+    """
 
     block_size: int
     salt: bytes
+    group: str = ""
+
+    def namespace(self, cache_salt: str | None) -> str:
+        """Whose blocks those of a prompt are; "" is everybody's. Engines that have caches of their own get it as `cache_salt`."""
+        return f"{NAMESPACE}{self.group}/{cache_salt or ''}" if self.group or cache_salt else ""
 
 
 class Prompt(msgspec.Struct, frozen=True):
     """A prompt as the clusters know it. `hashes` are those of the full blocks of its first N-1 tokens.
 
-    `how` it was read, for a metric: "continued" from where an earlier body had ended, or why as a whole.
+    `how` it was read, for a metric: "continued" from where an earlier body had ended, or why as a whole. `salt` is what the
+    hashes start from, that of `namespace`.
     """
 
     num_tokens: int
     hashes: list[bytes]
     digest: bytes
     how: str = "completion"
+    salt: bytes = b""
+    namespace: str = ""
 
     @property
     def transfer_tokens(self) -> int:
@@ -82,8 +95,10 @@ def read_call(
         raise _invalid(endpoint.prompt_field, "the prompt is empty")
     check_length(call, len(tokens), model.max_model_len)
     hashing = model.hashing
-    chain = memory.chains.chain(tokens, hashing.block_size, hashing.salt, tenant)
-    return call, Prompt(len(tokens), chain.hashes, chain.digest, how)
+    namespace = hashing.namespace(call.options.cache_salt)
+    salt = namespaced(hashing.salt, namespace)
+    chain = memory.chains.chain(tokens, hashing.block_size, salt, tenant)
+    return call, Prompt(len(tokens), chain.hashes, chain.digest, how, salt, namespace)
 
 
 def check_name(call: Call, model: Model) -> None:

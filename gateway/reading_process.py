@@ -49,6 +49,8 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     hashes: bytes
     digest: bytes
     how: str
+    salt: bytes
+    namespace: str
     fields: list[tuple[str, int]]
     echo: bytes
     why_plain: str
@@ -83,7 +85,9 @@ def answered(header: bytes, data: bytearray, endpoint: Endpoint) -> tuple[Call, 
     for name, size in answer.fields:
         fields[name] = msgspec.Raw(view[start : start + size])
         start += size
-    prompt = Prompt(answer.num_tokens, split_hashes(answer.hashes), answer.digest, answer.how)
+    prompt = Prompt(
+        answer.num_tokens, split_hashes(answer.hashes), answer.digest, answer.how, answer.salt, answer.namespace
+    )
     if endpoint is answer.endpoint:
         return call_of(endpoint, fields), prompt, answer.why_plain
     call = replace(call_of(answer.endpoint, fields), dialect=endpoint, echo=answer.echo)
@@ -116,6 +120,8 @@ def _answer(question: Question, body: bytes, memory: PromptMemory) -> Iterable[b
         b"".join(prompt.hashes),
         prompt.digest,
         prompt.how,
+        prompt.salt,
+        prompt.namespace,
         list(zip(call.fields, sizes, strict=True)),
         call.echo,
         memory.tokenizer.encoder.why_plain,

@@ -3,7 +3,7 @@
     root = SHA256("prfaas.blocks" | salt)
     h[0] = SHA256(root | tokens of block 0),  h[i] = SHA256(h[i-1] | tokens of block i)
 
-A token is a little-endian uint32. The salt carries tenant and model fingerprint: equal prompts of two tenants have
+A token is a little-endian uint32. The salt carries model fingerprint and namespace: equal prompts of two namespaces have
 unrelated chains. There is no seed; finding a collision means breaking SHA-256.
 """
 
@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 HASH_BYTES: Final = 32
 MAX_TOKEN: Final = 2**32 - 1
+NAMESPACE: Final = "prfaas/"
+"""What namespaces begin with: a cache salt of an engine that does not is somebody else's."""
 
 Tokens = Sequence[int] | NDArray[np.integer]
 
@@ -53,9 +55,14 @@ def digest_root(salt: bytes) -> bytes:
     return sha256(b"prfaas.tokens" + salt).digest()
 
 
-def model_salt(fingerprint: str, tenant: str = "") -> bytes:
-    """What block hashes of a tenant's prompts for a model start from; equal at every gateway and node."""
-    return sha256(f"{tenant}\0{fingerprint}".encode()).digest()
+def model_salt(fingerprint: str) -> bytes:
+    """What block hashes of prompts for a model start from; equal at every gateway and node."""
+    return sha256(f"\0{fingerprint}".encode()).digest()
+
+
+def namespaced(salt: bytes, namespace: str) -> bytes:
+    """What those of a namespace start from: no block of it is ever one of another's. That of "" is everybody's, `salt`."""
+    return sha256(b"prfaas.namespace" + salt + namespace.encode()).digest() if namespace else salt
 
 
 def split_hashes(data: bytes) -> list[bytes]:

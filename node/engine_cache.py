@@ -1,7 +1,8 @@
 """What an engine's own prefix cache holds, in the names that gateways look for.
 
 vLLM tells of its blocks under hashes of its own. It also tells their tokens and their parents, so ours can be computed; a
-block whose parent is unknown, or that belongs to an adapter or to a salt of vLLM's, has no name here and is passed over.
+block whose parent is unknown, or that belongs to an adapter or to a salt that no gateway gave, has no name here and is passed
+over.
 What is passed over, or forgotten too early, costs a lost hit; nothing here decides what an engine really reuses.
 
 vLLM keeps layers of one kind in one group or in several. A group of ours holds a block when each of them does: of a hybrid model
@@ -14,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Medium
-from hybrid_cache.hashing import block_hashes
+from hybrid_cache.hashing import NAMESPACE, block_hashes, namespaced
 from hybrid_cache.layout import ModelLayout
 from hybrid_cache.spec import FullAttention, KVCacheSpec, LinearState, SlidingWindow
 
@@ -54,7 +55,10 @@ EngineEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EngineCache:
-    """Translates one engine's events. `salt` is what hashes of its model's blocks start from."""
+    """Translates one engine's events. `salt` is what hashes of its model's blocks start from.
+
+    The first block of a request with a gateway's namespace has it as its only extra key (vLLM's `cache_salt`).
+    """
 
     def __init__(self, layout: ModelLayout, salt: bytes) -> None:
         self._layout = layout
@@ -101,9 +105,13 @@ class EngineCache:
         parent = b"" if event.parent_block_hash is None else self._names.get(event.parent_block_hash)
         if parent is None:
             return
-        # A salted block makes its descendants nameless, too: their chain begins with it.
-        plain = next((i for i, keys in enumerate(event.extra_keys or ()) if keys), len(event.block_hashes))
-        ours = block_hashes(event.token_ids[: plain * size], size, self._salt, parent)
+        extra_keys = list(event.extra_keys or ())
+        namespace = _namespace(extra_keys[0]) if extra_keys and not parent else ""
+        if namespace:
+            extra_keys[0] = None
+        # Blocks with other keys (an image's, an adapter's) make their descendants nameless, too: their chain begins with them.
+        plain = next((i for i, keys in enumerate(extra_keys) if keys), len(event.block_hashes))
+        ours = block_hashes(event.token_ids[: plain * size], size, namespaced(self._salt, namespace), parent)
         self._names.update(zip(event.block_hashes, ours, strict=False))
 
     def _store(self, event: BlockStored) -> None:
@@ -203,3 +211,10 @@ def _is_of(spec: KVCacheSpec, kind: str | None, window: int | None) -> bool:
             return kind in WINDOW_KINDS and window in (None, ours)
         case LinearState():
             return kind in STATE_KINDS
+
+
+def _namespace(keys: Any) -> str:
+    """The namespace that the extra keys of a first block are; "" if they are something else."""
+    if isinstance(keys, Sequence) and len(keys) == 1 and isinstance(keys[0], str) and keys[0].startswith(NAMESPACE):
+        return keys[0]
+    return ""

@@ -20,8 +20,11 @@ HELD_STEP: Final = 1 << 62  # a scheduler step that never comes
 # Requests (vllm.v1.request.Request)
 
 
-def unsuited(request: Any) -> str:
-    """Why a request's KVCache is not that of its tokens alone, or of no use to it; empty if neither is so."""
+def unsuited(request: Any, namespace_is_known: Callable[[str], bool]) -> str:
+    """Why a request's KVCache is not that of its tokens and namespace alone, or of no use to it; empty if neither is so.
+
+    `namespace_is_known`: whether what we name its blocks by is of the `cache_salt` that vLLM keeps them apart by.
+    """
     if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
         return "prompt_embeds"
     if request.mm_features:
@@ -30,7 +33,7 @@ def unsuited(request: Any) -> str:
         return "lora"
     if request.skip_reading_prefix_cache:  # prompt logprobs: vLLM computes it all, whatever can be loaded
         return "prompt_logprobs"
-    return "cache_salt" if request.cache_salt else ""
+    return "cache_salt" if request.cache_salt and not namespace_is_known(request.cache_salt) else ""
 
 
 def stop_before_last(request: Any) -> None:

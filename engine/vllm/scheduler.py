@@ -25,6 +25,7 @@ from engine.vllm.handover import Handover, HandoverCounts, Phase, Route
 from engine.vllm.layout import VllmLayout
 from engine.vllm.saves import begin_computing, frozen, is_last, step_save
 from engine.vllm.steps import ArenaRef, Load, Save, Step
+from hybrid_cache.hashing import model_salt, namespaced
 from transport.control.messages import JobPages
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class SchedulerSide:
         self._has_input = has_input
         self._has_rested = False  # in the step that is being put together
         self._block_size = layout.model.block_size
+        self._salt = model_salt(layout.model.fingerprint)
         self._requests: dict[str, Any] = {}
         self._handovers: dict[str, Handover] = {}
         self._errands: dict[int, Handover] = {}
@@ -81,7 +83,7 @@ class SchedulerSide:
         self._handovers[request.request_id] = handover
         if handover.route is Route.LEG:
             internals.stop_before_last(request)
-        if reason := handover.reason or internals.unsuited(request):
+        if reason := handover.reason or self._unsuited(request, handover.transfer):
             self._give_up(handover, reason)
         elif handover.route is Route.LOCAL:
             handover.phase = Phase.NEW
@@ -223,9 +225,12 @@ class SchedulerSide:
             return Handover(request=request, route=Route.LANDING, prompt=prompt, transfer=transfer)
         if reason:
             self._counts.fallbacks[reason] += 1
-        if not self._local_tier or (len(prompt) - 1) < self._block_size or internals.unsuited(request):
+        if not self._local_tier or (len(prompt) - 1) < self._block_size or self._unsuited(request, transfer):
             return None
         return Handover(request=request, route=Route.LOCAL, prompt=prompt, transfer=transfer)
+
+    def _unsuited(self, request: Any, transfer: Transfer) -> str:
+        return internals.unsuited(request, lambda namespace: transfer.salt == namespaced(self._salt, namespace))
 
     def _ask(self, handover: Handover) -> None:
         handover.phase = Phase.ASKED

@@ -8,7 +8,7 @@ import pytest
 from gateway.errors import ApiError, BadRequest
 from gateway.openai import Endpoint, parse
 from gateway.prompts import Hashing, Prompt, PromptMemory, prompt_tokens, read_call
-from hybrid_cache.hashing import block_hashes, tokens_digest
+from hybrid_cache.hashing import NAMESPACE, block_hashes, namespaced, tokens_digest
 from prompts.reading import RESERVED_KWARGS
 from prompts.template import ChatTemplate
 from prompts.tokenizer import TextTokenizer
@@ -36,7 +36,7 @@ def whole(text: str) -> list[int]:
 
 def test_a_prompt_is_text_or_ids_with_hashes_of_all_but_its_last_token() -> None:
     ids = whole("hello there the quick brown fox " * 9)
-    expected = Prompt(len(ids), block_hashes(ids[:-1], 16, b"salt"), tokens_digest(ids, b"salt"))
+    expected = Prompt(len(ids), block_hashes(ids[:-1], 16, b"salt"), tokens_digest(ids, b"salt"), salt=b"salt")
     for prompt in ("hello there the quick brown fox " * 9, ids, [ids]):
         assert tokens_of(Endpoint.COMPLETIONS, prompt=prompt) == ids
         assert prompt_of(Endpoint.COMPLETIONS, prompt=prompt) == expected
@@ -97,3 +97,26 @@ def test_names_and_lengths_are_checked_before_anything_is_hashed() -> None:
             Endpoint.COMPLETIONS, b'{"model":"gpt-9","prompt":"x"}', model_of(HASHING), PromptMemory(text_tokenizer())
         )
     assert unknown.value.status == 404
+
+
+@pytest.mark.parametrize(
+    ("group", "cache_salt"), [("a", None), ("b", None), ("a", "mine"), ("", "mine"), ("", "a/mine"), ("a", "/mine")]
+)
+def test_every_namespace_has_names_of_its_own(group: str, cache_salt: str | None) -> None:
+    def read(group: str, cache_salt: str | None) -> Prompt:
+        fields = {} if cache_salt is None else {"cache_salt": cache_salt}
+        body = json.dumps({"model": "m", "prompt": list(range(40)), **fields}).encode()
+        model = model_of(Hashing(16, b"salt", group))
+        return read_call(Endpoint.COMPLETIONS, body, model, PromptMemory(text_tokenizer()))[1]
+
+    mine, everybodys = read(group, cache_salt), read("", None)
+    assert mine.namespace.startswith(NAMESPACE)
+    assert (everybodys.namespace, everybodys.salt) == ("", b"salt")
+    assert mine.salt == namespaced(b"salt", mine.namespace) != everybodys.salt
+    assert not set(mine.hashes) & set(everybodys.hashes)
+    assert mine.digest != everybodys.digest
+
+
+def test_no_two_namespaces_are_one() -> None:
+    pairs = [("", "a/b"), ("a", "b"), ("a", "/b"), ("", "a"), ("a", ""), ("", "/a")]
+    assert len({Hashing(16, b"", group).namespace(salt) for group, salt in pairs}) == len(pairs)
