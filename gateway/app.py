@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from hashlib import blake2b
 from typing import Final
 
 from aiohttp import web
@@ -26,6 +25,7 @@ from gateway.desk import Desk
 from gateway.dialects.translation import error_told, telling_of
 from gateway.dispatch import Dispatcher
 from gateway.errors import ApiError, InternalError, Unavailable
+from gateway.keys import Keyring, Tenant
 from gateway.metrics import Metrics
 from gateway.openai import Endpoint, request_id_or
 from gateway.pages import Pages
@@ -56,6 +56,7 @@ class Visit:
     endpoint: Endpoint
     body: bytes
     arrived: float
+    tenant: Tenant
     requests: list[Request] = field(default_factory=list)
 
     @property
@@ -92,6 +93,7 @@ class FrontDoor:
         self.clusters = clusters
         self.metrics = metrics
         self.classes = Classes(config.classes, config.admission.default_class)
+        self.keyring = Keyring(config.tenants, config.operator_keys)
         self._tasks = tasks
         self._clock = clock
         self._boot = uuid.uuid4().hex[:12]
@@ -117,8 +119,9 @@ class FrontDoor:
     async def _generate(self, http: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         arrived = self._clock()
         try:
+            tenant = self.keyring.tenant(http.headers)
             self.rooms.admission.check()
-            visit = Visit(http, endpoint, await self.rooms.receiver.receive(http), arrived)
+            visit = Visit(http, endpoint, await self.rooms.receiver.receive(http), arrived, tenant)
             self.rooms.admission.take()
         except ApiError as error:
             self.rooms.accounts.turned_away(error.code or "invalid", error.status)
@@ -145,7 +148,8 @@ class FrontDoor:
 
     async def understood(self, http: web.Request, endpoint: Endpoint, body: bytes) -> Request:
         """The request that `body` would be at `endpoint`: read as one, but it has no place and is in no book. Raises ApiError."""
-        return await self._read(Visit(http, endpoint, body, self._clock()))
+        tenant = self.keyring.named(http.query.get("tenant", ""))
+        return await self._read(Visit(http, endpoint, body, self._clock(), tenant))
 
     def end_stalled(self, now: float) -> None:
         """Ends streams whose client has stopped reading: they hold a place on a decode node."""
@@ -216,7 +220,9 @@ class FrontDoor:
         headers = visit.http.headers
         service = self.classes.of(headers)
         served = self._served()
-        call, prompt = await self.rooms.reader.read(visit.endpoint, visit.body, served.as_read(), tenant_of(visit.http))
+        tenant = visit.tenant
+        model = served.as_read(tenant.group)
+        call, prompt = await self.rooms.reader.read(visit.endpoint, visit.body, model, tenant.memory)
         self.metrics.read(prompt.how)
         visit.body = b""
         request_id = visit.http[REQUEST_ID]
@@ -228,6 +234,7 @@ class FrontDoor:
             served=served,
             timeline=Timeline(visit.arrived),
             service=service,
+            tenant=tenant.name,
             trace_headers={name: headers[name] for name in TRACE_HEADERS if name in headers},
             telling=telling_of(call, self.next_id(), prompt.num_tokens, unix_s()) if call.dialect else None,
         )
@@ -260,12 +267,6 @@ class FrontDoor:
             return response
         finally:
             self.rooms.accounts.closed(request, status, error, code)
-
-
-def tenant_of(http: web.Request) -> bytes:
-    """Whose prompts are remembered apart from everybody else's: a digest of the API key; b"" for all without one."""
-    key = http.headers.get("Authorization", "")
-    return blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).digest() if key else b""
 
 
 def _for_each_answer(request: Request, next_id: Callable[[], str]) -> list[Request]:
@@ -316,9 +317,9 @@ def build_app(door: FrontDoor, pages: Pages, desk: Desk) -> web.Application:
     app.router.add_get(openapi.PATH, _document(desk))
     for path, answer in desk.ways().items():
         app.router.add_post(path, answer, expect_handler=expected)
-    _add(app, pages.for_clients())
+    _add(app, pages.for_clients() | pages.health())
     if not door.config.metrics_port:
-        _add_operators(app, pages)
+        _add_operators(app, door, pages)
     return app
 
 
@@ -342,14 +343,22 @@ def build_operators_app(door: FrontDoor, pages: Pages) -> web.Application:
         return await _framed(door, request, handler)
 
     app = web.Application(middlewares=[frame])
-    _add_operators(app, pages)
+    _add(app, pages.health())
+    _add_operators(app, door, pages)
     return app
 
 
-def _add_operators(app: web.Application, pages: Pages) -> None:
-    _add(app, pages.for_operators())
+def _add_operators(app: web.Application, door: FrontDoor, pages: Pages) -> None:
+    def guarded(page: Page) -> Page:
+        async def answer(http: web.Request) -> web.StreamResponse:
+            door.keyring.check_operator(http.headers)
+            return await page(http)
+
+        return answer
+
+    _add(app, {path: guarded(page) for path, page in pages.for_operators().items()})
     for path, page in pages.posted_by_operators().items():
-        app.router.add_post(path, page)
+        app.router.add_post(path, guarded(page))
 
 
 def _document(desk: Desk) -> Page:
@@ -369,12 +378,13 @@ def _continue_or_refuse(door: FrontDoor, http: web.Request) -> web.StreamRespons
     if http.headers.get("Expect", "").lower() != "100-continue":
         raise web.HTTPExpectationFailed
     try:
+        door.keyring.tenant(http.headers)
         door.rooms.admission.check()
         check_head(http, door.config.max_body_bytes)
     except ApiError as error:
         door.metrics.rejected(error.code or "invalid", error.status)
         _begin(http)
-        return error_response(error)
+        return error_response(error, body=error_told(http.path, error))
     assert http.transport is not None
     http.transport.write(CONTINUE)
     return None

@@ -19,6 +19,7 @@ from typing import Any, Final, Self
 
 from gateway.classes import AdmissionConfig, ClassConfig, check_classes
 from gateway.errors import ConfigError
+from gateway.keys import TenantConfig, check_digest, check_tenants
 from gateway.plan import PlanConfig
 from planner.decisions.placement import PLACERS
 from transport.control.settings import (
@@ -179,6 +180,11 @@ class Strangers:
         return address in self.trusted_proxies or (_is_address(address) and ip_address(address).is_loopback)
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches who listens there."""
+    return host == "localhost" or (_is_address(host) and ip_address(host).is_loopback)
+
+
 def _is_address(text: str) -> bool:
     try:
         ip_address(text)
@@ -195,6 +201,7 @@ class GatewayConfig:
     that port alone, with descriptors of its own.
     `workers` processes answer on one port, and are one gateway: limits, metrics and records are those of all of them.
     `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS.
+    Without `tenants` nobody needs a key; a gateway that other machines reach then starts only if it is `open`.
     """
 
     tokenizer_dir: Path
@@ -221,6 +228,9 @@ class GatewayConfig:
     strangers: Strangers = field(default_factory=Strangers)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     classes: Mapping[str, ClassConfig] = field(default_factory=dict)
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
+    operator_keys: tuple[str, ...] = ()
+    open: bool = False
 
     def __post_init__(self) -> None:
         for name in ("port", "metrics_port"):
@@ -242,6 +252,14 @@ class GatewayConfig:
         require_one_of("log_level", self.log_level, LOG_LEVELS)
         require(self.threshold_tokens >= 0, "threshold_tokens", self.threshold_tokens, "a number of at least 0")
         check_classes(self.classes, self.admission.default_class)
+        check_tenants(self.tenants)
+        for key in self.operator_keys:
+            check_digest("operator_keys", key)
+        if not (self.tenants or self.open or is_loopback(self.host)):
+            raise SettingsError(
+                f"host = {self.host!r}: others than this machine reach it, and nobody needs a key: "
+                "add [gateway.tenants.NAME] (`prfaas key` makes keys), or say open = true"
+            )
         missing = [name for name in IDENTITY_KEYS if getattr(self, name) is None]
         if missing and len(missing) < len(IDENTITY_KEYS):
             raise SettingsError(f"{missing[0]} is missing: {', '.join(IDENTITY_KEYS)} go together")
@@ -267,7 +285,9 @@ class GatewayConfig:
 
 
 DIVIDED: Final = ("max_connections", "max_connections_per_address", "max_bodies_per_address", "max_receiving_bytes")
-CHANGEABLE: Final = ("threshold_tokens", "max_in_flight", "max_waiting", "log_level", "admission", "classes")
+CHANGEABLE: Final = (
+    "threshold_tokens", "max_in_flight", "max_waiting", "log_level", "admission", "classes", "tenants", "operator_keys",
+)  # fmt: skip
 CHANGEABLE_ROUTING: Final = (
     "prefill_tokens_per_s", "tie_share", "placement", "balancing_ratio", "home_cluster", "cross_cluster_cache",
     "fetch_bytes_per_s", "increment_tokens", "decode_prefill_share", "decode_load_slack", "by_total_length",

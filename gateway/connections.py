@@ -20,7 +20,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from gateway.config import Strangers
-from gateway.errors import ApiError, Overloaded
+from gateway.errors import ApiError, Overloaded, Unauthorised
 from gateway.metrics import Metrics
 from planner.decisions.admission import spread_s
 
@@ -319,6 +319,8 @@ def error_response(error: ApiError, tie: float = 0.0, body: bytes | None = None)
         headers["retry-after-ms"] = str(max(1, round(1000 * retry_after_s)))  # OpenAI's clients read this one first
     if error.status in (429, 503) and error.code:
         headers["x-prfaas-rejected"] = error.code
+    if isinstance(error, Unauthorised):
+        headers["WWW-Authenticate"] = f'{error.scheme} realm="prfaas"'
     if error.is_final:
         headers["x-should-retry"] = "false"  # as the OpenAI clients read it
     return web.Response(status=error.status, body=error.body() if body is None else body, headers=headers)

@@ -3,7 +3,7 @@
 Nothing is routed, there is no KVCache to speak of; but a place among those served is taken.
 """
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
@@ -15,6 +15,7 @@ from gateway.admit import Admission
 from gateway.clusters import Clusters
 from gateway.connections import JSON
 from gateway.errors import ApiError, BadRequest, LegFailed, Unavailable
+from gateway.keys import Tenant
 from gateway.legs import Legs
 from gateway.metrics import Metrics
 from gateway.node import Node
@@ -34,7 +35,7 @@ _FIELDS: Final = msgspec.json.Decoder(dict[str, Raw])
 
 
 class Desk:
-    """Answers at once. `tenant_of` says whose prompts are remembered together; `clock` is the gateway's."""
+    """Answers at once, to whom `tenant_of` knows; `clock` is the gateway's."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class Desk:
         clusters: Clusters,
         legs: Legs,
         metrics: Metrics,
-        tenant_of: Callable[[web.Request], bytes],
+        tenant_of: Callable[[Mapping[str, str]], Tenant],
         clock: Callable[[], float],
     ) -> None:
         self._admission = admission
@@ -74,30 +75,29 @@ class Desk:
     async def _count(self, http: web.Request) -> web.Response:
         """How many tokens a message's prompt has, however long a context the model has."""
         with self._counted():
-            body, model = await self._received(http)
+            tenant, body, model = await self._received(http)
             with self._place():
                 unbounded = msgspec.structs.replace(model, max_model_len=ANY_LENGTH)
-                asked = self._reader.read(Endpoint.COUNT_TOKENS, body, unbounded, self._tenant_of(http))
+                asked = self._reader.read(Endpoint.COUNT_TOKENS, body, unbounded, tenant.memory)
                 _, prompt = await asked
         return _json(msgspec.json.encode({"input_tokens": prompt.num_tokens}))
 
     async def _tokenise(self, http: web.Request) -> web.Response:
         with self._counted():
-            body, model = await self._received(http, MAX_BODY_BYTES)
-            tenant = self._tenant_of(http)
+            tenant, body, model = await self._received(http, MAX_BODY_BYTES)
             with self._place():
-                return _json(await self._reader.think(lambda memory: tokens_of(body, model, memory, tenant)))
+                return _json(await self._reader.think(lambda memory: tokens_of(body, model, memory, tenant.memory)))
 
     async def _detokenise(self, http: web.Request) -> web.Response:
         with self._counted():
-            body, model = await self._received(http, MAX_BODY_BYTES)
+            _, body, model = await self._received(http, MAX_BODY_BYTES)
             with self._place():
                 return _json(await self._reader.think(lambda memory: text_of(body, model, memory.tokenizer)))
 
     async def _pass_on(self, http: web.Request) -> web.Response:
         """What a decode node's engine answers to the same."""
         with self._counted():
-            body, model = await self._received(http)
+            _, body, model = await self._received(http)
             asked = _for_engine(body, model)
             with self._place():
                 node = self._node()
@@ -110,15 +110,16 @@ class Desk:
                 raise ApiError(404, message, code="endpoint_not_served")
             return web.Response(status=status, body=told, headers={"Content-Type": kind})
 
-    async def _received(self, http: web.Request, max_bytes: int | None = None) -> tuple[bytes, Model]:
-        """The body, and the model that it is about. Raises ApiError."""
+    async def _received(self, http: web.Request, max_bytes: int | None = None) -> tuple[Tenant, bytes, Model]:
+        """Who asks, the body, and the model that it is about. Raises ApiError."""
+        tenant = self._tenant_of(http.headers)
         self._admission.check()
         body = await self._receiver.receive(http)
         if max_bytes is not None and len(body) > max_bytes:
             raise too_large(max_bytes)
         if self._clusters.served is None:
             raise Unavailable("No node has reported its model yet.", "no_model")
-        return body, self._clusters.served.as_read()
+        return tenant, body, self._clusters.served.as_read()
 
     def _node(self) -> Node:
         """The decode node with the fewest requests. Raises Unavailable."""

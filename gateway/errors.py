@@ -6,6 +6,7 @@ GatewayError
 ├── WorkersFail               processes of the gateway end as often as they are started
 ├── ApiError                  becomes the client's answer, in OpenAI's shape
 │   ├── BadRequest            400: the client's own mistake, `param` names the field
+│   ├── Unauthorised          401: no key, or one that nobody here has
 │   ├── Overloaded            429: too many requests in flight, or too much from one address
 │   ├── Unavailable           503: nothing can serve this now, `retry_after_s` says when to ask again
 │   ├── ReaderDied            500: the process that read the body did not survive it
@@ -83,6 +84,14 @@ class BadRequest(ApiError):
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(400, message, param=param, code=code)
+
+
+class Unauthorised(ApiError):
+    """Whoever asks must show a key. `scheme` is how (WWW-Authenticate, RFC 9110): browsers ask their user for Basic."""
+
+    def __init__(self, message: str, code: str, *, scheme: str = "Bearer") -> None:
+        super().__init__(401, message, code=code)
+        self.scheme = scheme
 
 
 class Overloaded(ApiError):

@@ -15,6 +15,7 @@ from gateway.console.pages import Console, Page
 from gateway.decide import Decider
 from gateway.errors import ApiError, BadRequest, Unavailable
 from gateway.flows import merged
+from gateway.keys import Keyring
 from gateway.links import Links
 from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.offered import LoadReport
@@ -49,6 +50,7 @@ class Pages:
         siblings: Siblings | None,
         console: Console,
         clock: Callable[[], float],
+        keyring: Keyring,
         started_at: int,
     ) -> None:
         self._clusters = clusters
@@ -63,14 +65,15 @@ class Pages:
         self._siblings = siblings
         self._console = console
         self._clock = clock
+        self._keyring = keyring
         self._started_at = started_at
 
     def for_clients(self) -> dict[str, Page]:
         """By path."""
-        return {"/v1/models": self._models, "/v1/models/{name:.+}": self._model, **self._health()}
+        return {"/v1/models": self._models, "/v1/models/{name:.+}": self._model}
 
     def for_operators(self) -> dict[str, Page]:
-        """By path; /health is there as well, for ports that are watched alone."""
+        """By path."""
         own: dict[str, Page] = {
             "/metrics": self._prometheus,
             "/prfaas/requests": self._requests,
@@ -78,23 +81,26 @@ class Pages:
             "/prfaas/links": self._all_links,
             "/prfaas/load": self._all_load,
         }
-        return own | self._health() | self._console.to_get(self._news, _sequence)
+        return own | self._console.to_get(self._news, _sequence)
 
     def posted_by_operators(self) -> dict[str, Page]:
         """What operators POST, by path."""
         return self._console.to_post()
 
-    def _health(self) -> dict[str, Page]:
+    def health(self) -> dict[str, Page]:
+        """By path: for anybody, on every port, as each may be watched alone."""
         alive: dict[str, Page] = dict.fromkeys(("/livez", "/liveness", "/ping"), self._alive)
         return alive | dict.fromkeys(("/health", "/healthz", "/readyz", "/readiness"), self._ready)
 
     async def _models(self, http: web.Request) -> web.Response:
+        self._keyring.tenant(http.headers)
         served = self._clusters.served
         return json_response(
             {"object": "list", "data": [self._card(served.name, served.max_model_len)] if served else []}
         )
 
     async def _model(self, http: web.Request) -> web.Response:
+        self._keyring.tenant(http.headers)
         served, name = self._clusters.served, http.match_info["name"]
         if served is None or name not in (served.name, served.model_id):
             raise ApiError(404, f"The model '{name}' does not exist.", param="model", code="model_not_found")
@@ -118,7 +124,9 @@ class Pages:
         if workers.get(State.WITHOUT_NODES):  # the port is theirs, too
             raise Unavailable("A worker of this gateway sees no decode node that is ready.", "worker_not_ready")
         states = {node.id: node.state for node in self._clusters.nodes}
-        health = {"status": "ok", "nodes_ready": list(states.values()).count("ready"), "nodes": states}
+        health: dict[str, object] = {"status": "ok", "nodes_ready": list(states.values()).count("ready")}
+        if not self._keyring.has_tenants or self._keyring.is_operator(http.headers):
+            health["nodes"] = states
         return json_response(health | {"workers_ready": workers.get(State.READY, 0)} if workers else health)
 
     async def _prometheus(self, http: web.Request) -> web.Response:

@@ -83,6 +83,7 @@ class Request:
     served: ServedModel
     timeline: Timeline
     service: ServiceClass = UNPROMISED
+    tenant: str = ""  # whose it is; "" where nobody needs a key
     trace_headers: dict[str, str] = field(default_factory=dict)
     telling: Telling | None = None  # None: the client speaks as engines do
     route: Route | None = None
@@ -151,6 +152,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str
     stream: bool
     service_class: str
+    tenant: str
     route: str
     target: str
     reason: str
@@ -200,6 +202,7 @@ def record_of(request: Request, seq: int, status: int, error: str = "") -> Reque
         endpoint=request.call.dialect or request.call.endpoint,
         stream=request.call.stream,
         service_class=request.service.name,
+        tenant=request.tenant,
         route=request.route_label,
         target=str(route.target) if route else "none",
         reason=request.reason_label,

@@ -14,7 +14,7 @@ from typing import Final
 from gateway.accounts import Accounts
 from gateway.admit import Admission
 from gateway.agent import AgentClient
-from gateway.app import FrontDoor, Rooms, build_app, build_operators_app, straight_ways, tenant_of
+from gateway.app import FrontDoor, Rooms, build_app, build_operators_app, straight_ways
 from gateway.board import State
 from gateway.classes import Classes
 from gateway.clusters import Clusters
@@ -91,6 +91,7 @@ class Gateway:
         self.refusals.configure(possible)
         self.line.configure(possible.max_waiting, possible.admission.ageing_s)
         self.door.classes = Classes(possible.classes, possible.admission.default_class)
+        self.door.keyring.configure(possible.tenants, possible.operator_keys)
         logging.getLogger().setLevel(possible.log_level.upper())
         self.config = possible
         return possible.differences(config)
@@ -239,13 +240,14 @@ async def running(
             siblings,
             console,
             clock,
+            door.keyring,
             int(datetime.now(UTC).timestamp()),
         )
         if siblings is not None:  # the others serve meanwhile; who comes here first should be served, too
             await clusters.wait_for(lambda: clusters.is_ready, NODES_S)
         idle_s, is_shared = strangers.idle_s, siblings is not None
         port = config.port if seat.port is None else seat.port
-        desk = Desk(admission, rooms.receiver, rooms.reader, clusters, legs, metrics, tenant_of, clock)
+        desk = Desk(admission, rooms.receiver, rooms.reader, clusters, legs, metrics, door.keyring.tenant, clock)
         app, straight = build_app(door, pages, desk), straight_ways(door)
         clients = await Listener.start(app, gates[0], config.host, port, idle_s, straight=straight, is_shared=is_shared)
         stack.push_async_callback(clients.close)

@@ -1,6 +1,7 @@
 """Asks a running gateway what operators may know, for the commands that show it."""
 
 import json
+import os
 from collections.abc import Mapping
 from http.client import HTTPException, InvalidURL
 from typing import Any, Final
@@ -11,6 +12,7 @@ from urllib.request import Request, urlopen
 from prfaas.errors import AskError
 
 TIMEOUT_S: Final = 10.0
+KEY_VARIABLE: Final = "PRFAAS_OPERATOR_KEY"  # where gateways ask operators for one
 NEVER: Final[Mapping[str, str]] = {}
 
 
@@ -21,7 +23,8 @@ class Gateway:
         if not url.startswith(("http://", "https://")):
             raise AskError(f"--url {url}: must be an http(s) URL")
         self.url = url.rstrip("/")
-        self._headers = dict(headers)
+        key = os.environ.get(KEY_VARIABLE)
+        self._headers = {**({"Authorization": f"Bearer {key}"} if key else {}), **headers}
 
     def get(self, path: str, **query: object) -> Any:
         """What it answers at `path`, as JSON."""

@@ -1,4 +1,4 @@
-"""The command line: `prfaas demo|up|init|check|gateway|node|explain|top|flows|convert|certificates|model`."""
+"""The command line: `prfaas demo|up|init|check|gateway|node|explain|top|flows|convert|key|certificates|model`."""
 
 import argparse
 import asyncio
@@ -15,7 +15,15 @@ from rich.console import Console
 
 import prfaas
 from node.command_line import add_node_arguments, config_from, split_engine_args
-from prfaas.errors import CertificateError, CheckError, ConversionError, InitError, PrfaasError, TopologyError
+from prfaas.errors import (
+    CertificateError,
+    CheckError,
+    ConversionError,
+    InitError,
+    KeyNameError,
+    PrfaasError,
+    TopologyError,
+)
 from transport.control.settings import mapped
 
 if TYPE_CHECKING:
@@ -47,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"prfaas {arguments.command}: {exc}", file=sys.stderr)
         return (
             EXIT_BAD_CONFIG
-            if isinstance(exc, TopologyError | CertificateError | ConversionError | CheckError | InitError)
+            if isinstance(
+                exc, TopologyError | CertificateError | ConversionError | CheckError | InitError | KeyNameError
+            )
             else EXIT_FAILED
         )
     except KeyboardInterrupt:
@@ -106,6 +116,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_flows(commands.add_parser("flows", help="follow what goes over links, and why"))
     _add_convert(commands.add_parser("convert", help="have a node of a PD cluster change its role, while it serves"))
+
+    key = commands.add_parser("key", help="make an API key, for a tenant of a gateway or for its operators")
+    key.add_argument("tenant", metavar="TENANT", help="whose it is; operator: for metrics, records and the console")
+    key.set_defaults(run=_key)
 
     certificates = commands.add_parser(
         "certificates", help="make an authority of your own and certificates for nodes and gateways"
@@ -466,6 +480,13 @@ def _holder(text: str) -> "Holder":
         return holder(text)
     except ValueError as exc:
         raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
+def _key(arguments: argparse.Namespace) -> int:
+    from prfaas.keys import make_and_tell
+
+    make_and_tell(arguments.tenant, print)
+    return 0
 
 
 def _certificates(arguments: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ PrfaasError            printed without a traceback
 ├── CertificateError   certificates cannot be made there
 ├── ConversionError    a node cannot be asked to change its role, or should not be
 ├── AskError           no gateway answers there, or it refuses
+├── KeyNameError       no tenant can have that name
 ├── InitError          the answers make no system, or its files cannot be written
 ├── CheckError         there is no file that says whom to ask
 └── StartError         a process did not come up, or a port is taken
@@ -29,6 +30,10 @@ class ConversionError(PrfaasError):
 
 class AskError(PrfaasError):
     """Names the address and what came from there."""
+
+
+class KeyNameError(PrfaasError):
+    """Names what is no name."""
 
 
 class InitError(PrfaasError):

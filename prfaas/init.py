@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from gateway.keys import digest_of
 from prfaas.certificates import GATEWAY_NAME, Holder, issue
 from prfaas.errors import InitError
+from prfaas.keys import new_key
 
 HERE: Final = "127.0.0.1"
 ENGINES: Final = ("embedded", "vllm")
@@ -80,21 +82,22 @@ def members(site: Site) -> list[Member]:
     return found
 
 
-def files(site: Site) -> dict[str, str]:
-    """What to write: names and contents."""
+def files(site: Site, key_digest: str = "") -> dict[str, str]:
+    """What to write: names and contents. Who reaches a gateway from another machine needs the key of this digest."""
     if site.is_one_machine:  # whose files all lie here
         return {"prfaas.toml": _topology(replace(site, model=str(Path(site.model).absolute())))}
     nodes = members(site)
     return {
         **{f"{node.name}.toml": _node_file(site, node) for node in nodes},
-        "gateway.toml": _gateway_file(site, nodes),
+        "gateway.toml": _gateway_file(site, nodes, key_digest),
         "START.md": _start(site, nodes),
     }
 
 
 def init(site: Site, folder: Path, overwrite: bool, say: Callable[[str], None]) -> None:
     """Writes them, with certificates if they are asked for. Raises InitError, CertificateError."""
-    contents = files(site)
+    key = "" if site.gateway == HERE else new_key()
+    contents = files(site, digest_of(key) if key else "")
     there = sorted(name for name in contents if (folder / name).exists())
     if there and not overwrite:
         raise InitError(f"{folder}: {', '.join(there)}: already there; --overwrite replaces them")
@@ -107,6 +110,8 @@ def init(site: Site, folder: Path, overwrite: bool, say: Callable[[str], None]) 
     if site.tls and not site.is_one_machine:  # `prfaas up` makes its own
         issue(folder / "certificates", _holders(site), days=365)
     say(f"wrote {', '.join(contents)} to {folder}")
+    if key:
+        say(f"API key, shown this once, of tenant 'first' and of operators: {key}")
     for line in _next_steps(site, folder):
         say(line)
 
@@ -184,7 +189,7 @@ def _node_file(site: Site, node: Member) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _gateway_file(site: Site, nodes: Sequence[Member]) -> str:
+def _gateway_file(site: Site, nodes: Sequence[Member], key_digest: str) -> str:
     lines = [
         f"# The gateway: on {site.gateway}, run `prfaas gateway -c gateway.toml`.",
         "# Nodes may start before or after it, and come and go.",
@@ -198,6 +203,15 @@ def _gateway_file(site: Site, nodes: Sequence[Member]) -> str:
         ),
         *(_identity(GATEWAY_NAME) if site.tls else []),
     ]
+    if key_digest:
+        lines += [
+            _pair_of_keys(
+                "operator_keys", key_digest, "for metrics, records and the console; prfaas key operator makes more"
+            ),
+            "",
+            "[gateway.tenants.first]                  # prfaas key NAME makes keys for more",
+            _pair_of_keys("keys", key_digest, "digests: the key itself was shown once"),
+        ]
     for node in nodes:
         lines += ["", "[[gateway.nodes]]", _pair("agent", f"{node.host}:{PORTS['control_port'][0] + node.nth}")]
         lines += [_pair("name", node.name, "what its certificate must carry")] if site.tls else []
@@ -234,6 +248,10 @@ def _pair(key: str, value: str | int, why: str = "") -> str:
     shown = str(value) if isinstance(value, int) else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     line = f"{key} = {shown}"
     return f"{line:<40} # {why}" if why else line
+
+
+def _pair_of_keys(name: str, digest: str, why: str) -> str:
+    return f'{name} = ["{digest}"]  # {why}'
 
 
 Ask = Callable[[str, str], str]

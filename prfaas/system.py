@@ -296,7 +296,7 @@ async def _nodes_ready(session: aiohttp.ClientSession, api_url: str) -> int:
             health = await answer.json()
     except (aiohttp.ClientError, ValueError):
         return 0
-    return sum(state == "ready" for state in health.get("nodes", {}).values())
+    return int(health.get("nodes_ready", 0))
 
 
 def _without_defaults(config: NodeConfig) -> Mapping[str, Any]:

@@ -152,7 +152,7 @@ def _with_paths(table: Any, directory: Path) -> Any:
         return table
     paths = {
         key: str(directory / table[key])
-        for key in ("path", "profile", "token_file", *IDENTITY_KEYS)
+        for key in ("path", "profile", "token_file", "gateway_key_file", *IDENTITY_KEYS)
         if isinstance(table.get(key), str)
     }
     return {**table, **paths}

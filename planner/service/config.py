@@ -39,7 +39,8 @@ class ApplyMode(StrEnum):
 class ServiceConfig:
     """`[plan]`. `time_scale`, `token_scale` and `byte_scale` are those of a system that stands in for the profile's model.
 
-    `token_file` holds a secret that everybody must show who asks; needed where other hosts reach the port. `certificate`, `key`
+    `token_file` holds a secret that everybody must show who asks; needed where other hosts reach the port. `gateway_key_file`
+    holds an operator's key of the gateways, where they ask for one. `certificate`, `key`
     and `authority` are for nodes that ask for mutual TLS before they convert.
     `conversions` lets plans move nodes between prefill and decode. A node has `drain_timeout_s` to end what it does.
     """
@@ -53,6 +54,7 @@ class ServiceConfig:
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     token_file: Path | None = None
+    gateway_key_file: Path | None = None
     certificate: Path | None = None
     key: Path | None = None
     authority: Path | None = None
@@ -109,16 +111,24 @@ class ServiceConfig:
         )
 
     def token(self) -> str:
-        """The secret, "" without one. Raises InputError."""
-        if self.token_file is None:
-            return ""
-        try:
-            text = self.token_file.read_text().strip()
-        except OSError as exc:
-            raise InputError(f"[plan]: token_file: {exc}") from exc
-        if not text:
-            raise InputError(f"[plan]: token_file: {self.token_file} is empty")
-        return text
+        """The secret that who asks must show, "" without one. Raises InputError."""
+        return _secret("token_file", self.token_file)
+
+    def gateway_key(self) -> str:
+        """What gateways ask for, "" without one. Raises InputError."""
+        return _secret("gateway_key_file", self.gateway_key_file)
+
+
+def _secret(name: str, file: Path | None) -> str:
+    if file is None:
+        return ""
+    try:
+        text = file.read_text().strip()
+    except OSError as exc:
+        raise InputError(f"[plan]: {name}: {exc}") from exc
+    if not text:
+        raise InputError(f"[plan]: {name}: {file} is empty")
+    return text
 
 
 def _is_loopback(host: str) -> bool:

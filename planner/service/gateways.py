@@ -18,11 +18,12 @@ _DECODER: Final = msgspec.json.Decoder(GatewayLoad)
 class Gateways:
     """All of them; `urls` may change while it runs. `answers` says what each came to at the last poll."""
 
-    def __init__(self, urls: tuple[str, ...], timeout_s: float) -> None:
+    def __init__(self, urls: tuple[str, ...], timeout_s: float, operator_key: str = "") -> None:
         self.urls = urls
         self.answers: dict[str, str] = {}
         self.failed: Counter[str] = Counter()
         self._timeout_s = timeout_s
+        self._headers = {"Authorization": f"Bearer {operator_key}"} if operator_key else {}
 
     async def poll(self, http: aiohttp.ClientSession, readings: Readings) -> list[GatewayLoad]:
         """Asks all of them at once and tells `readings`; who does not answer in time is left out, and counted."""
@@ -39,7 +40,9 @@ class Gateways:
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
-                http.get(f"{url.rstrip('/')}/prfaas/load", params=query, allow_redirects=False) as answer,
+                http.get(
+                    f"{url.rstrip('/')}/prfaas/load", params=query, headers=self._headers, allow_redirects=False
+                ) as answer,
             ):
                 answer.raise_for_status()
                 load = _DECODER.decode(await read_bounded(answer.content.iter_any(), MAX_LOAD_BYTES))

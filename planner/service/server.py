@@ -62,7 +62,7 @@ async def leading(
         except OSError as exc:
             raise InputError(f"{config.state_dir} cannot be written to: {exc}") from exc
         keeper = Keeper(
-            config, store, ledger, gateways or Gateways(config.gateways, config.poll_timeout_s),
+            config, store, ledger, gateways or Gateways(config.gateways, config.poll_timeout_s, config.gateway_key()),
             converter or AgentConverter(config.drain_timeout_s, config.identity), asyncio.get_running_loop().time, _wall,
         )  # fmt: skip
         http = await stack.enter_async_context(aiohttp.ClientSession())
@@ -83,7 +83,7 @@ async def serve(
     config: ServiceConfig, announce: Callable[[str], None], read_again: Callable[[], ServiceConfig]
 ) -> None:
     """Serves until SIGTERM or SIGINT. SIGHUP has the gateways read again, before it leads, too. Raises InputError."""
-    gateways, loop = Gateways(config.gateways, config.poll_timeout_s), asyncio.get_running_loop()
+    gateways, loop = Gateways(config.gateways, config.poll_timeout_s, config.gateway_key()), asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGHUP, _reload, gateways, read_again)
     serving = asyncio.create_task(_serve(config, gateways, announce))
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from gateway.config import load as load_gateway
+from gateway.keys import Keyring
 from node.config import load_node_config
 from prfaas.errors import InitError
 from prfaas.init import QUESTIONS, Site, asked, files, init, members, site_of
@@ -32,8 +33,12 @@ def test_one_machine_gets_one_file_that_up_takes(tmp_path: Path) -> None:
 
 
 def test_several_machines_get_a_file_for_each_process(tmp_path: Path) -> None:
-    write(SEVERAL, tmp_path)
+    said = write(SEVERAL, tmp_path)
     gateway = load_gateway(tmp_path / "gateway.toml")
+    (key,) = [line.rpartition(" ")[2] for line in said if line.startswith("API key")]
+    keyring = Keyring(gateway.tenants, gateway.operator_keys)
+    assert keyring.tenant({"Authorization": f"Bearer {key}"}).name == "first"
+    assert keyring.is_operator({"Authorization": f"Bearer {key}"})
     assert [node.agent for node in gateway.nodes] == [
         "10.1.0.1:7001", "10.1.0.2:7001", "10.0.0.2:7001", "10.0.0.2:7002", "d.lan:7001",
     ]  # fmt: skip

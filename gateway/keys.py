@@ -1,0 +1,150 @@
+"""Who may ask: API keys, of which only digests are kept, and whose they are.
+
+[gateway.tenants.acme]
+keys = ["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]   # as `prfaas key` prints them
+group = "acme"                                     # shares KVCache with the tenants of this group; default: with nobody
+
+Without tenants everybody may ask, and prompts share one cache. With them each request needs a key, and operators' pages
+one of `operator_keys`.
+"""
+
+import base64
+import binascii
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b, sha256
+from typing import Final
+
+from gateway.errors import BadRequest, Unauthorised
+from transport.control.settings import require
+
+NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+API_KEY_HEADER: Final = "x-api-key"  # of Anthropic's clients
+MEMORY_BYTES: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantConfig:
+    """`[gateway.tenants.NAME]`. `keys` are SHA-256 digests in hexadecimal; several while one replaces another."""
+
+    keys: tuple[str, ...]
+    group: str = ""
+
+    def __post_init__(self) -> None:
+        require(bool(self.keys), "keys", self.keys, "at least one SHA-256 digest of a key")
+        for key in self.keys:
+            check_digest("keys", key)
+        require(not self.group or bool(NAME.fullmatch(self.group)), "group", self.group, WHAT_NAMES_ARE)
+
+
+WHAT_NAMES_ARE: Final = "a name of letters, digits, '.', '_' and '-', 64 at most"
+
+
+def check_digest(name: str, key: str) -> None:
+    """Raises SettingsError for what is no digest: a key itself, above all."""
+    require(bool(DIGEST.fullmatch(key)), name, "…", "a list of SHA-256 digests, 64 lower-case hex digits each")
+
+
+def check_tenants(tenants: Mapping[str, TenantConfig]) -> None:
+    """Raises SettingsError for names that are none, and keys that two have."""
+    for name in tenants:
+        require(bool(NAME.fullmatch(name)), "tenants", name, WHAT_NAMES_ARE)
+    keys = [key for each in tenants.values() for key in each.keys]
+    require(len(set(keys)) == len(keys), "keys", "…", "each key with one tenant")
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Whose a request is. `group` is who shares KVCache with it; `memory` whose prompts are remembered beside its own."""
+
+    name: str = ""
+    group: str = ""
+    memory: bytes = b""
+
+
+class Keyring:
+    """The keys of a gateway's file, which may change while it runs."""
+
+    def __init__(self, tenants: Mapping[str, TenantConfig], operator_keys: Sequence[str]) -> None:
+        self.configure(tenants, operator_keys)
+
+    def configure(self, tenants: Mapping[str, TenantConfig], operator_keys: Sequence[str]) -> None:
+        """What holds from the next request on."""
+        self._tenants = {
+            key: Tenant(name, group, blake2b(group.encode(), digest_size=MEMORY_BYTES).digest())
+            for name, each in tenants.items()
+            for group in [each.group or name]
+            for key in each.keys
+        }
+        self._operators = frozenset(operator_keys)
+
+    @property
+    def has_tenants(self) -> bool:
+        return bool(self._tenants)
+
+    def tenant(self, headers: Mapping[str, str]) -> Tenant:
+        """Whose key a client shows. Raises Unauthorised."""
+        authorisation = headers.get("Authorization", "")
+        if not self._tenants:
+            return Tenant(memory=_digest(authorisation)) if authorisation else EVERYBODY
+        key = bearer(authorisation) or headers.get(API_KEY_HEADER, "")
+        if not key:
+            raise Unauthorised(
+                "You didn't provide an API key: send it as `Authorization: Bearer KEY`.", "missing_api_key"
+            )
+        found = self._tenants.get(digest_of(key))  # by digest: how long this takes says nothing of the key
+        if found is None:
+            raise Unauthorised("Incorrect API key provided.", "invalid_api_key")
+        return found
+
+    def named(self, name: str) -> Tenant:
+        """The tenant of that name, for an operator who asks what would become of its request; "" for none. Raises BadRequest."""
+        found = next((each for each in self._tenants.values() if each.name == name), EVERYBODY)
+        if found.name != name:
+            raise BadRequest(f"There is no tenant '{name}'.", param="tenant", code="unknown_tenant")
+        return found
+
+    def is_operator(self, headers: Mapping[str, str]) -> bool:
+        """Whether an operator's key is shown: as a bearer's, or as the password that a browser asks for."""
+        key = bearer(authorisation := headers.get("Authorization", "")) or password(authorisation)
+        return bool(key) and digest_of(key) in self._operators
+
+    def check_operator(self, headers: Mapping[str, str]) -> None:
+        """Raises Unauthorised for who may not see operators' pages."""
+        if not (self._operators or self._tenants) or self.is_operator(headers):
+            return
+        missing = "" if self._operators else " The gateway's file has no operator_keys."
+        raise Unauthorised(
+            f"This page is for operators: show one of their keys.{missing}", "operators_only", scheme="Basic"
+        )
+
+
+EVERYBODY: Final = Tenant()
+
+
+def digest_of(key: str) -> str:
+    """What is kept of a key, in hexadecimal."""
+    return sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def bearer(authorisation: str) -> str:
+    """The key in an Authorization header (RFC 6750); "" without one."""
+    scheme, _, key = authorisation.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def password(authorisation: str) -> str:
+    """The password in an Authorization header (RFC 7617), whoever it is of; "" without one."""
+    scheme, _, both = authorisation.partition(" ")
+    if scheme.lower() != "basic":
+        return ""
+    try:
+        return base64.b64decode(both.strip(), validate=True).decode().partition(":")[2]
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
+
+
+def _digest(authorisation: str) -> bytes:
+    return blake2b(authorisation.encode("utf-8", "surrogateescape"), digest_size=MEMORY_BYTES).digest()
