@@ -15,6 +15,7 @@ from rich.console import Console
 
 import prfaas
 from node.command_line import add_node_arguments, config_from, split_engine_args
+from prfaas.argument_types import header, seconds, within
 from prfaas.errors import (
     CertificateError,
     CheckError,
@@ -24,14 +25,12 @@ from prfaas.errors import (
     PrfaasError,
     TopologyError,
 )
-from transport.control.settings import mapped
+from prfaas.preparing import STATE_DIR, add_preparations
 
 if TYPE_CHECKING:
-    from prfaas.certificates import Holder
     from prfaas.system import System
     from prfaas.topology import Topology
 
-STATE_DIR = Path(".prfaas")
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
 EXIT_INTERRUPTED = 130
@@ -75,13 +74,13 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="start two clusters here, replay a real trace, check every claim, end")
     _add_topology(demo)
     demo.add_argument(
-        "--requests", type=_within(1, 110), default=110, metavar="N", help="how many of the 110 trace rows to replay"
+        "--requests", type=within(1, 110), default=110, metavar="N", help="how many of the 110 trace rows to replay"
     )
     demo.set_defaults(run=_demo)
 
     up = commands.add_parser("up", help="start a gateway and its clusters on this machine and leave them running")
     _add_topology(up)
-    up.add_argument("--port", type=_within(0, 65535), metavar="PORT", help="the API's port, instead of the file's")
+    up.add_argument("--port", type=within(0, 65535), metavar="PORT", help="the API's port, instead of the file's")
     up.set_defaults(run=_up)
 
     gateway = commands.add_parser("gateway", help="run one gateway")
@@ -89,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         "-c", "--config", required=True, metavar="FILE.toml", help="configuration with a [gateway] table"
     )
     gateway.add_argument(
-        "--workers", type=_within(1, 64), metavar="N", help="processes that answer on its port, instead of the file's"
+        "--workers", type=within(1, 64), metavar="N", help="processes that answer on its port, instead of the file's"
     )
     gateway.set_defaults(run=_gateway)
 
@@ -98,7 +97,6 @@ def _parser() -> argparse.ArgumentParser:
     node.set_defaults(run=_node)
 
     _add_explain(commands.add_parser("explain", help="say where a request would go now, and why; nothing is sent"))
-    _add_init(commands.add_parser("init", help="write commented files for a first system, on one machine or several"))
     check = commands.add_parser(
         "check", help="ask a gateway's nodes what they are, and whether everybody reaches whom they must"
     )
@@ -117,22 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_flows(commands.add_parser("flows", help="follow what goes over links, and why"))
     _add_convert(commands.add_parser("convert", help="have a node of a PD cluster change its role, while it serves"))
 
-    key = commands.add_parser("key", help="make an API key, for a tenant of a gateway or for its operators")
-    key.add_argument("tenant", metavar="TENANT", help="whose it is; operator: for metrics, records and the console")
-    key.set_defaults(run=_key)
-
-    certificates = commands.add_parser(
-        "certificates", help="make an authority of your own and certificates for nodes and gateways"
-    )
-    certificates.add_argument(
-        "names", nargs="+", type=_holder, metavar="NAME[=HOST,...]",
-        help="a node_id, or gateway; HOSTs are names and addresses under which it is reached",
-    )  # fmt: skip
-    certificates.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the files are and go")
-    certificates.add_argument("--days", type=_within(1, 3650), default=365, metavar="N", help="how long they are good")
-    certificates.set_defaults(run=_certificates)
-
-    _add_model(commands.add_parser("model", help="build a tiny model of a real hybrid architecture, offline"))
+    add_preparations(commands)
     return parser
 
 
@@ -158,38 +141,21 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument("file", nargs="?", metavar="FILE", help="the request's JSON body; - or nothing: standard input")
     asked.add_argument("--prompt", metavar="TEXT", help="a prompt instead")
-    asked.add_argument("--tokens", type=_within(1, 10**6), metavar="N", help="so many tokens that nobody has cached")
+    asked.add_argument("--tokens", type=within(1, 10**6), metavar="N", help="so many tokens that nobody has cached")
     parser.add_argument("--model", metavar="NAME", help="with --prompt and --tokens (default: the one that is served)")
     parser.add_argument("--endpoint", metavar="PATH", help="where the body would be sent, if it does not show")
     parser.add_argument(
-        "-H", "--header", action="append", type=_header, default=[], metavar="NAME:VALUE",
+        "-H", "--header", action="append", type=header, default=[], metavar="NAME:VALUE",
         help="sent as a client would, such as x-prfaas-class:batch; may be repeated",
     )  # fmt: skip
     parser.set_defaults(run=_explain)
-
-
-def _add_init(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="DIR", help="where to write them")
-    parser.add_argument("--model", metavar="DIR", help="the model's directory")
-    parser.add_argument("--engine", choices=["embedded", "vllm"], help="what runs it (default: embedded)")
-    for name, what in (
-        ("decode", "machines that decode"),
-        ("prefill", "machines beside them that prefill, - for none"),
-        ("remote", "machines of the remote prefill cluster, - for none"),
-        ("gateway", "machine of the gateway"),
-    ):
-        parser.add_argument(f"--{name}", metavar="HOST" if name == "gateway" else "HOST,...", help=what)
-    parser.add_argument("--tls", action="store_true", help="certificates for all, KVCache encrypted")
-    parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
-    parser.add_argument("--yes", action="store_true", help="ask nothing: defaults for what is not given")
-    parser.set_defaults(run=_init)
 
 
 def _add_top(parser: argparse.ArgumentParser) -> None:
     _add_gateway(parser)
     parser.add_argument("--once", action="store_true", help="one page, and end")
     parser.add_argument(
-        "--every", type=_seconds, default=1.0, metavar="S", help="between two pages (default: %(default)s)"
+        "--every", type=seconds, default=1.0, metavar="S", help="between two pages (default: %(default)s)"
     )
     parser.set_defaults(run=_top)
 
@@ -214,53 +180,14 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         help="a gateway's file, which says who else is there (default: that of `prfaas up`, %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--drain-timeout", type=_seconds, default=0.0, metavar="S",
+        "--drain-timeout", type=seconds, default=0.0, metavar="S",
         help="after so long it stays what it was (default: the node's drain_timeout_s)",
     )  # fmt: skip
     parser.add_argument(
-        "--verify-timeout", type=_seconds, default=0.0, metavar="S", help="the same for its engine's answer (default: 30)"
+        "--verify-timeout", type=seconds, default=0.0, metavar="S", help="the same for its engine's answer (default: 30)"
     )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="even the last ready node of its role in its cluster")
     parser.set_defaults(run=_convert)
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    build = actions.add_parser("build", help="write a seeded model with a byte-level tokenizer to a directory")
-    build.add_argument(
-        "-c", "--config", type=Path, metavar="FILE.toml", help="take arch and seed from a topology's [model]"
-    )
-    build.add_argument("--arch", help="kimi_linear, qwen3_next, granite_hybrid, lfm2, gemma3 or llama")
-    build.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write it")
-    build.add_argument("--seed", type=int, help="of the random weights (default 0)")
-    build.add_argument("--overwrite", action="store_true", help="replace what is there")
-    build.set_defaults(run=_model_build)
-
-
-def _header(text: str) -> tuple[str, str]:
-    name, colon, value = text.partition(":")
-    if not colon or not name.strip():
-        raise argparse.ArgumentTypeError(f"{text!r}: must be NAME:VALUE")
-    return name.strip(), value.strip()
-
-
-def _within(low: int, high: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not text.isdecimal() or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(f"{text!r}: must be an integer from {low} to {high}")
-        return int(text)
-
-    return number
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 < value <= 86400.0:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds above 0, up to a day")
-    return value
 
 
 def _console() -> Console:
@@ -449,19 +376,6 @@ def _convert(arguments: argparse.Namespace) -> int:
     return run_until_done(convert(wish, arguments.config, _telling(_console())))
 
 
-def _init(arguments: argparse.Namespace) -> int:
-    from prfaas.init import QUESTIONS, asked, init, site_of
-
-    def ask(question: str, default: str) -> str:
-        if arguments.yes or not sys.stdin.isatty():
-            return default
-        return input(f"{question} [{default}]: ")
-
-    site = site_of(asked({key: getattr(arguments, key) for key in QUESTIONS}, ask), arguments.tls)
-    init(site, arguments.folder, arguments.overwrite, print)
-    return 0
-
-
 def _check(arguments: argparse.Namespace) -> int:
     from prfaas.check import check
 
@@ -471,42 +385,6 @@ def _check(arguments: argparse.Namespace) -> int:
 def _hear_no_hang_up() -> None:
     """What runs for long reads its file again on SIGHUP; until it is there to do so, which takes a second, nothing ends it."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-
-def _holder(text: str) -> "Holder":
-    from prfaas.certificates import holder
-
-    try:
-        return holder(text)
-    except ValueError as exc:
-        raise argparse.ArgumentTypeError(str(exc)) from exc
-
-
-def _key(arguments: argparse.Namespace) -> int:
-    from prfaas.keys import make_and_tell
-
-    make_and_tell(arguments.tenant, print)
-    return 0
-
-
-def _certificates(arguments: argparse.Namespace) -> int:
-    from prfaas.certificates import issue_and_tell
-
-    issue_and_tell(arguments.out, arguments.names, arguments.days, print)
-    return 0
-
-
-def _model_build(arguments: argparse.Namespace) -> int:
-    from prfaas.models import build
-    from prfaas.topology import ModelChoice, load_topology
-
-    named = load_topology(arguments.config, STATE_DIR).model if arguments.config else ModelChoice(arch="kimi_linear")
-    with mapped(TopologyError):
-        choice = ModelChoice(
-            arch=arguments.arch or named.arch, seed=named.seed if arguments.seed is None else arguments.seed
-        )
-    build(choice.arch, arguments.out, choice.seed, arguments.overwrite, print)
-    return 0
 
 
 if __name__ == "__main__":

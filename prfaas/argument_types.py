@@ -1,0 +1,34 @@
+"""What arguments of the command line may be."""
+
+import argparse
+from collections.abc import Callable
+
+
+def header(text: str) -> tuple[str, str]:
+    """NAME:VALUE."""
+    name, colon, value = text.partition(":")
+    if not colon or not name.strip():
+        raise argparse.ArgumentTypeError(f"{text!r}: must be NAME:VALUE")
+    return name.strip(), value.strip()
+
+
+def within(low: int, high: int) -> Callable[[str], int]:
+    """Integers from `low` to `high`."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r}: must be an integer from {low} to {high}")
+        return int(text)
+
+    return number
+
+
+def seconds(text: str) -> float:
+    """Above 0, up to a day."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 < value <= 86400.0:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds above 0, up to a day")
+    return value
