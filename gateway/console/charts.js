@@ -71,6 +71,7 @@ export class Chart {
     ctx.save();
     ctx.strokeStyle = ctx.fillStyle = colour;
     ctx.setLineDash([2, 3]);
+    ctx.textAlign = "left";
     for (const mark of this.marks?.() ?? []) {
       if (mark.at < plot.scales.x.min || mark.at > plot.scales.x.max) continue;
       const x = plot.valToPos(mark.at, "x", true);

@@ -131,10 +131,10 @@ export function sampleOf(snapshot, before) {
   };
 }
 
-// Requests that ended, per second, by where their prefill went; `step` seconds to a bin, the last one may be young.
+// Requests that ended, per second, by where their prefill went; `step` seconds to a bin, of those that are over.
 export function split(requests, until, seconds, step) {
   const bins = Math.ceil(seconds / step);
-  const start = (Math.floor(until / step) - bins + 1) * step;
+  const start = (Math.floor(until / step) - bins) * step;
   const times = Array.from({ length: bins }, (_, i) => start + i * step);
   const counts = { remote: times.map(() => 0), local: times.map(() => 0), decode: times.map(() => 0), refused: times.map(() => 0) };
   for (const each of requests) {
@@ -193,8 +193,13 @@ export function phases(record) {
   bar("prefill", line.prefill_start, line.prefill_end);
   bar("transfer", line.prefill_end, line.kv_ready);
   bar("decode", line.first_token, line.last_token);
-  if (line.kv_ready !== undefined) bar("handover", line.kv_ready, line.first_token);
+  if (line.kv_ready !== undefined) bar(record.stream ? "handover" : "decode", line.kv_ready, line.first_token); // a whole answer has no first token
   return { bars: found.sort((a, b) => a.from - b.from), end };
+}
+
+// Until when a request was waited for before anything could be read: its first token, or the KVCache of an answer that came whole.
+export function readyAt(record) {
+  return (record.stream ? record.ttft_s : record.timeline.kv_ready) ?? record.timeline.routed ?? 0;
 }
 
 // KVCache bytes of requests that crossed between clusters, by whatever `key` names.

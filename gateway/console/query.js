@@ -56,7 +56,7 @@ export class Query {
       { head: "role", cell: (row) => `${row.role} of ${row.cluster}` },
       { head: "why", cell: (row) => row.why },
     ], { empty: "nobody" });
-    this.tables = h("div", { hidden: true }, [this.prefills, this.decodes, this.links, this.left].map((each) => each.element));
+    this.tables = h("div", { hidden: true }, panel("Who was weighed", [this.prefills, this.decodes, this.links, this.left].map((each) => each.element)));
     this.element = h(
       "div", {},
       panel("A test request",

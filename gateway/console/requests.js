@@ -1,7 +1,7 @@
 // The latest requests, each as a waterfall of its steps.
 
 import { h, panel, text } from "./dom.js";
-import { phases } from "./model.js";
+import { phases, readyAt } from "./model.js";
 import { bytes, clock, seconds, tokens } from "./numbers.js";
 
 const SHOWN = 60;
@@ -35,7 +35,7 @@ export class Requests {
     const matches = (each) => !wanted || [each.id, each.prefill_node, each.decode_node, each.target, each.reason, each.service_class, each.error, String(each.status), ...each.fallbacks]
       .some((value) => value.toLowerCase().includes(wanted));
     const found = history.requests.filter(matches).slice(-SHOWN).reverse();
-    const shownTo = (each) => (this.isShort.checked ? each.ttft_s ?? 0 : phases(each).end);
+    const shownTo = (each) => (this.isShort.checked ? readyAt(each) : phases(each).end);
     const longest = Math.max(0.001, ...found.map(shownTo));
     text(this.count, `${found.length} of the last ${history.requests.length}, newest first; the whole width is ${seconds(longest)}.`);
     const lines = found.map((record) => {

@@ -81,6 +81,9 @@ test("a waterfall has the steps that were reached, in order", () => {
   const { bars, end } = model.phases(record());
   assert.deepEqual(bars.map((bar) => bar.name), ["queue", "wait", "prefill", "transfer", "handover", "decode"]);
   assert.equal(end, 2);
+  const whole = record({ stream: false });
+  assert.deepEqual(model.phases(whole).bars.map((bar) => bar.name), ["queue", "wait", "prefill", "transfer", "decode", "decode"]);
+  assert.deepEqual([model.readyAt(record()), model.readyAt(whole)], [1, 0.8]);
   assert.deepEqual(model.phases(record({ timeline: {}, e2e_s: null, status: 429 })).end, 0);
 });
 
