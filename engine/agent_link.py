@@ -129,6 +129,7 @@ class AgentLink:
         max_model_len: int,
         http_url: str,
         notice: str = "",
+        not_done_json: str = "",
         on_welcome: Callable[[Welcome], None],
         on_drain: Callable[[], None],
         on_lost: Callable[[], Awaitable[None]] | None = None,
@@ -144,6 +145,7 @@ class AgentLink:
             max_model_len=max_model_len,
             http_url=http_url,
             notice=notice,
+            not_done_json=not_done_json,
         )
         self._on_welcome = on_welcome
         self._on_drain = on_drain

@@ -29,6 +29,7 @@ from engine.model.scheduler import MAX_RUNNING, Scheduler
 from engine.model.standin import StandIn, read_stand_in
 from engine.model.thread import ModelThread
 from engine.model.tiny import RECIPES
+from engine.openai.not_done import not_done_json
 from engine.openai.server import MAX_BODY_BYTES, OpenAIServer
 from engine.serving import MAX_REQUESTS, Service
 from prompts.errors import TokenizerUnreadable
@@ -170,6 +171,7 @@ async def _agent_link(
         model_id=model.name,
         max_model_len=model.engine.max_model_len,
         http_url=url,
+        not_done_json=not_done_json(),
         on_welcome=lambda welcome: _obey(welcome, service, model.engine.layout.block_size),
         on_drain=lambda: setattr(service, "draining", True),
     )

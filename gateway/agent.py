@@ -62,6 +62,7 @@ class NodeInfo:
     engine_pid: int = 0
     block_size: int = 0
     role_epoch: int = 0  # of the newest command to change its role
+    not_done_json: str = ""  # what its engine does nothing about
     calls_port: int = 0  # where it takes calls over kept connections; 0: nowhere
     version: str = ""  # of what it runs; empty: of a time when nodes did not say
     wall_clock_s: float = 0.0  # since 1970 by its clock, when it said this; 0: it did not
@@ -372,6 +373,7 @@ def info_from(node: pb.NodeDescription) -> NodeInfo:
         layout_json=node.layout_json,
         layout_fingerprint=node.layout_fingerprint,
         max_model_len=node.max_model_len,
+        not_done_json=node.not_done_json,
         boot_id=node.boot_id,
         engine_pid=node.engine_pid,
         block_size=node.block_size,

@@ -223,6 +223,7 @@ class FrontDoor:
         tenant = visit.tenant
         model = served.as_read(tenant.group)
         call, prompt = await self.rooms.reader.read(visit.endpoint, visit.body, model, tenant.memory)
+        served.not_done.check(call.fields)
         self.metrics.read(prompt.how)
         visit.body = b""
         request_id = visit.http[REQUEST_ID]

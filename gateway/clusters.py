@@ -9,12 +9,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from gateway.agent import AgentClient, NodeEvent, NodeInfo, NodeLoad
 from gateway.errors import NodeError
 from gateway.node import Node
+from gateway.not_done import NotDone
 from gateway.prompts import Hashing, Model, Prompt
 from gateway.tasks import BACKOFF_S, TaskSet
 from hybrid_cache.errors import CacheError
@@ -43,6 +44,7 @@ class ServedModel:
     layout: ModelLayout
     max_model_len: int
     hashing: Hashing
+    not_done: NotDone = field(default_factory=NotDone)
 
     def as_read(self, group: str = "") -> Model:
         """The model as reading a prompt of one of `group` sees it."""
@@ -271,6 +273,7 @@ class Clusters:
             layout=index.layout,
             max_model_len=self._max_model_len(index.layout) or info.max_model_len,
             hashing=Hashing(index.layout.block_size, salt_of(index.layout)),
+            not_done=self._not_done(index.layout),
         )
 
     def _is_served(self) -> bool:
@@ -279,8 +282,15 @@ class Clusters:
 
     def _max_model_len(self, layout: ModelLayout) -> int:
         """The longest context that every connected node of this layout takes; 0 without any."""
-        peers = [node.info for node in self.nodes if node.connected and node.info]
-        return min((p.max_model_len for p in peers if p.layout_fingerprint == layout.fingerprint), default=0)
+        return min((info.max_model_len for info in self._peers(layout)), default=0)
+
+    def _not_done(self, layout: ModelLayout) -> NotDone:
+        """What no connected node of this layout does anything about."""
+        return NotDone.of(info.not_done_json for info in self._peers(layout))
+
+    def _peers(self, layout: ModelLayout) -> list[NodeInfo]:
+        infos = [node.info for node in self.nodes if node.connected and node.info]
+        return [info for info in infos if info.layout_fingerprint == layout.fingerprint]
 
     def _cache_event(self, node: Node, event: CacheEvent) -> None:
         if node.info is not None and (index := self._indexes.get(node.info.layout_fingerprint)) is not None:
@@ -293,7 +303,8 @@ class Clusters:
         node.reported(NodeLoad())
         if self.served is not None:
             if longest := self._max_model_len(self.served.layout):
-                self.served = replace(self.served, max_model_len=longest)
+                not_done = self._not_done(self.served.layout)
+                self.served = replace(self.served, max_model_len=longest, not_done=not_done)
             elif (other := self._another_model()) is not None:
                 self._adopt_model(other)
         self._serving = None

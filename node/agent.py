@@ -394,6 +394,7 @@ class NodeAgent:
             description.engine_pid = hello.engine_pid if self._engine else 0
             description.engine_url = hello.http_url
             description.max_model_len = hello.max_model_len
+            description.not_done_json = hello.not_done_json
         if self.pages:
             description.layout_json = self.pages.layout.to_json()
             description.layout_fingerprint = self.pages.layout.fingerprint

@@ -32,7 +32,7 @@ TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 R = TypeVar("R")
 
-_NOTHING: Final[tuple[Any, ...]] = (None, False, [], {}, "")  # values that ask for nothing
+NOTHING: Final[tuple[Any, ...]] = (None, False, [], {}, "")  # values that ask for nothing
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: Annotated[float, Meta(gt=0.0)] | None = None
 
 
-class _NotDone(msgspec.Struct, frozen=True, kw_only=True):
+class NotDone(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of OpenAI's and vLLM's that would change the answer, and that this engine does nothing about."""
 
     guided_json: Any = None
@@ -75,7 +75,7 @@ class _NotDone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # The same, but for values that ask for what is done anyway.
-_ONLY: Final[dict[str, tuple[Any, ...]]] = {
+ONLY: Final[dict[str, tuple[Any, ...]]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "function_call": ("none",),
@@ -84,7 +84,7 @@ _ONLY: Final[dict[str, tuple[Any, ...]]] = {
 }
 
 
-class _Common(_NotDone, frozen=True, kw_only=True):
+class _Common(NotDone, frozen=True, kw_only=True):
     model: str
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -162,10 +162,10 @@ def check_supported(request: OpenAIRequest) -> None:
     """Refuses what would otherwise be ignored in silence. Raises RequestError."""
     if request.n not in (None, 1):
         raise RequestError("n: only one choice per request is supported", param="n")
-    for name in _NotDone.__struct_fields__:
+    for name in NotDone.__struct_fields__:
         value = getattr(request, name)
-        _refuse(value not in _NOTHING or (value == 0 and value is not False), name)
-    for name, done in _ONLY.items():
+        _refuse(value not in NOTHING or (value == 0 and value is not False), name)
+    for name, done in ONLY.items():
         _refuse(getattr(request, name) not in (None, *done), name)
     _refuse(bool(request.tools), "tools")
     if request.response_format is not None:

@@ -97,6 +97,7 @@ class ScriptedNode(NodeAgentServicer):
         self.state = pb.NODE_STATE_READY
         self.layout = LAYOUT
         self.max_model_len = 4096
+        self.not_done_json = ""
         self.load = pb.Load()
         self.cache: list[pb.BlocksStored] = []
         self.agent_address = ""
@@ -182,6 +183,7 @@ class ScriptedNode(NodeAgentServicer):
             layout_fingerprint=self.layout.fingerprint,
             block_size=BLOCK_SIZE,
             max_model_len=self.max_model_len,
+            not_done_json=self.not_done_json,
             load=self.load,
             boot_id="1",
             calls_port=self.calls_port,

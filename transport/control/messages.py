@@ -47,7 +47,10 @@ class TicketInfo(Message, frozen=True, kw_only=True):
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """First message of an engine. `layout_json` is ModelLayout.to_json(), `notice` what the node's operator should read."""
+    """First message of an engine. `layout_json` is ModelLayout.to_json(), `notice` what the node's operator should read.
+
+    `not_done_json` names fields of requests that it does nothing about, each with the values that ask for nothing.
+    """
 
     engine_pid: int
     model_id: str
@@ -55,6 +58,7 @@ class Hello(Message, frozen=True, kw_only=True):
     max_model_len: int
     http_url: str
     notice: str = ""
+    not_done_json: str = ""
 
 
 class Welcome(Message, frozen=True, kw_only=True):

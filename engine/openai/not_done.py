@@ -1,0 +1,30 @@
+"""What this engine does nothing about, said beforehand: a gateway refuses it before anybody makes room for the request.
+
+`check_supported` refuses the same, and has the last word: the gateway knows values of fields, not what goes together.
+"""
+
+from typing import Any, Final
+
+import msgspec
+
+from engine.openai.api import NOTHING, ONLY, NotDone
+
+# Fields of `check_supported` with the values that ask for nothing, beside those that are nothing everywhere.
+_HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
+    "tools": (),
+    "response_format": ({"type": "text"},),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "echo": (),
+    "suffix": (),
+    "documents": (),
+    "continue_final_message": (),
+}
+
+
+def not_done_json() -> str:
+    """The fields, each with the values that ask for nothing, as a JSON object."""
+    fields = {name: list(NOTHING) for name in NotDone.__struct_fields__}
+    fields |= {name: [None, *values] for name, values in ONLY.items()}
+    fields |= {name: [*NOTHING, *values] for name, values in _HARMLESS.items()}
+    return msgspec.json.encode(fields).decode()
