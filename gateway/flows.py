@@ -41,6 +41,7 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     who: str
     service_class: str = ""
+    tenant: str = ""
     at: float = 0.0  # the same end in seconds since the epoch, where it is told
 
 
@@ -101,6 +102,7 @@ class _Sent(msgspec.Struct, frozen=True):
     decode_node: str
     bytes: int
     timeline: dict[str, float]
+    tenant: str = ""
     error: str = ""
 
 
@@ -134,4 +136,5 @@ def _of(sent: _Sent, clusters: Mapping[str, str]) -> Flow | None:
         why=sent.reason,
         who=sent.id,
         service_class=sent.service_class,
+        tenant=sent.tenant,
     )

@@ -84,6 +84,11 @@ class Keyring:
     def has_tenants(self) -> bool:
         return bool(self._tenants)
 
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(sorted({tenant.name for tenant in self._tenants.values()}))
+
     def tenant(self, headers: Mapping[str, str]) -> Tenant:
         """Whose key a client shows. Raises Unauthorised."""
         authorisation = headers.get("Authorization", "")

@@ -27,7 +27,8 @@ PRFAAS: Final = ClusterKind.PRFAAS.value
 
 
 # What senders report and were promised; those that cannot send; pairs without a way; what coding makes of bytes.
-_Seen = tuple[tuple[tuple[LinkLoad | None, int], ...], tuple[str, ...], tuple[tuple[str, str], ...], float]
+# Last, whether it is drained.
+_Seen = tuple[tuple[tuple[LinkLoad | None, int], ...], tuple[str, ...], tuple[tuple[str, str], ...], float, bool]
 
 
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +37,7 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     destination: str
     up: bool
+    drained: bool
     senders: dict[str, str]
     lost: tuple[tuple[str, str], ...]
     available_bytes_per_s: float | None
@@ -63,6 +65,7 @@ class Links:
         self._unmeasured_bytes_per_s = unmeasured_bytes_per_s
         self._on_failed = on_failed
         self._paths = Paths()
+        self._drained: frozenset[tuple[str, str]] = frozenset()
         self._coding: dict[tuple[str, str], CodingEstimate] = {}  # by (source, destination)
         self._viewed: dict[tuple[str, str], tuple[_Seen, LinkView]] = {}  # the last views, and what they were made of
 
@@ -94,7 +97,11 @@ class Links:
 
     def is_up(self, sender: Node, receiver: Node) -> bool:
         """Whether anything may be sent that way. Within a cluster there is no link that could fail."""
-        return sender.cluster == receiver.cluster or self._paths.is_up(sender.id, receiver.id, receiver.cluster)
+        if sender.cluster == receiver.cluster:
+            return True
+        way = (sender.cluster, receiver.cluster)
+        is_drained = way in self._drained or way[::-1] in self._drained  # it is one line that is to be worked at
+        return not is_drained and self._paths.is_up(sender.id, receiver.id, receiver.cluster)
 
     def cut_off_from(self, receiver: str) -> set[str]:
         """Senders that do not reach that node, although they reach others of its cluster."""
@@ -109,6 +116,7 @@ class Links:
             cut_off,
             self._lost_pairs(source, destination),
             self._coded_ratio(source, destination),
+            (source, destination) in self._drained,
         )
         known = self._viewed.get((source, destination))
         # Nodes report now and then, decisions come in between.
@@ -117,14 +125,15 @@ class Links:
         return made_of, self._line(source, destination, made_of)
 
     def _line(self, source: str, destination: str, made_of: "_Seen") -> LinkView:
-        loads, cut_off, lost, coded_ratio = made_of
+        loads, cut_off, lost, coded_ratio, drained = made_of
         seen = [_seen_by_sender(source, load, promised) for load, promised in loads if load is not None]
         # Promised by nodes that have not sent there yet: of the line they can say nothing.
         unseen_bytes = sum(promised for load, promised in loads if load is None)
         line = shared_line(seen) if seen else LinkView(source=source, destination=destination)
         return replace(
             line,
-            up=bool(loads),
+            up=bool(loads) and not drained,
+            drained=drained,
             cut_off=cut_off,
             lost=lost,
             available_bytes_per_s=line.available_bytes_per_s or self._unmeasured_bytes_per_s or None,
@@ -158,6 +167,7 @@ class Links:
                 source=view.source,
                 destination=view.destination,
                 up=view.up,
+                drained=view.drained,
                 senders={
                     node.id: str(self._paths.state(node.id, view.destination))
                     for node in self._nodes
@@ -175,6 +185,15 @@ class Links:
             )
             for view in self.views()
         ]
+
+    # What operators want
+
+    def drain(self, links: frozenset[tuple[str, str]]) -> None:
+        """Nothing new goes over these links, by (source, destination); over all others what may. What is under way goes on."""
+        for source, destination in sorted(links ^ self._drained):
+            what = "drained" if (source, destination) in links else "used again"
+            log.warning("link from=%s to=%s is %s, as operators want it", source, destination, what)
+        self._drained = links
 
     # What transfers and probes have seen
 

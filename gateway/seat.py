@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from gateway.board import IN_FLIGHT, WAITING, Board, SharedPlaces, State
+from gateway.drained import Drained, OwnDrained, SharedDrained
 from gateway.metrics import Metrics, keep_in
 from gateway.node import Node
 from gateway.offered import KEPT, Offered
@@ -22,6 +23,7 @@ from planner.decisions.offered import SampleRing
 BOARD: Final = "board"
 METRICS: Final = "metrics"
 TALLY: Final = "tally"
+DRAINED: Final = "drained"
 FIRST_CONFIG: Final = "gateway.toml"  # the file as it was when the gateway was started
 ORPHANED: Final = signal.SIGUSR1  # what a worker gets when its parent is gone
 
@@ -38,6 +40,7 @@ class Alone:
         self.in_flight: Places = OwnPlaces()
         self.waiting: Places = OwnPlaces()
         self.next_seq: Callable[[], int] = count(1).__next__  # of whatever is kept
+        self.drained: Drained = OwnDrained()
 
     def records(self, limit: int) -> Records:
         """The book of what this process has served."""
@@ -83,6 +86,7 @@ class Seat:
         self.in_flight: Places = SharedPlaces(self._board, IN_FLIGHT)
         self.waiting: Places = SharedPlaces(self._board, WAITING)
         self.next_seq: Callable[[], int] = self._board.next_seq
+        self.drained: Drained = SharedDrained(directory / DRAINED)
 
     def records(self, limit: int) -> Records:
         return Records(limit, self.next_seq)

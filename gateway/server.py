@@ -22,6 +22,7 @@ from gateway.config import GatewayConfig
 from gateway.connections import Gate
 from gateway.console.pages import Console
 from gateway.console.plans import PlanDesk
+from gateway.console.switch import LinkSwitch
 from gateway.decide import Decider
 from gateway.desk import Desk
 from gateway.dispatch import Dispatcher
@@ -222,10 +223,12 @@ async def running(
         siblings = await stack.enter_async_context(seat.siblings(kept))
         console = Console(
             Snapshots(
-                config, clusters, links, decider, admission, line, lambda: door.classes, follower, seat, clock,
+                config, clusters, links, decider, admission, line, lambda: door.classes, lambda: door.keyring.tenants,
+                follower, seat, clock,
             ),
             Explanations(door, rooms.receiver, clusters, decider, refusals, line),
             PlanDesk(config.plan),
+            LinkSwitch(links, seat.drained),
         )  # fmt: skip
         pages = Pages(
             clusters,
@@ -261,7 +264,7 @@ async def running(
             metrics_url = f"{operators.url}/metrics"
             listeners.append(operators)
         seat.be(_state(door))
-        chores.keep(lambda: _heartbeat(door, gates, clock, seat), "heartbeat")
+        chores.keep(lambda: _heartbeat(door, gates, links, clock, seat), "heartbeat")
         yield Gateway(
             config,
             door,
@@ -334,7 +337,9 @@ def _reload(gateway: Gateway, read_again: Callable[[], GatewayConfig]) -> None:
         log.info("SIGHUP: configuration reloaded")
 
 
-async def _heartbeat(door: FrontDoor, gates: list[Gate], clock: Callable[[], float], seat: Alone | Seat) -> None:
+async def _heartbeat(
+    door: FrontDoor, gates: list[Gate], links: Links, clock: Callable[[], float], seat: Alone | Seat
+) -> None:
     """Measures how late the event loop is, and ends what nobody reads and connections nobody uses."""
     while True:
         due = clock() + BEAT_S
@@ -344,6 +349,7 @@ async def _heartbeat(door: FrontDoor, gates: list[Gate], clock: Callable[[], flo
         for gate in gates:
             gate.sweep()
         seat.be(_state(door))
+        links.drain(seat.drained.links())
 
 
 def _state(door: FrontDoor) -> State:

@@ -119,6 +119,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     links: tuple[LinkSeen, ...]
     groups: tuple[GroupSeen, ...]
     classes: tuple[ClassSeen, ...]
+    tenants: tuple[str, ...]
     errors: Mapping[str, float]  # p90 of predictions, relative, by what was predicted and of what
     last_seq: int
     requests: tuple[msgspec.Raw, ...]
@@ -137,6 +138,7 @@ class Snapshots:
         admission: Admission,
         line: WaitingLine,
         classes: Callable[[], Classes],
+        tenants: Callable[[], tuple[str, ...]],
         follower: Follower,
         seat: Alone | Seat,
         clock: Callable[[], float],
@@ -148,6 +150,7 @@ class Snapshots:
         self._admission = admission
         self._line = line
         self._classes = classes
+        self._tenants = tenants
         self._follower = follower
         self._seat = seat
         self._clock = clock
@@ -187,6 +190,7 @@ class Snapshots:
                 )
                 for each in self._classes().all()
             ),
+            tenants=self._tenants(),
             errors={" ".join(what): error.p90 for what, error in self._decider.errors().items()},
             last_seq=max([since, *(_SEQ.decode(lines[-1]).seq for lines in (records, flows) if lines)]),
             requests=tuple(map(msgspec.Raw, records)),

@@ -32,3 +32,11 @@ def seconds(text: str) -> float:
     if not 0.0 < value <= 86400.0:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds above 0, up to a day")
     return value
+
+
+def link(text: str) -> tuple[str, str]:
+    """Two clusters."""
+    source, colon, destination = text.partition(":")
+    if not (colon and source and destination):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be FROM:TO")
+    return source, destination

@@ -15,7 +15,7 @@ from rich.console import Console
 
 import prfaas
 from node.command_line import add_node_arguments, config_from, split_engine_args
-from prfaas.argument_types import header, seconds, within
+from prfaas.argument_types import header, link, seconds, within
 from prfaas.errors import (
     CertificateError,
     CheckError,
@@ -113,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
     _add_flows(commands.add_parser("flows", help="follow what goes over links, and why"))
+    _add_drain(commands.add_parser("drain", help="have nothing new go over a link, for maintenance"))
     _add_convert(commands.add_parser("convert", help="have a node of a PD cluster change its role, while it serves"))
 
     add_preparations(commands)
@@ -170,6 +171,15 @@ def _add_flows(parser: argparse.ArgumentParser) -> None:
         help="of this kind alone; may be repeated",
     )  # fmt: skip
     parser.set_defaults(run=_flows)
+
+
+def _add_drain(parser: argparse.ArgumentParser) -> None:
+    _add_gateway(parser)
+    parser.add_argument(
+        "link", type=link, metavar="FROM:TO", help="the clusters that it joins, as `prfaas top` names them"
+    )
+    parser.add_argument("--undo", action="store_true", help="use it again")
+    parser.set_defaults(run=_drain)
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
@@ -359,6 +369,21 @@ def _flows(arguments: argparse.Namespace) -> int:
         print(HEADER, flush=True)
     for flow in follow(Gateway(arguments.url), wanted, once=arguments.once):
         print(json.dumps(flow) if arguments.json else line(flow), flush=True)
+    return 0
+
+
+def _drain(arguments: argparse.Namespace) -> int:
+    from prfaas.asking import Gateway
+
+    source, destination = arguments.link
+    wanted = {"source": source, "destination": destination, "drained": not arguments.undo}
+    found = Gateway(arguments.url).post("/prfaas/links", json.dumps(wanted).encode())["data"]
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        for each in found:
+            state = "drained" if each["drained"] else "in use" if each["up"] else "down"
+            print(f"{each['source']} → {each['destination']}: {state}")
     return 0
 
 

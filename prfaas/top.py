@@ -114,6 +114,8 @@ def _links(links: Iterable[Mapping[str, Any]]) -> Table:
 
 def _level(status: Mapping[str, Any]) -> tuple[str, str]:
     """How full a link is, as a word and as a style."""
+    if status["drained"]:
+        return " drained", "reverse"
     if not status["up"]:
         return " DOWN", "reverse"
     if status["utilisation"] >= FULL:

@@ -9,6 +9,7 @@ export const linkName = (status) => `${status.source} → ${status.destination}`
 
 // How full a link is, as a word: colour never says it alone.
 export function level(status) {
+  if (status.drained) return "drained";
   if (!status.up) return "down";
   if (status.utilisation >= FULL) return "full";
   return status.utilisation >= BUSY ? "busy" : "ok";

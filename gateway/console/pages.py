@@ -10,6 +10,7 @@ from aiohttp import web
 
 from gateway.console.files import INDEX, File, all_files
 from gateway.console.plans import PlanDesk
+from gateway.console.switch import LinkSwitch
 from gateway.errors import ApiError
 from gateway.explain import Explanations
 from gateway.snapshot import Snapshots
@@ -24,11 +25,12 @@ News = Callable[[int], Awaitable[tuple[list[bytes], list[bytes]]]]
 class Console:
     """Its pages, by path."""
 
-    def __init__(self, snapshots: Snapshots, explanations: Explanations, desk: PlanDesk) -> None:
+    def __init__(self, snapshots: Snapshots, explanations: Explanations, desk: PlanDesk, switch: LinkSwitch) -> None:
         """Raises OSError when its files are not where they were installed."""
         self._snapshots = snapshots
         self._explanations = explanations
         self._desk = desk
+        self._switch = switch
         self._files = all_files()
 
     def to_get(self, news: News, sequence: Callable[[web.Request, str], int]) -> dict[str, Page]:
@@ -45,7 +47,7 @@ class Console:
         }
 
     def to_post(self) -> dict[str, Page]:
-        return {"/prfaas/explain": self._explain, "/prfaas/plan": self._change_plan}
+        return {"/prfaas/explain": self._explain, "/prfaas/plan": self._change_plan, "/prfaas/links": self._switch_link}
 
     async def _explain(self, http: web.Request) -> web.Response:
         """Where the request in the body would go now, and why."""
@@ -58,6 +60,11 @@ class Console:
         check_is_meant(http)
         body = await http.content.read(MAX_CHANGE_BYTES)
         return _json(msgspec.json.encode(await self._desk.change(body)))
+
+    async def _switch_link(self, http: web.Request) -> web.Response:
+        check_is_meant(http)
+        body = await http.content.read(MAX_CHANGE_BYTES)
+        return _json(msgspec.json.encode({"data": self._switch.set(body)}))
 
 
 def check_is_meant(http: web.Request) -> None:

@@ -16,6 +16,8 @@ export class Query {
     this.tokens = h("input", { id: "tokens", type: "number", min: "0", max: String(MOST_TOKENS), placeholder: "or so many tokens that nobody has cached" });
     this.answer = h("input", { id: "answer", type: "number", min: "1", max: "4096", value: "16" });
     this.service = h("select", { id: "class" });
+    this.tenant = h("select", { id: "tenant" });
+    this.tenantLabel = h("label", { for: "tenant", hidden: true }, "Tenant");
     this.send = h("button", { type: "button", onclick: () => this.act(() => this.really()) }, "Send it");
     this.result = h("div", { role: "status", "aria-live": "polite" });
     const explain = (event) => {
@@ -65,6 +67,7 @@ export class Query {
           h("label", { for: "tokens" }, "Or tokens"), this.tokens,
           h("label", { for: "answer" }, "Answer, tokens"), this.answer,
           h("label", { for: "class" }, "Class"), this.service,
+          this.tenantLabel, this.tenant,
           h("span", {}), h("span", {}, h("button", {}, "Explain"), " ", this.send)),
         this.result),
       panel("Its path", h("div", { class: "canvas" }, this.topology.element)),
@@ -75,7 +78,12 @@ export class Query {
   update(history) {
     const snapshot = history.latest;
     this.snapshot = snapshot;
-    this.send.hidden = !snapshot.serves_clients;
+    this.send.hidden = !snapshot.serves_clients || snapshot.tenants.length > 0; // an operator's key is no tenant's
+    this.tenant.hidden = this.tenantLabel.hidden = !snapshot.tenants.length;
+    if (snapshot.tenants.join() !== this.tenants) {
+      this.tenants = snapshot.tenants.join();
+      this.tenant.replaceChildren(...snapshot.tenants.map((name) => h("option", { value: name }, name)));
+    }
     const names = snapshot.classes.map((each) => each.name);
     if (names.join() !== this.names) {
       this.names = names.join();
@@ -106,7 +114,7 @@ export class Query {
   }
 
   async explain() {
-    const found = await this.feed.post("prfaas/explain", this.body(), this.headers());
+    const found = await this.feed.post(`prfaas/explain${this.tenant.value ? `?tenant=${encodeURIComponent(this.tenant.value)}` : ""}`, this.body(), this.headers());
     const { decision, verdict } = found;
     const lines = [];
     if (decision) {

@@ -7,10 +7,11 @@ import { breaker, carried, FULL, level, linkName, quantile } from "./model.js";
 import { bytes, pair, percent, rate, seconds, tokens } from "./numbers.js";
 
 const LAST_S = 60;
-const levelWord = { ok: "", busy: "≥ 65 %", full: "≥ 80 %", down: "down" };
+const levelWord = { ok: "", busy: "≥ 65 %", full: "≥ 80 %", down: "down", drained: "drained" };
 
 export class System {
-  constructor() {
+  constructor(feed) {
+    this.feed = feed;
     this.tiles = {
       flight: new Tile("in flight"),
       waiting: new Tile("in line"),
@@ -27,7 +28,7 @@ export class System {
     this.chart = null;
     this.links = new Table("Links", [
       { head: "link", cell: (row) => linkName(row.link.status), isHead: true },
-      { head: "breaker", cell: (row) => (row.link.status.up ? breaker(row.link) : `down, ${breaker(row.link)}`) },
+      { head: "breaker", cell: (row) => (row.link.status.up ? breaker(row.link) : `${level(row.link.status)}, ${breaker(row.link)}`) },
       { head: "used", cell: (row) => meter(row.link.status.utilisation, `${percent(row.link.status.utilisation)} ${levelWord[level(row.link.status)]}`, level(row.link.status)) },
       { head: "carries", cell: (row) => rate(carried(row.link)), isNumber: true },
       { head: "can carry", cell: (row) => rate(row.link.status.available_bytes_per_s), isNumber: true },
@@ -94,17 +95,44 @@ export class System {
       this.chart = new Chart(`${way}: used, of what it can carry`, (value) => percent(value), { max: 1 });
       this.senders = sendersTable();
       this.says = h("p", {});
-      this.detail.replaceChildren(h("h3", {}, `Link ${way}`), this.says, this.chart.element, this.senders.element);
+      this.switch = h("button", { type: "button", onclick: () => this.ask() });
+      this.sure = h("div", { class: "sure", role: "alertdialog", "aria-label": "Sure?", hidden: true });
+      this.detail.replaceChildren(h("h3", {}, `Link ${way}`), this.says, h("p", {}, this.switch), this.sure, this.chart.element, this.senders.element);
     }
     const { status } = link;
     const lost = status.lost.map((pair) => pair.join(" to ")).join(", ");
     text(this.says, [
-      status.up ? "In use." : "Down: long prompts stay at home.",
+      status.drained ? "Drained: nothing new goes over it, either way." : status.up ? "In use." : "Down: long prompts stay at home.",
       `Coding makes ${percent(status.coded_ratio)} of what waits.`,
       lost ? `Without a way: ${lost}.` : "",
     ].join(" "));
+    text(this.switch, status.drained ? "Use it again" : "Drain it for maintenance");
     this.chart.set(["used"], history.columns([(each) => each.links[way]?.utilisation]));
     this.senders.update(link.senders.map((row) => ({ key: row.node, row })));
+  }
+
+  // A change is said once more before it is made.
+  ask() {
+    const link = this.history.latest.links.find((each) => linkName(each.status) === this.picked.link);
+    const { source, destination, drained } = link.status;
+    const close = () => {
+      this.sure.hidden = true;
+      this.switch.focus();
+    };
+    const yes = h("button", { type: "button", onclick: () => this.turn({ source, destination, drained: !drained }).finally(close) }, "Yes, do");
+    const what = drained ? `Use ${linkName(link.status)} again?` : `Drain ${linkName(link.status)}? New prompts stay at home or take other links; what is under way goes on.`;
+    this.sure.replaceChildren(h("span", {}, `${what} `), yes, " ", h("button", { type: "button", onclick: close }, "No"));
+    this.sure.hidden = false;
+    yes.focus();
+  }
+
+  async turn(wanted) {
+    try {
+      await this.feed.post("prfaas/links", wanted);
+      this.feed.look();
+    } catch (error) {
+      text(this.says, `Not done: ${error.message}`);
+    }
   }
 
   repaint() {
@@ -115,7 +143,7 @@ export class System {
 function legend() {
   const entry = (kind, label) => h("li", {}, h("span", { class: `swatch ${kind}`, "aria-hidden": "true" }), label);
   return h("ul", { class: "legend" }, entry("ok", "link below 65 %"), entry("busy", "from 65 %, thicker"), entry("full", "from 80 %, thickest"),
-    entry("down", "down, dashed"), entry("load", "a node's places that are taken"));
+    entry("down", "down or drained, dashed"), entry("load", "a node's places that are taken"));
 }
 
 function sendersTable() {

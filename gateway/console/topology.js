@@ -137,12 +137,12 @@ export class Topology {
     const isLit = lit ? (lit.has(name) ? " lit" : " dim") : "";
     part.line.setAttribute("class", `way ${how}${isLit}`);
     part.element.setAttribute("class", `pick link ${how}${isLit}`);
-    const full = how === "down" ? "down" : `${percent(status.utilisation)}${how === "ok" ? "" : ` ${how}`}`;
+    const full = how === "down" || how === "drained" ? how : `${percent(status.utilisation)}${how === "ok" ? "" : ` ${how}`}`;
     const speed = rate(carried(link));
     const line = !part.isNamed || !part.label[1] ? `${full} · ${speed}` : full;
     text(part.label[0], part.isNamed ? `${name}: ${line}` : line);
     if (part.label[1]) text(part.label[1], `${part.isNamed ? `${speed} · ` : ""}RTT ${seconds(status.rtt_s)} · queue ${seconds(link.drain_s)}`);
-    const told = `Link ${name}: ${status.up ? "up" : "down"}, ${how}, ${percent(status.utilisation)} used, ${rate(carried(link))}, round trip ${seconds(status.rtt_s)}, queue ${seconds(link.drain_s)}`;
+    const told = `Link ${name}: ${how === "ok" ? "in use" : how}, ${percent(status.utilisation)} used, ${rate(carried(link))}, round trip ${seconds(status.rtt_s)}, queue ${seconds(link.drain_s)}`;
     part.element.setAttribute("aria-label", told);
     text(part.title, told);
   }

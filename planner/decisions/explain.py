@@ -250,6 +250,8 @@ class _Prefills:
             return f"in another PD cluster than {self._decode.node_id}, which decodes"
         if link is None:
             return f"no link from {node.cluster} to {self._decode.cluster}"
+        if link.drained:
+            return f"the link from {node.cluster} to {self._decode.cluster} is drained: nothing new is to go over it"
         if not link.up:
             return f"the link from {node.cluster} to {self._decode.cluster} is down"
         if not link.carries(node.node_id, self._decode.node_id):

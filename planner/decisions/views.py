@@ -77,7 +77,8 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     on a small budget the longer of the two. `congested` is the senders' early signal: round
     trips of twice the smallest one of late, or losses; round trips are 0 while unknown. `estimate_error` is the mean
     relative error of the senders' predictions of when a transfer will have arrived. `coded_ratio` is what senders make of
-    bytes, coded over plain, while the link is what transfers wait for: below 1 where that has been seen to gain. `cut_off`
+    bytes, coded over plain, while the link is what transfers wait for: below 1 where that has been seen to gain. A `drained`
+    link is not up because somebody wants nothing new on it. `cut_off`
     names senders that cannot use the link although others can, `lost` those (sender, receiver) that have no connection
     although the sender has others.
     """
@@ -85,6 +86,7 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     source: str
     destination: str
     up: bool = True
+    drained: bool = False
     cut_off: tuple[str, ...] = ()
     lost: tuple[tuple[str, str], ...] = ()
     available_bytes_per_s: float | None = None

@@ -15,6 +15,7 @@ const record = (fields = {}) => ({ seq: 1, status: 200, arrived_s: 45, e2e_s: 2,
 test("a link's level changes at 65 and at 80 per cent", () => {
   assert.deepEqual([0, 0.649, 0.65, 0.799, 0.8, 1.2].map((utilisation) => model.level({ up: true, utilisation })), ["ok", "ok", "busy", "busy", "full", "full"]);
   assert.equal(model.level({ up: false, utilisation: 0 }), "down");
+  assert.equal(model.level({ up: false, drained: true, utilisation: 0 }), "drained");
 });
 
 test("a breaker is that of the senders that are worst off", () => {

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from gateway.classes import ClassConfig
 from gateway.console.files import FOLDER, POLICY, all_files
+from gateway.drained import SharedDrained
 from gateway.plan import PlanConfig
 from tests.gateway.test_refuse import LONG
 from tests.gateway.worlds import World, on_loop, until, world
@@ -212,6 +213,45 @@ async def test_plans_are_seen_and_changed_through_the_gateway_with_its_secret(tm
             assert not service.asked
     finally:
         await runner.cleanup()
+
+
+@on_loop
+async def test_nothing_new_goes_over_a_drained_link_until_it_is_used_again() -> None:
+    async with world(decode=1) as w:
+        east_west = {"source": "east", "destination": "west"}
+        async with w.http.post("/prfaas/links", json={**east_west, "drained": True}) as answer:
+            (link,) = (await answer.json())["data"]
+            assert (link["drained"], link["up"]) == (True, False)
+        assert (await w.complete(LONG)).headers["x-prfaas-route"].endswith("reason=link_down")
+        (link,) = (await snapshot(w))["links"]
+        assert (link["status"]["drained"], [each["breaker"] for each in link["senders"]]) == (True, ["closed"])
+        nodes = {node.id: node for node in w.gateway.clusters.nodes}
+        assert not w.gateway.links.is_up(nodes["r0"], nodes["d0"])
+        assert not w.gateway.links.is_up(nodes["d0"], nodes["r0"])
+        assert w.gateway.links.is_up(nodes["p0"], nodes["d0"])
+        async with w.http.post("/prfaas/links", json={**east_west, "drained": False}) as answer:
+            assert (await answer.json())["data"][0]["up"]
+        assert (await w.complete(f"another {LONG}")).headers["x-prfaas-route"].startswith("remote;")
+        for body, status in (
+            ({"source": "nowhere", "destination": "west", "drained": True}, 404),
+            ({**east_west, "drained": "yes"}, 400),
+        ):
+            async with w.http.post("/prfaas/links", json=body) as answer:
+                assert answer.status == status
+        async with w.http.post(
+            "/prfaas/links", json={**east_west, "drained": True}, headers={"Origin": "http://x.y"}
+        ) as answer:
+            assert answer.status == 403
+
+
+def test_workers_tell_each_other_which_links_are_drained(tmp_path: Path) -> None:
+    first, second = (SharedDrained(tmp_path / "drained") for _ in range(2))
+    assert first.links() == frozenset()
+    first.set(("east/1", "a west"), True)
+    second.set(("north", "south"), True)
+    assert first.links() == second.links() == {("east/1", "a west"), ("north", "south")}
+    second.set(("east/1", "a west"), False)
+    assert first.links() == {("north", "south")}
 
 
 @on_loop

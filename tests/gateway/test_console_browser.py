@@ -55,6 +55,12 @@ class Page:
         found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         return found["result"].get("value")
 
+    async def press(self, label: str) -> None:
+        """Clicks the button that says so."""
+        button = f"[...document.querySelectorAll('button')].find((each) => each.textContent === {json.dumps(label)})"
+        await self.until(f"{button} !== undefined")
+        await self.says(f"{button}.click()")
+
     async def until(self, expression: str) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not await self.says(expression):
@@ -112,6 +118,15 @@ async def test_every_view_shows_a_system_whose_link_has_failed(tmp_path: Path) -
         await page.until_told("Clusters and links", "east → west", "down, open")
         await page.until("document.querySelector('.topology .link.down') !== null")
         assert await page.says("document.querySelectorAll('.topology .node').length") == 4
+        await page.says("document.querySelector('.topology .link').dispatchEvent(new MouseEvent('click'))")
+        await page.until_told("Senders", "Drain it for maintenance")
+        for words, told in (
+            ("Drain it for maintenance", "Drained: nothing new"),
+            ("Use it again", "Down: long prompts stay"),
+        ):
+            await page.press(words)
+            await page.press("Yes, do")
+            await page.until_told(told)
         await page.says("location.hash = 'traffic'")
         await page.until_told("Threshold", "link_down")
         await page.until("document.querySelectorAll('.u-wrap canvas').length === 2")

@@ -140,3 +140,11 @@ async def test_the_commands_print_what_scripts_read(capsys: pytest.CaptureFixtur
         assert json.loads(capsys.readouterr().out)["model"] == "scripted"
         assert await asyncio.to_thread(main, ["top", "-u", w.gateway.url, "--once"]) == 0
         assert "east → west" in capsys.readouterr().out
+        assert await asyncio.to_thread(main, ["drain", "east:west", "-u", w.gateway.url]) == 0
+        assert capsys.readouterr().out == "east → west: drained\n"
+        assert await asyncio.to_thread(main, ["top", "-u", w.gateway.url, "--once"]) == 0
+        assert "0% drained" in capsys.readouterr().out
+        assert await asyncio.to_thread(main, ["drain", "east:west", "--undo", "-u", w.gateway.url, "--json"]) == 0
+        assert [link["up"] for link in json.loads(capsys.readouterr().out)] == [True]
+        assert await asyncio.to_thread(main, ["drain", "east:nowhere", "-u", w.gateway.url]) == 1
+        assert "There is no link from 'east' to 'nowhere'" in capsys.readouterr().err

@@ -54,6 +54,8 @@ def test_a_link_that_is_down_is_why_nobody_there_computes():
     assert found.route.reason is Reason.LINK_DOWN
     assert why_not(found)["r0"] == "the link from east to west is down"
     assert not next(each for each in found.prefills if each.node == "r0").is_reachable
+    drained = explained(request(30_000), links=[link(up=False, drained=True)])
+    assert why_not(drained)["r0"] == "the link from east to west is drained: nothing new is to go over it"
     assert (
         explained(request(30_000), links=[]).words
         == "PrfaaS nodes are ready, but no link from them to west carries anything"
