@@ -3,6 +3,7 @@
 Long bodies take seconds, and most of the steps hold the interpreter's lock: `gateway.read` decides where this runs.
 """
 
+from hashlib import sha256
 from typing import Any, Final, cast
 
 import msgspec
@@ -43,8 +44,13 @@ class Hashing(msgspec.Struct, frozen=True):
     group: str = ""
 
     def namespace(self, cache_salt: str | None) -> str:
-        """Whose blocks those of a prompt are; "" is everybody's. Engines that have caches of their own get it as `cache_salt`."""
-        return f"{NAMESPACE}{self.group}/{cache_salt or ''}" if self.group or cache_salt else ""
+        """Whose blocks those of a prompt are; "" is everybody's. Engines that have caches of their own get it as `cache_salt`.
+
+        In characters that vLLM takes, and at a length that it takes, whatever a client writes.
+        """
+        if not (self.group or cache_salt):
+            return ""
+        return NAMESPACE + sha256(f"{self.group}/{cache_salt or ''}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class Prompt(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 HASH_BYTES: Final = 32
 MAX_TOKEN: Final = 2**32 - 1
-NAMESPACE: Final = "prfaas/"
+NAMESPACE: Final = "prfaas-"
 """What namespaces begin with: a cache salt of an engine that does not is somebody else's."""
 
 Tokens = Sequence[int] | NDArray[np.integer]

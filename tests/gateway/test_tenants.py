@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from gateway.keys import TenantConfig, digest_of
+from gateway.prompts import Hashing
 from hybrid_cache.hashing import namespaced
 from tests.gateway.worlds import World, on_loop, world
 
@@ -75,7 +76,8 @@ async def test_a_tenants_blocks_have_names_of_its_group() -> None:
     async with world(tenants=TENANTS) as w:
         served = w.gateway.clusters.served
         assert served is not None
-        for each, namespace in ((ACME, "prfaas/acme/"), (RIVAL, "prfaas/friends/"), (FRIEND, "prfaas/friends/")):
+        for each, group in ((ACME, "acme"), (RIVAL, "friends"), (FRIEND, "friends")):
+            namespace = Hashing(16, b"", group).namespace(None)
             assert (await w.complete(LONG, headers=key(each))).status == 200
             legs = [leg for node in w.nodes.nodes for leg in node.bodies]
             assert {leg["kv_transfer_params"]["salt"] for leg in legs} == {

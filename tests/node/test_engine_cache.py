@@ -119,14 +119,14 @@ def test_what_has_no_name_here_is_passed_over_with_all_that_follows(more: dict[s
 
 def test_blocks_of_a_namespace_have_the_names_that_its_gateway_looks_for() -> None:
     cache = EngineCache(DENSE, SALT)
-    named = namespaced(SALT, "prfaas/acme/")
+    named = namespaced(SALT, "prfaas-acme")
     theirs = block_hashes(TOKENS, BLOCK, named)
-    assert cache.apply([stored(0, 2, extra_keys=[("prfaas/acme/",), None])]) == [
+    assert cache.apply([stored(0, 2, extra_keys=[("prfaas-acme",), None])]) == [
         BlocksStored(0, tuple(theirs[:2]), Medium.ENGINE)
     ]
     assert cache.apply([stored(2, 3)]) == [BlocksStored(0, tuple(theirs[2:3]), Medium.ENGINE)]  # theirs, too
     other = EngineCache(DENSE, SALT)
-    assert other.apply([stored(0, 2, extra_keys=[("image", "prfaas/acme/"), None])]) == []
+    assert other.apply([stored(0, 2, extra_keys=[("image", "prfaas-acme"), None])]) == []
 
 
 def test_cleared_is_cleared_and_what_comes_after_it_counts() -> None:

@@ -100,6 +100,27 @@ def test_tokens_equal_those_of_one_server_alone(bench: Bench, num_tokens: int) -
     bench.run(scenario())
 
 
+def test_a_namespace_travels_and_is_nobody_elses(bench: Bench) -> None:
+    """A client's cache_salt names blocks in our pages and in vLLM's own cache alike."""
+
+    async def scenario() -> None:
+        prompt = bench.prompt(1100, seed=41)
+        expected = await alone(bench, prompt)
+        seen = []
+        for cache_salt in ("mine", "mine", "theirs", None):
+            name = bench.name()
+            options = {} if cache_salt is None else {"cache_salt": cache_salt}
+            done = await bench.generate(prompt, name=name, **options)
+            assert done.token_ids == expected
+            record = await bench.record(name)
+            assert record["fallbacks"] == []
+            assert record["cached"] or record["bytes"]
+            seen.append(record["cached"] > 0)
+        assert seen == [False, True, False, False]
+
+    bench.run(scenario())
+
+
 def test_a_prefix_is_computed_once(bench: Bench) -> None:
     async def scenario() -> None:
         prompt = bench.prompt(1500, seed=7)

@@ -128,10 +128,10 @@ def test_parameters_without_end_raise_nothing_either(world):
 
 
 def test_a_namespace_that_blocks_are_named_by_is_no_obstacle(world):
-    namespace = "prfaas/acme/"
+    namespace = "prfaas-acme"
     salt = namespaced(model_salt(LAYOUT.model.fingerprint), namespace).hex()
     request = world.arrive(Request("leg", params=LEG | {"salt": salt}, cache_salt=namespace))
     assert world.agent.asked
     assert world.side.num_new_matched_tokens(request, 0) is None  # it waits for the agent
-    forged = world.arrive(Request("forged", params=LEG | {"salt": salt}, cache_salt="prfaas/other/"))
+    forged = world.arrive(Request("forged", params=LEG | {"salt": salt}, cache_salt="prfaas-other"))
     assert world.side.request_finished(forged) == {"delivered": False, "reason": "cache_salt"}
