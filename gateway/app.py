@@ -104,6 +104,15 @@ class FrontDoor:
         """An id that no other request of any gateway has."""
         return f"{self._boot}{next(self._numbers):06x}"
 
+    def ways(self) -> dict[Endpoint, Handler]:
+        """What handles a POST that generates, by path."""
+        return {
+            Endpoint.CHAT: self.chat,
+            Endpoint.COMPLETIONS: self.completions,
+            Endpoint.MESSAGES: self.messages,
+            Endpoint.RESPONSES: self.responses,
+        }
+
     async def chat(self, http: web.Request) -> web.StreamResponse:
         return await self._generate(http, Endpoint.CHAT)
 
@@ -256,10 +265,14 @@ class FrontDoor:
             return response
         except ApiError as failure:
             status, error, code = failure.status, failure.message, failure.code or "invalid"
+            if isinstance(listener, Part):
+                listener.give_up()
             raise
         except (asyncio.CancelledError, ConnectionResetError):
             if response is None:
                 status, error, code = CLIENT_CLOSED, "client disconnected", "client_closed"
+                if isinstance(listener, Part) and listener.is_given_up:
+                    error, code = "another answer to the same request failed", "given_up"
             raise
         except Exception as failure:
             self._tasks.unforeseen("request", failure)
@@ -307,13 +320,7 @@ def build_app(door: FrontDoor, pages: Pages, desk: Desk) -> web.Application:
         return _continue_or_refuse(door, http)
 
     app = web.Application(middlewares=[frame], client_max_size=door.config.max_body_bytes)
-    ways = {
-        Endpoint.CHAT: door.chat,
-        Endpoint.COMPLETIONS: door.completions,
-        Endpoint.MESSAGES: door.messages,
-        Endpoint.RESPONSES: door.responses,
-    }
-    for endpoint, handler in ways.items():
+    for endpoint, handler in door.ways().items():
         app.router.add_post(endpoint, handler, expect_handler=expected)
     app.router.add_get(openapi.PATH, _document(desk))
     for path, answer in desk.ways().items():
@@ -327,13 +334,13 @@ def build_app(door: FrontDoor, pages: Pages, desk: Desk) -> web.Application:
 def straight_ways(door: FrontDoor) -> dict[str, Handler]:
     """What handles a POST to such a path, spelled exactly so, without the application's routing and middlewares."""
 
-    async def chat(http: web.Request) -> web.StreamResponse:
-        return await _framed(door, http, door.chat)
+    def straight(handler: Handler) -> Handler:
+        async def way(http: web.Request) -> web.StreamResponse:
+            return await _framed(door, http, handler)
 
-    async def completions(http: web.Request) -> web.StreamResponse:
-        return await _framed(door, http, door.completions)
+        return way
 
-    return {Endpoint.CHAT: chat, Endpoint.COMPLETIONS: completions}
+    return {endpoint.value: straight(handler) for endpoint, handler in door.ways().items()}
 
 
 def build_operators_app(door: FrontDoor, pages: Pages) -> web.Application:

@@ -72,6 +72,7 @@ class Merged:
 
     def __init__(self, size: int, n: int, *, streams: bool, with_usage: bool, begin: Begin) -> None:
         self.reply: Reply | None = None
+        self.is_given_up = False  # one of the calls has failed, and the others are cancelled for it
         self._bodies: list[dict[str, Raw] | None] = [None] * size
         self._usages: list[dict[str, Any] | None] = [None] * size
         self._n = n
@@ -162,6 +163,15 @@ class Part:
     def __init__(self, merged: Merged, number: int) -> None:
         self._merged = merged
         self._number = number
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether another call has failed, and this one is of no use any more."""
+        return self._merged.is_given_up
+
+    def give_up(self) -> None:
+        """This call has failed, and all others with it."""
+        self._merged.is_given_up = True
 
     def reply(self, status: int, headers: Mapping[str, str]) -> "PartReply":
         """Where the answer goes, which has begun."""

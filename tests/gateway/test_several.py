@@ -97,6 +97,9 @@ async def test_one_that_fails_fails_all_and_nothing_is_left() -> None:
         node.script.decode = ["422 too_odd"]
         response = await w.complete(PROMPTS)
         assert (response.status, (await response.json())["error"]["code"]) == (422, "too_odd")
+        errors = [(record["status"], record["error"]) for record in await w.records()]
+        assert errors.count((422, "scripted")) == 1
+        assert set(errors) <= {(422, "scripted"), (200, ""), (499, "another answer to the same request failed")}
         await w.settled()
         assert not w.gateway.admission.in_flight
         node.script.decode = ["die_after_first"]
