@@ -144,6 +144,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--prompt", metavar="TEXT", help="a prompt instead")
     asked.add_argument("--tokens", type=within(1, 10**6), metavar="N", help="so many tokens that nobody has cached")
     parser.add_argument("--model", metavar="NAME", help="with --prompt and --tokens (default: the one that is served)")
+    parser.add_argument("--tenant", metavar="NAME", help="as if this tenant asked, where the gateway has tenants")
     parser.add_argument("--endpoint", metavar="PATH", help="where the body would be sent, if it does not show")
     parser.add_argument(
         "-H", "--header", action="append", type=header, default=[], metavar="NAME:VALUE",
@@ -284,7 +285,7 @@ def run_until_done(main: Coroutine[Any, Any, bool], on_signal: Callable[[], None
 
 def _welcome(system: "System") -> list[str]:
     model, url = system.topology.model.served_name, system.api_url
-    lines = ["", f"API      {url}/v1   (model {model!r})", f"metrics  {url}/metrics"]
+    lines = ["", f"API      {url}/v1   (model {model!r})", f"console  {url}/console", f"metrics  {url}/metrics"]
     if system.plan_url:
         lines.append(f"plan     prfaas-plan show --url {system.plan_url}")
     lines += [f"         {node.metrics_url}/metrics   ({name})" for name, node in system.nodes.items()]
@@ -336,6 +337,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         tokens=arguments.tokens,
         model=arguments.model,
         endpoint=arguments.endpoint,
+        tenant=arguments.tenant,
         headers=dict(arguments.header),
     )
     found = ask(Gateway(arguments.url), wish)

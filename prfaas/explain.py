@@ -28,12 +28,15 @@ class Wish:
     tokens: int | None = None
     model: str | None = None
     endpoint: str | None = None
+    tenant: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
 def ask(gateway: Gateway, wish: Wish) -> dict[str, Any]:
     """The gateway's explanation. Raises AskError."""
-    found: dict[str, Any] = gateway.post("/prfaas/explain", _body(gateway, wish), wish.headers, endpoint=wish.endpoint)
+    found: dict[str, Any] = gateway.post(
+        "/prfaas/explain", _body(gateway, wish), wish.headers, endpoint=wish.endpoint, tenant=wish.tenant
+    )
     return found
 
 

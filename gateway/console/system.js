@@ -103,7 +103,7 @@ export class System {
     const lost = status.lost.map((pair) => pair.join(" to ")).join(", ");
     text(this.says, [
       status.drained ? "Drained: nothing new goes over it, either way." : status.up ? "In use." : "Down: long prompts stay at home.",
-      `Coding makes ${percent(status.coded_ratio)} of what waits.`,
+      status.coded_ratio < 1 ? `While it binds, coding makes ${percent(status.coded_ratio)} of what crosses.` : "",
       lost ? `Without a way: ${lost}.` : "",
     ].join(" "));
     text(this.switch, status.drained ? "Use it again" : "Drain it for maintenance");

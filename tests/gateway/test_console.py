@@ -16,6 +16,7 @@ from aiohttp import web
 from gateway.classes import ClassConfig
 from gateway.console.files import FOLDER, POLICY, all_files
 from gateway.drained import SharedDrained
+from gateway.keys import TenantConfig, digest_of
 from gateway.plan import PlanConfig
 from tests.gateway.test_refuse import LONG
 from tests.gateway.worlds import World, on_loop, until, world
@@ -134,6 +135,33 @@ async def test_with_a_port_of_their_own_operators_have_the_console_there_alone()
             assert answer.status == 404
         async with operators.get("/prfaas/console") as answer:
             assert (await answer.json())["serves_clients"] is False
+
+
+@on_loop
+async def test_with_tenants_the_console_is_for_operators() -> None:
+    keys = {"tenants": {"acme": TenantConfig(keys=(digest_of("mine"),))}, "operator_keys": (digest_of("theirs"),)}
+    paths = ("/console", "/console/app.js", "/prfaas/console", "/prfaas/flows", "/prfaas/plan", "/prfaas/links")
+    async with world(**keys) as w:
+        for path in paths:
+            for shown in (None, "mine"):
+                headers = {"Authorization": f"Bearer {shown}"} if shown else {}
+                async with w.http.get(path, headers=headers) as answer:
+                    assert answer.status in (401, 403)
+            for auth in (
+                {"Authorization": "Bearer theirs"},
+                {"Authorization": aiohttp.encode_basic_auth("me", "theirs")},
+            ):
+                async with w.http.get(path, headers=auth) as answer:
+                    assert answer.status == 200
+        operator = {"Authorization": "Bearer theirs"}
+        async with w.http.get("/prfaas/console", headers=operator) as answer:
+            assert (await answer.json())["tenants"] == ["acme"]
+        body = {"model": "scripted", "prompt": "hello there"}
+        async with w.http.post("/prfaas/explain?tenant=acme", json=body, headers=operator) as answer:
+            assert (await answer.json())["decision"]["route"]["reason"] == "short"
+        for path in ("/prfaas/explain", "/prfaas/links", "/prfaas/plan"):
+            async with w.http.post(path, json=body, headers={"Authorization": "Bearer mine"}) as answer:
+                assert answer.status in (401, 403)
 
 
 def _free_port() -> int:
