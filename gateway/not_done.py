@@ -30,8 +30,9 @@ class NotDone:
 
     def check(self, fields: Mapping[str, Raw]) -> None:
         """Raises BadRequest for a field that engines would refuse."""
-        for name in self.harmless.keys() & fields.keys():
-            if _value(fields[name]) not in self.harmless[name]:
+        harmless = self.harmless
+        for name in fields:
+            if name in harmless and _value(fields[name]) not in harmless[name]:
                 raise BadRequest(
                     f"{name}: not supported by the engines of this model.", param=name, code="unsupported_parameter"
                 )

@@ -83,8 +83,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raises BadRequest for fields that do not go together."""
-        check_stream(self.stream, self.stream_options)
-        check_format(self.response_format)
+        if self.stream_options is not None:
+            check_stream(self.stream)
+        if self.response_format is not None:
+            check_format(self.response_format)
 
     @property
     def output_tokens(self) -> int | None:
@@ -119,8 +121,9 @@ class ChatOptions(Options, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
 
     def check(self) -> None:
-        super().check()
-        check_top_logprobs(self.logprobs, self.top_logprobs)
+        Options.check(self)
+        if self.top_logprobs is not None:
+            check_top_logprobs(self.logprobs)
 
     @property
     def output_tokens(self) -> int | None:
@@ -139,8 +142,9 @@ class CompletionOptions(Options, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
 
     def check(self) -> None:
-        super().check()
-        check_best_of(self.best_of, self.n)
+        Options.check(self)
+        if self.best_of is not None:
+            check_best_of(self.best_of, self.n or 1)
 
     @property
     def echoes_logprobs(self) -> bool:
@@ -159,6 +163,7 @@ NOT_JSON: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _FIELDS: Final = msgspec.json.Decoder(dict[str, Raw])
 _OPTIONS: Final = {endpoint: msgspec.json.Decoder(options) for endpoint, options in OPTIONS.items()}
+_KNOWN: Final = {endpoint: frozenset(options.__struct_fields__) for endpoint, options in OPTIONS.items()}
 _AT: Final = re.compile(r" - at `\$\.?(.*)`$")
 _MISSING: Final = re.compile(r"missing required field `(\w+)`")
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]+")
@@ -212,7 +217,8 @@ def check_fields(endpoint: Endpoint, fields: dict[str, Raw]) -> None:
 
 def call_of(endpoint: Endpoint, fields: dict[str, Raw]) -> Call:
     """The call whose top-level fields are `fields`. Raises BadRequest."""
-    known = {name: raw for name in OPTIONS[endpoint].__struct_fields__ if (raw := fields.get(name)) is not None}
+    options_of = _KNOWN[endpoint]
+    known = {name: raw for name, raw in fields.items() if name in options_of}
     for name, raw in known.items():
         if len(raw) > MAX_OPTION_BYTES:
             raise BadRequest(f"Invalid value for '{name}': it is too long.", param=name, code="invalid_value")

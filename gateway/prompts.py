@@ -140,7 +140,8 @@ def prompt_tokens(call: Call, memory: PromptMemory, tenant: bytes) -> tuple[Toke
 
 def _chat(call: Call, memory: PromptMemory, tenant: bytes) -> tuple[TokenArray, str]:
     options = cast(ChatOptions, call.options)
-    check_tools(_field(call, "tools", _TOOLS), options.tool_choice)
+    if options.tool_choice is not None or "tools" in call.fields:
+        check_tools(_field(call, "tools", _TOOLS), options.tool_choice)
     chat = Chat(
         messages=(),
         tools=_field(call, "tools", _LIST),

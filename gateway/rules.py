@@ -75,9 +75,9 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 Tools = Annotated[list[Tool], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
-def check_format(given: ResponseFormat | None) -> None:
+def check_format(given: ResponseFormat) -> None:
     """Raises BadRequest for a schema that is announced and does not come."""
-    if given is not None and given.type == "json_schema" and given.json_schema is None:
+    if given.type == "json_schema" and given.json_schema is None:
         raise BadRequest(
             "Missing required parameter: 'response_format.json_schema'.",
             param="response_format.json_schema",
@@ -99,23 +99,23 @@ def check_tools(tools: list[Tool] | None, choice: ToolChoice | None) -> None:
         raise _invalid("tool_choice.function.name", f"'{choice.function.name}' is none of 'tools'")
 
 
-def check_stream(stream: bool | None, options: object) -> None:
+def check_stream(stream: bool | None) -> None:
     """Raises BadRequest for options of a stream that is not asked for."""
-    if options is not None and not stream:
+    if not stream:
         raise _invalid("stream_options", "it is only allowed when 'stream' is true")
 
 
-def check_top_logprobs(logprobs: bool | None, top_logprobs: int | None) -> None:
+def check_top_logprobs(logprobs: bool | None) -> None:
     """Raises BadRequest for alternatives to tokens whose log probabilities are not asked for."""
-    if top_logprobs is not None and not logprobs:
+    if not logprobs:
         raise _invalid("top_logprobs", "it is only allowed when 'logprobs' is true")
 
 
-def check_best_of(best_of: int | None, n: int | None) -> None:
+def check_best_of(best_of: int, n: int) -> None:
     """Raises BadRequest unless every answer that is computed is one that is given: no engine here computes spare ones."""
-    if best_of is not None and best_of < (n or 1):
+    if best_of < n:
         raise _invalid("best_of", "it must not be less than 'n'")
-    if best_of is not None and best_of > (n or 1):
+    if best_of > n:
         raise BadRequest(
             "'best_of' above 'n' is not supported: no engine of this family chooses among answers.",
             param="best_of",
