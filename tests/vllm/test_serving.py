@@ -175,6 +175,62 @@ def test_six_at_once(bench: Bench) -> None:
     bench.run(scenario())
 
 
+def test_prompts_of_a_list_and_n_answers_are_what_one_server_says(bench: Bench) -> None:
+    async def scenario() -> None:
+        prompts, name = [bench.prompt(length, seed=600 + length) for length in (40, 700)], bench.name()
+        body = {"model": "tiny", "prompt": prompts, "n": 2, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        said = []
+        for url, headers in ((bench.system.api_url, {"x-request-id": name}), (one_server(bench), {})):
+            async with bench.session.post(f"{url}/v1/completions", json=body, headers=headers) as answer:
+                assert answer.status == 200, await answer.text()
+                told = await answer.json()
+            said.append([(choice["index"], choice["text"]) for choice in told["choices"]])
+            assert told["usage"]["completion_tokens"] == 4 * 8
+        assert said[0] == said[1]
+
+    bench.run(scenario())
+
+
+def test_messages_and_responses_say_what_a_chat_says(bench: Bench) -> None:
+    async def scenario() -> None:
+        text = " ".join(f"{number}" for number in range(400))
+        asked = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 9}
+        response = {"model": "tiny", "input": text, "max_output_tokens": 9}
+        told = {}
+        for path, body in (("chat/completions", asked), ("messages", asked), ("responses", response)):
+            url = f"{bench.system.api_url}/v1/{path}"
+            async with bench.session.post(url, json=body | {"temperature": 0, "ignore_eos": True}) as answer:
+                told[path] = await answer.json()
+                assert answer.status == 200, told[path]
+            async with bench.session.post(
+                url, json=body | {"temperature": 0, "ignore_eos": True, "stream": True}
+            ) as answer:
+                assert answer.status == 200
+                assert "error" not in (events := await answer.text()), events
+        chat = told["chat/completions"]
+        assert told["messages"]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+        assert told["messages"]["stop_reason"] == "max_tokens"
+        assert told["responses"]["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+        assert told["responses"]["status"] == "incomplete"
+        # The same prompt, whoever asks: what the chat has computed is there.
+        usage = told["messages"]["usage"]
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
+        assert usage["cache_read_input_tokens"] > 100
+        assert told["responses"]["usage"]["input_tokens_details"]["cached_tokens"] > 100
+
+    bench.run(scenario())
+
+
+def test_what_a_model_is_not_for_is_said(bench: Bench) -> None:
+    async def scenario() -> None:
+        url = f"{bench.system.api_url}/v1/embeddings"
+        async with bench.session.post(url, json={"model": "tiny", "input": "x"}) as answer:
+            assert 400 <= answer.status < 500
+            assert (await answer.json())["error"]["message"]
+
+    bench.run(scenario())
+
+
 async def is_sending(bench: Bench) -> bool:
     """Whether KVCache is on its way from the node that prefills."""
     return bool((await bench.describe("far")).load.sending)
