@@ -17,7 +17,7 @@ from gateway.rules import Tools, check_tools
 from hybrid_cache.chains import ChainCache
 from hybrid_cache.hashing import NAMESPACE, namespaced
 from prompts.conversations import Conversations
-from prompts.errors import BadPrompt
+from prompts.errors import BadPrompt, TakesLonger
 from prompts.reading import Chat, chat_tokens, completion_tokens
 from prompts.segments import TokenArray
 from prompts.tokenizer import TextTokenizer
@@ -95,16 +95,26 @@ def read_call(
 ) -> tuple[Call, Prompt]:
     """The call that `body` makes of `model`, and its prompt. Raises ApiError, BadRequest above all."""
     call = call_in(endpoint, body)
+    return call, prompt_of(call, model, memory, tenant)
+
+
+def prompt_of(
+    call: Call, model: Model, memory: PromptMemory, tenant: bytes = b"", most_new: int | None = None
+) -> Prompt:
+    """The prompt of `call`. Raises ApiError, BadRequest above all.
+
+    With `most_new`, TakesLonger for all but a chat that goes on, by so many bytes at most.
+    """
     check_name(call, model)
-    tokens, how = prompt_tokens(call, memory, tenant)
+    tokens, how = prompt_tokens(call, memory, tenant, most_new)
     if not len(tokens):
-        raise _invalid(endpoint.prompt_field, "the prompt is empty")
+        raise _invalid(call.endpoint.prompt_field, "the prompt is empty")
     check_length(call, len(tokens), model.max_model_len)
     hashing = model.hashing
     namespace = hashing.namespace(call.options.cache_salt)
     salt = namespaced(hashing.salt, namespace)
     chain = memory.chains.chain(tokens, hashing.block_size, salt, tenant)
-    return call, Prompt(len(tokens), chain.hashes, chain.digest, how, salt, namespace)
+    return Prompt(len(tokens), chain.hashes, chain.digest, how, salt, namespace)
 
 
 def check_name(call: Call, model: Model) -> None:
@@ -128,17 +138,21 @@ def check_length(call: Call, num_tokens: int, max_model_len: int) -> None:
     )
 
 
-def prompt_tokens(call: Call, memory: PromptMemory, tenant: bytes) -> tuple[TokenArray, str]:
-    """The tokens that the prompt of `call` stands for, and how they were found. Raises BadRequest."""
+def prompt_tokens(
+    call: Call, memory: PromptMemory, tenant: bytes, most_new: int | None = None
+) -> tuple[TokenArray, str]:
+    """The tokens that the prompt of `call` stands for, and how they were found. Raises BadRequest; TakesLonger as `prompt_of`."""
     try:
         if call.endpoint is Endpoint.CHAT:
-            return _chat(call, memory, tenant)
+            return _chat(call, memory, tenant, most_new)
+        if most_new is not None:
+            raise TakesLonger
         return _completion(call, memory.tokenizer, tenant), "completion"
     except BadPrompt as error:
         raise BadRequest(error.message, param=error.param, code=error.code) from error
 
 
-def _chat(call: Call, memory: PromptMemory, tenant: bytes) -> tuple[TokenArray, str]:
+def _chat(call: Call, memory: PromptMemory, tenant: bytes, most_new: int | None) -> tuple[TokenArray, str]:
     options = cast(ChatOptions, call.options)
     if options.tool_choice is not None or "tools" in call.fields:
         check_tools(_field(call, "tools", _TOOLS), options.tool_choice)
@@ -153,9 +167,11 @@ def _chat(call: Call, memory: PromptMemory, tenant: bytes) -> tuple[TokenArray, 
     )
     raw = call.fields.get("messages")
     said = {name: bytes(call.fields[name]) for name in SAID if name in call.fields}
-    read = memory.conversations.tokens(b"" if raw is None else bytes(raw), said, chat, tenant)
+    read = memory.conversations.tokens(b"" if raw is None else bytes(raw), said, chat, tenant, most_new)
     if read.tokens is not None:
         return read.tokens, read.how
+    if most_new is not None:
+        raise TakesLonger
     chat = replace(chat, messages=_field(call, "messages", _MESSAGES))
     return chat_tokens(chat, memory.tokenizer, tenant), read.how
 

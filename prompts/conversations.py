@@ -20,7 +20,7 @@ import numpy as np
 from xxhash import xxh3_128
 
 from prompts.appending import Parts
-from prompts.errors import BadPrompt
+from prompts.errors import BadPrompt, TakesLonger
 from prompts.reading import Chat, check_kwargs, plain_messages
 from prompts.segments import TokenArray
 from prompts.template import Message
@@ -44,6 +44,8 @@ class _Known(NamedTuple):
     before: str
     tokens: TokenArray  # of the text up to the cut
     tail: str  # text of messages behind the cut
+    after: str
+    rest: TokenArray  # of tail and after
 
 
 class Read(NamedTuple):
@@ -65,8 +67,18 @@ class Conversations:
         self._readings: Counter[bool] = Counter()  # by whether the template is that for tools
         self._disbelieved: set[bool] = set()
 
-    def tokens(self, messages: bytes, fields: Mapping[str, bytes], chat: Chat, tenant: bytes = b"") -> Read:
-        """The tokens of `chat`, whose messages are given as JSON, other fields both ways. `chat.messages` are not looked at."""
+    def tokens(
+        self,
+        messages: bytes,
+        fields: Mapping[str, bytes],
+        chat: Chat,
+        tenant: bytes = b"",
+        most_new: int | None = None,
+    ) -> Read:
+        """The tokens of `chat`, whose messages are given as JSON, other fields both ways. `chat.messages` are not looked at.
+
+        Raises TakesLonger where this would be more than going on by `most_new` bytes.
+        """
         has_tools = bool(chat.tools)
         if len(messages) < self._stride_bytes:
             return Read(None, "short")
@@ -79,31 +91,38 @@ class Conversations:
         if reason := self._tokenizer.not_appending(has_tools):
             return Read(None, f"template_{reason}")
         try:
-            return self._read(messages, _said(fields), chat, tenant)
+            return self._read(messages, _said(fields), chat, tenant, most_new)
         except (BadPrompt, *NOT_JSON):
             return Read(None, "refused")  # by whoever reads the whole, with the right words
 
-    def _read(self, messages: bytes, said: bytes, chat: Chat, tenant: bytes) -> Read:
+    def _read(self, messages: bytes, said: bytes, chat: Chat, tenant: bytes, most_new: int | None) -> Read:
         check_kwargs(chat)
         end = _end(messages)
         said += b"%d" % self._tokenizer.encoder.generation
         places = [(said, *place) for place in _places(messages[:end], self._stride_bytes)]
         known, place = self._known(places, messages, tenant)
+        if most_new is not None and (known is None or self._is_more(messages, known, most_new, bool(chat.tools))):
+            raise TakesLonger
         new = _continuation(messages, known) if known is not None else None
         if known is None or new is None:
+            if most_new is not None:
+                raise TakesLonger
             decoded = plain_messages(_MESSAGES.decode(messages))
-            known, new, how = _Known(b"", 0, decoded[0], "", _NONE, ""), decoded, "new"
+            known, new, how = _Known(b"", 0, decoded[0], "", _NONE, "", "", _NONE), decoded, "new"
         else:
             new, how = plain_messages(new) if new else [], "continued"
         parts = self._render(known, new, chat)
         if parts is None or (known.num_messages and parts.before != known.before):
             return Read(None, "unlike_before")
-        tokens, kept = self._tokens(known, parts, tenant)
+        is_same = how == "continued" and not new and parts.after == known.after
+        if not is_same and most_new is not None and len(known.tail) > most_new:
+            raise TakesLonger
+        count = known.num_messages + len(new)
+        learned = known if is_same else self._learned(known, messages[:end], count, parts, tenant)
+        tokens = np.concatenate([learned.tokens, learned.rest])
         if how == "continued" and not self._is_believed(tokens, messages, chat):
             return Read(None, "template_differs")
-        count = known.num_messages + len(new)
-        learned = _Known(messages[:end], count, known.first, parts.before, tokens[: kept[0]], kept[1])
-        if places:
+        if places and not is_same:
             self._keep(learned, places[-1], known, place, tenant)
         return Read(tokens, how)
 
@@ -118,19 +137,24 @@ class Conversations:
             kwargs=chat.chat_template_kwargs,
         )
 
-    def _tokens(self, known: _Known, parts: Parts, tenant: bytes) -> tuple[TokenArray, tuple[int, str]]:
-        """All tokens; how many of them stay whatever is said next, and the text behind those."""
+    def _learned(self, known: _Known, json: bytes, num_messages: int, parts: Parts, tenant: bytes) -> _Known:
+        """`known`, gone on with by `parts`."""
         text = (known.tail if known.num_messages else parts.before) + parts.messages
         cut = self._tokenizer.lasting_cut(text)
         lasting = self._tokenizer.encode_rendered(text[:cut], tenant) if cut else _NONE
         rest = self._tokenizer.encode_rendered(text[cut:] + parts.after, tenant)
-        return np.concatenate([known.tokens, lasting, rest]), (len(known.tokens) + len(lasting), text[cut:])
+        tokens = np.concatenate([known.tokens, lasting])
+        return _Known(json, num_messages, known.first, parts.before, tokens, text[cut:], parts.after, rest)
+
+    def _is_more(self, messages: bytes, known: _Known, most_new: int, has_tools: bool) -> bool:
+        new_bytes = _end(messages) - len(known.json)
+        is_more = new_bytes and new_bytes + len(known.tail) > most_new
+        return bool(is_more) or _is_checked(self._readings[has_tools] + 1)
 
     def _is_believed(self, tokens: TokenArray, messages: bytes, chat: Chat) -> bool:
         has_tools = bool(chat.tools)
         self._readings[has_tools] += 1
-        number = self._readings[has_tools]
-        if number > CHECKED_FIRST and number % CHECKED_EVERY:
+        if not _is_checked(self._readings[has_tools]):
             return True
         text = self._tokenizer.render(
             plain_messages(_MESSAGES.decode(messages)),
@@ -182,6 +206,10 @@ class Conversations:
 _NONE: Final[TokenArray] = np.empty(0, np.uint32)
 
 
+def _is_checked(number: int) -> bool:
+    return number <= CHECKED_FIRST or number % CHECKED_EVERY == 0
+
+
 def _said(fields: Mapping[str, bytes]) -> bytes:
     """A digest of all else that the text depends on."""
     digest = blake2b(digest_size=16)
@@ -216,6 +244,6 @@ def _continuation(messages: bytes, known: _Known) -> list[Message] | None:
 
 
 def _size(known: _Known) -> int:
-    base = known.tokens.base if known.tokens.base is not None else known.tokens
-    texts = len(known.before) + len(known.tail) + sum(len(str(value)) for value in known.first.values())
-    return len(known.json) + getattr(base, "nbytes", known.tokens.nbytes) + 4 * texts
+    first = sum(len(str(value)) for value in known.first.values())
+    texts = len(known.before) + len(known.tail) + len(known.after) + first
+    return len(known.json) + known.tokens.nbytes + known.rest.nbytes + 4 * texts

@@ -2,6 +2,7 @@
 
 PromptsError
 ├── TokenizerUnreadable   a model directory's tokenizer or chat template cannot be used
+├── TakesLonger           there is more to read than was allowed
 └── BadPrompt             the client's own mistake; `param` names the field
     └── TemplateError     the chat template does not accept these messages
 """
@@ -13,6 +14,10 @@ class PromptsError(Exception):
 
 class TokenizerUnreadable(PromptsError):
     """A model directory's tokenizer or chat template cannot be used."""
+
+
+class TakesLonger(PromptsError):
+    """There is more to read than was allowed."""
 
 
 class BadPrompt(PromptsError):

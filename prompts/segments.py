@@ -12,7 +12,7 @@ its own file and tried once on a probe; one that does not is always asked for th
 import json
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from os.path import commonprefix
 from typing import Any, Final
 
@@ -42,24 +42,22 @@ class Cuts:
     """Where the texts of a tokenizer may be cut: behind its added tokens, given by stages."""
 
     def __init__(self, stages: Sequence[Sequence[str]]) -> None:
-        self._first, *others = [re.compile(_longest_of(contents)) for contents in stages if contents]
+        self._first, *others = [_Stage(contents) for contents in stages if contents]
         self._second = others[0] if others else None
         contents = [content for stage in stages for content in stage]
         self._longest = max(map(len, contents))
-        self._by_first_letter: dict[str, list[str]] = {}
-        for content in contents:
-            self._by_first_letter.setdefault(content[0], []).append(content)
+        self._by_first_letter = _by_first_letter(contents)
 
     def ends(self, text: str) -> list[int]:
         """All places at which `text` may be cut."""
         if self._second is None:
-            return [match.end() for match in self._first.finditer(text)]
-        ends, start = list[int](), 0
-        for match in self._first.finditer(text):
-            ends += [each.end() for each in self._second.finditer(text, start, match.start())]
-            ends.append(match.end())
-            start = match.end()
-        return ends + [each.end() for each in self._second.finditer(text, start)]
+            return [end for _, end in self._first.spans(text, 0, len(text))]
+        ends, after = list[int](), 0
+        for start, end in self._first.spans(text, 0, len(text)):
+            ends += [each for _, each in self._second.spans(text, after, start)]
+            ends.append(end)
+            after = end
+        return ends + [each for _, each in self._second.spans(text, after, len(text))]
 
     def pieces(self, text: str) -> list[str]:
         """`text` in pieces, each but the last ending with an added token."""
@@ -81,6 +79,36 @@ class Cuts:
             ):
                 return start
         return len(text)
+
+
+class _Stage:
+    """Added tokens that are looked for together: from left to right, the longest at each place.
+
+    A pattern for each letter that they begin with: a search for one letter is ten times as fast as one for several.
+    """
+
+    def __init__(self, contents: Sequence[str]) -> None:
+        self._patterns = [re.compile(_longest_of(each)) for each in _by_first_letter(contents).values()]
+
+    def spans(self, text: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Where tokens lie between `start` and `stop`."""
+        if len(self._patterns) == 1:
+            yield from (match.span() for match in self._patterns[0].finditer(text, start, stop))
+            return
+        found = {pattern: pattern.search(text, start, stop) for pattern in self._patterns}
+        while next_ones := [match for match in found.values() if match is not None]:
+            span = min(match.span() for match in next_ones)
+            yield span
+            for pattern, match in found.items():
+                if match is not None and match.start() < span[1]:
+                    found[pattern] = pattern.search(text, span[1], stop)
+
+
+def _by_first_letter(contents: Sequence[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for content in contents:
+        found.setdefault(content[0], []).append(content)
+    return found
 
 
 def cuts(tokenizer: Tokenizer) -> Cuts | None:

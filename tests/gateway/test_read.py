@@ -19,7 +19,7 @@ import gateway.read
 from gateway.errors import ApiError, ReaderDied
 from gateway.openai import Endpoint
 from gateway.prompts import Hashing, Prompt, PromptMemory, read_call
-from gateway.read import LONG_BODY_BYTES, Reader
+from gateway.read import LONG_BODY_BYTES, LONGER_BODY_BYTES, Reader
 from gateway.tasks import TaskSet
 from tests.gateway.worlds import model_of, on_loop, until
 from tests.prompts.builders import text_tokenizer
@@ -124,10 +124,8 @@ def test_the_event_loop_goes_on_while_the_longest_bodies_are_read(kind: str) -> 
     scenario()
 
 
-def long_body(word: str) -> bytes:
-    return json.dumps(
-        {"model": "m", "prompt": (f"{word} " * LONG_BODY_BYTES)[:LONG_BODY_BYTES], "max_tokens": 1}
-    ).encode()
+def long_body(word: str, size: int = LONG_BODY_BYTES) -> bytes:
+    return json.dumps({"model": "m", "prompt": (f"{word} " * size)[:size], "max_tokens": 1}).encode()
 
 
 @on_loop
@@ -183,11 +181,41 @@ async def test_a_process_that_is_killed_while_it_waits_costs_no_request() -> Non
         assert (await reads.read(Endpoint.COMPLETIONS, long_body("b"), MODEL))[1].num_tokens
 
 
+def chat_body(turns: int) -> bytes:
+    messages = [{"role": "user", "content": f"turn {turn} " + "over the lazy dog " * 60} for turn in range(turns)]
+    return json.dumps({"model": "m", "messages": messages}, separators=(",", ":")).encode()
+
+
+@on_loop
+async def test_a_chat_that_goes_on_by_little_is_read_at_once_and_what_is_new_in_threads() -> None:
+    pytest.importorskip("fastokens")
+    before, tasks, tokenizer = children(), TaskSet(lambda name: pytest.fail(name)), text_tokenizer()
+    tokenizer.encoder.hasten()
+    reads, there = Reader(tokenizer, tasks), list[bool]()
+    try:
+        for turns in (40, 41, 42, 43, 44, 45, 45, 70, 1500):
+            body = chat_body(turns)
+            reading = asyncio.ensure_future(reads.read(Endpoint.CHAT, body, MODEL))
+            await asyncio.sleep(0)
+            there.append(reading.done())
+            call, prompt = await reading
+            same_call, same_prompt = read_call(Endpoint.CHAT, body, MODEL, PromptMemory(text_tokenizer()))
+            assert (prompt.hashes, prompt.digest) == (same_prompt.hashes, same_prompt.digest)
+            assert call.body({}) == same_call.body({})
+        # The first few are compared with the whole, which takes longer.
+        assert there == [False] * 5 + [True] * 2 + [False] * 2
+        assert len(body) > LONG_BODY_BYTES
+        assert children() == before
+    finally:
+        await reads.close()
+
+
 @on_loop
 async def test_a_process_that_has_come_to_distrust_its_encoder_is_believed_and_replaced() -> None:
     pytest.importorskip("fastokens")
     before, told = children(), list[str]()
-    tasks, tokenizer, body = TaskSet(lambda name: pytest.fail(name)), text_tokenizer(), long_body("hello there")
+    tasks, tokenizer = TaskSet(lambda name: pytest.fail(name)), text_tokenizer()
+    body = long_body("hello there", LONGER_BODY_BYTES)
     tokenizer.encoder.hasten()
     tokenizer.encoder.report_to(told.append)
     reads = Reader(tokenizer, tasks)

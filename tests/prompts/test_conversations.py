@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prompts.conversations import Conversations
+from prompts.conversations import CHECKED_FIRST, Conversations
+from prompts.errors import TakesLonger
 from prompts.fair_cache import FairCache
 from prompts.reading import Chat, chat_tokens
 from prompts.template import ChatTemplate
@@ -131,6 +132,29 @@ def test_other_tools_or_variables_are_another_conversation() -> None:
     assert reader.read(conversation(6), chat_template_kwargs={"extra": "x"}) == "new"
     assert reader.read(conversation(6), add_generation_prompt=False) == "new"
     assert reader.read(conversation(6)) == "continued"
+
+
+def test_more_than_was_allowed_is_not_read() -> None:
+    reader = Reader(TURNS)
+
+    def size(turns: int) -> int:
+        return len(json.dumps(conversation(turns), separators=(",", ":")))
+
+    def read(turns: int, most_new: int | None) -> str:
+        messages = json.dumps(conversation(turns), separators=(",", ":")).encode()
+        return reader.conversations.tokens(messages, {}, chat_of(conversation(turns))[0], most_new=most_new).how
+
+    with pytest.raises(TakesLonger):  # it is new
+        read(4, 1000)
+    read(4, None)
+    with pytest.raises(TakesLonger):  # it is one of those that are compared with the whole
+        read(5, 1000)
+    for _ in range(CHECKED_FIRST):
+        assert read(5, None) == "continued"
+    assert read(5, 0) == "continued"  # the same
+    with pytest.raises(TakesLonger):
+        read(7, size(7) - size(5) - 1)
+    assert read(7, size(7) - size(5) + 10) == "continued"
 
 
 def test_tenants_share_nothing() -> None:
