@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
+from gateway.errors import ApiError, TenantLimited
 from gateway.metrics import Metrics
 from gateway.node import Node
 from gateway.offered import Offered
@@ -31,10 +32,10 @@ class Accounts:
         """A request has its first route, whether it comes to that or not."""
         self._offered.asked(chosen.uncached_tokens)
 
-    def turned_away(self, code: str, status: int) -> None:
-        """A request was answered with an error before it had a route."""
-        self._metrics.rejected(code, status)
-        if status in BUSY:
+    def turned_away(self, error: ApiError) -> None:
+        """A request was answered with an error before it was read."""
+        self._metrics.rejected(error.code or "invalid", error.status)
+        if error.status in BUSY and not isinstance(error, TenantLimited):
             self._offered.refused_unread()
 
     def routed(self, request: Request, chosen: Route, tries: int) -> None:

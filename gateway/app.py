@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -15,6 +15,7 @@ from aiohttp import web
 from gateway import openapi
 from gateway.accounts import Accounts
 from gateway.admit import Admission
+from gateway.allowances import UNLIMITED, Allowance, Allowances
 from gateway.classes import Classes
 from gateway.clusters import Clusters, ServedModel
 from gateway.config import GatewayConfig
@@ -57,6 +58,7 @@ class Visit:
     body: bytes
     arrived: float
     tenant: Tenant
+    allowance: Allowance = UNLIMITED
     requests: list[Request] = field(default_factory=list)
 
     @property
@@ -87,6 +89,7 @@ class FrontDoor:
         metrics: Metrics,
         tasks: TaskSet,
         clock: Callable[[], float],
+        allowances: Allowances,
     ) -> None:
         self.config = config
         self.rooms = rooms
@@ -94,6 +97,7 @@ class FrontDoor:
         self.metrics = metrics
         self.classes = Classes(config.classes, config.admission.default_class)
         self.keyring = Keyring(config.tenants, config.operator_keys)
+        self.allowances = allowances
         self._tasks = tasks
         self._clock = clock
         self._boot = uuid.uuid4().hex[:12]
@@ -127,22 +131,27 @@ class FrontDoor:
 
     async def _generate(self, http: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         arrived = self._clock()
+        allowance = UNLIMITED
         try:
             tenant = self.keyring.tenant(http.headers)
             self.rooms.admission.check()
-            visit = Visit(http, endpoint, await self.rooms.receiver.receive(http), arrived, tenant)
+            allowance = self.allowances.enter(tenant)
+            visit = Visit(http, endpoint, await self.rooms.receiver.receive(http), arrived, tenant, allowance)
             self.rooms.admission.take()
-        except ApiError as error:
-            self.rooms.accounts.turned_away(error.code or "invalid", error.status)
+        except BaseException as error:
+            allowance.leave()
+            if isinstance(error, ApiError):
+                self.rooms.accounts.turned_away(error)
             raise
         # The work is a task of its own: a client that hangs up in the middle ends it, one that has its whole answer does
         # not keep the books from being closed.
         work = self._tasks.start(self._serve(visit), "request", expected=(ApiError, ConnectionResetError))
-        work.add_done_callback(self._left)
+        work.add_done_callback(lambda _: self._left(allowance))
         return await self._until_answered(visit, work)
 
-    def _left(self, _: "asyncio.Task[web.StreamResponse]") -> None:
+    def _left(self, allowance: Allowance) -> None:
         self.rooms.admission.give_back()
+        allowance.leave()
 
     async def _until_answered(self, visit: Visit, work: "asyncio.Task[web.StreamResponse]") -> web.StreamResponse:
         self._visits[visit] = work
@@ -171,16 +180,21 @@ class FrontDoor:
 
     async def _serve(self, visit: Visit) -> web.StreamResponse:
         try:
-            requests = visit.requests = await self._read_all(visit)
+            requests = await self._read_all(visit)
+            visit.allowance.read(_prompt_tokens(requests), len(requests))
+            visit.requests = requests
         except ApiError as error:
             self.metrics.rejected(error.code or "invalid", error.status)
             raise
         except asyncio.CancelledError:
             self.metrics.rejected("client_closed", CLIENT_CLOSED)
             raise
-        if len(requests) == 1:
-            return await self._answer(visit.http, requests[0])
-        return await self._answer_all(visit)
+        try:
+            if len(requests) == 1:
+                return await self._answer(visit.http, requests[0])
+            return await self._answer_all(visit)
+        finally:
+            visit.allowance.settle(_unpaid_tokens(requests))
 
     async def _read_all(self, visit: Visit) -> list[Request]:
         """The requests for one answer each that a visit makes, almost always one. Raises ApiError."""
@@ -244,7 +258,8 @@ class FrontDoor:
             served=served,
             timeline=Timeline(visit.arrived),
             service=service,
-            tenant=tenant.name,
+            tenant=tenant,
+            allowance=visit.allowance,
             trace_headers={name: headers[name] for name in TRACE_HEADERS if name in headers},
             telling=telling_of(call, self.next_id(), prompt.num_tokens, unix_s()) if call.dialect else None,
         )
@@ -296,6 +311,18 @@ def _for_each_answer(request: Request, next_id: Callable[[], str]) -> list[Reque
         )
         for call in calls_of(request.call)
     ]
+
+
+def _prompt_tokens(requests: Sequence[Request]) -> int:
+    """Those of each prompt once, as OpenAI counts them, however many answers it has."""
+    return sum({id(request.prompt): request.prompt.num_tokens for request in requests}.values())
+
+
+def _unpaid_tokens(requests: Sequence[Request]) -> int:
+    """What these took beyond their prompts; those of prompts that nobody has computed for are given back."""
+    if any(request.has_cost for request in requests):
+        return sum(request.output_tokens for request in requests)
+    return -_prompt_tokens(requests)
 
 
 def _first(failures: BaseExceptionGroup[ApiError]) -> ApiError:

@@ -312,7 +312,7 @@ def error_response(error: ApiError, tie: float = 0.0, body: bytes | None = None)
 
     Requests of different `tie` are told to come again at different times.
     """
-    headers = {"Content-Type": JSON}
+    headers = {"Content-Type": JSON, **error.headers}
     if error.retry_after_s is not None:
         retry_after_s = spread_s(error.retry_after_s, tie)
         headers["Retry-After"] = str(max(1, round(retry_after_s)))

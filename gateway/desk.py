@@ -12,6 +12,7 @@ from aiohttp import web
 from msgspec import Raw
 
 from gateway.admit import Admission
+from gateway.allowances import Allowances
 from gateway.clusters import Clusters
 from gateway.connections import JSON
 from gateway.errors import ApiError, BadRequest, LegFailed, Unavailable
@@ -46,6 +47,7 @@ class Desk:
         legs: Legs,
         metrics: Metrics,
         tenant_of: Callable[[Mapping[str, str]], Tenant],
+        allowances: Allowances,
         clock: Callable[[], float],
     ) -> None:
         self._admission = admission
@@ -55,6 +57,7 @@ class Desk:
         self._legs = legs
         self._metrics = metrics
         self._tenant_of = tenant_of
+        self._allowances = allowances
         self._clock = clock
         self._document: tuple[tuple[str, ...], bytes] = ((), b"")
 
@@ -76,7 +79,7 @@ class Desk:
         """How many tokens a message's prompt has, however long a context the model has."""
         with self._counted():
             tenant, body, model = await self._received(http)
-            with self._place():
+            with self._place(tenant):
                 unbounded = msgspec.structs.replace(model, max_model_len=ANY_LENGTH)
                 asked = self._reader.read(Endpoint.COUNT_TOKENS, body, unbounded, tenant.memory)
                 _, prompt = await asked
@@ -85,21 +88,21 @@ class Desk:
     async def _tokenise(self, http: web.Request) -> web.Response:
         with self._counted():
             tenant, body, model = await self._received(http, MAX_BODY_BYTES)
-            with self._place():
+            with self._place(tenant):
                 return _json(await self._reader.think(lambda memory: tokens_of(body, model, memory, tenant.memory)))
 
     async def _detokenise(self, http: web.Request) -> web.Response:
         with self._counted():
-            _, body, model = await self._received(http, MAX_BODY_BYTES)
-            with self._place():
+            tenant, body, model = await self._received(http, MAX_BODY_BYTES)
+            with self._place(tenant):
                 return _json(await self._reader.think(lambda memory: text_of(body, model, memory.tokenizer)))
 
     async def _pass_on(self, http: web.Request) -> web.Response:
         """What a decode node's engine answers to the same."""
         with self._counted():
-            _, body, model = await self._received(http)
+            tenant, body, model = await self._received(http)
             asked = _for_engine(body, model)
-            with self._place():
+            with self._place(tenant):
                 node = self._node()
                 try:
                     status, kind, told = await self._legs.ask(node, http.path, asked)
@@ -130,12 +133,17 @@ class Desk:
         return min(ready, key=lambda node: (node.pending_requests, node.load.running))
 
     @contextmanager
-    def _place(self) -> Iterator[None]:
-        self._admission.take()
+    def _place(self, tenant: Tenant) -> Iterator[None]:
+        """A place among those served, and among the tenant's requests; what it asks for is no generation, and costs no tokens."""
+        allowance = self._allowances.enter(tenant)
         try:
-            yield
+            self._admission.take()
+            try:
+                yield
+            finally:
+                self._admission.give_back()
         finally:
-            self._admission.give_back()
+            allowance.leave()
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ GatewayError
 │   ├── BadRequest            400: the client's own mistake, `param` names the field
 │   ├── Unauthorised          401: no key, or one that nobody here has
 │   ├── Overloaded            429: too many requests in flight, or too much from one address
+│   │   └── TenantLimited     more than this tenant may ask for
 │   ├── Unavailable           503: nothing can serve this now, `retry_after_s` says when to ask again
 │   ├── ReaderDied            500: the process that read the body did not survive it
 │   ├── KillsEngines          500: neither did two engines
@@ -19,7 +20,7 @@ GatewayError
     └── DecodeFailed
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -71,6 +72,7 @@ class ApiError(GatewayError):
         self.code = code
         self.retry_after_s = retry_after_s
         self.is_final = is_final  # the client is told not to try again, whatever the status
+        self.headers: Mapping[str, str] = {}  # of the answer, beside those that follow from the rest
 
     def body(self) -> bytes:
         """The JSON body of the answer."""
@@ -101,6 +103,14 @@ class Overloaded(ApiError):
         self, message: str, code: str = "rate_limit_exceeded", *, retry_after_s: float = RETRY_AFTER_S
     ) -> None:
         super().__init__(429, message, type="rate_limit_error", code=code, retry_after_s=retry_after_s)
+
+
+class TenantLimited(Overloaded):
+    """A tenant's own limit, however much room there is. `headers` say what is left of each."""
+
+    def __init__(self, message: str, code: str, retry_after_s: float, headers: Mapping[str, str]) -> None:
+        super().__init__(message, code, retry_after_s=retry_after_s)
+        self.headers = headers
 
 
 class Unavailable(ApiError):

@@ -3,6 +3,8 @@
 [gateway.tenants.acme]
 keys = ["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]   # as `prfaas key` prints them
 group = "acme"                                     # shares KVCache with the tenants of this group; default: with nobody
+requests_per_minute = 600                          # 0, the default, is no limit
+weight = 2.0                                       # of its part while tenants wait for the same
 
 Without tenants everybody may ask, and prompts share one cache. With them each request needs a key, and operators' pages
 one of `operator_keys`.
@@ -17,26 +19,48 @@ from hashlib import blake2b, sha256
 from typing import Final
 
 from gateway.errors import BadRequest, Unauthorised
-from transport.control.settings import require
+from planner.decisions.limits import NO_LIMITS, Bucket, Limits
+from transport.control.settings import require, require_range
 
 NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 API_KEY_HEADER: Final = "x-api-key"  # of Anthropic's clients
 MEMORY_BYTES: Final = 16
+MAX_TENANTS: Final = 1024  # each has series of its own in the metrics
+LEAST_WEIGHT, MOST_WEIGHT = 0.01, 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantConfig:
-    """`[gateway.tenants.NAME]`. `keys` are SHA-256 digests in hexadecimal; several while one replaces another."""
+    """`[gateway.tenants.NAME]`. `keys` are SHA-256 digests in hexadecimal; several while one replaces another.
+
+    A limit of 0 is none. Of what tenants wait for together each gets a part by its `weight`.
+    """
 
     keys: tuple[str, ...]
     group: str = ""
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    concurrent_requests: int = 0
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         require(bool(self.keys), "keys", self.keys, "at least one SHA-256 digest of a key")
         for key in self.keys:
             check_digest("keys", key)
         require(not self.group or bool(NAME.fullmatch(self.group)), "group", self.group, WHAT_NAMES_ARE)
+        for name in ("requests_per_minute", "tokens_per_minute", "concurrent_requests"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "an integer of at least 0")
+        require_range("weight", self.weight, LEAST_WEIGHT, MOST_WEIGHT)
+
+    @property
+    def limits(self) -> Limits:
+        """What its requests may take."""
+        return Limits(_bucket(self.requests_per_minute), _bucket(self.tokens_per_minute), self.concurrent_requests)
+
+
+def _bucket(per_minute: int) -> Bucket | None:
+    return Bucket(per_minute) if per_minute else None
 
 
 WHAT_NAMES_ARE: Final = "a name of letters, digits, '.', '_' and '-', 64 at most"
@@ -49,6 +73,7 @@ def check_digest(name: str, key: str) -> None:
 
 def check_tenants(tenants: Mapping[str, TenantConfig]) -> None:
     """Raises SettingsError for names that are none, and keys that two have."""
+    require(len(tenants) <= MAX_TENANTS, "tenants", len(tenants), f"{MAX_TENANTS} at most")
     for name in tenants:
         require(bool(NAME.fullmatch(name)), "tenants", name, WHAT_NAMES_ARE)
     keys = [key for each in tenants.values() for key in each.keys]
@@ -62,6 +87,8 @@ class Tenant:
     name: str = ""
     group: str = ""
     memory: bytes = b""
+    limits: Limits = NO_LIMITS
+    weight: float = 1.0
 
 
 class Keyring:
@@ -73,7 +100,7 @@ class Keyring:
     def configure(self, tenants: Mapping[str, TenantConfig], operator_keys: Sequence[str]) -> None:
         """What holds from the next request on."""
         self._tenants = {
-            key: Tenant(name, group, blake2b(group.encode(), digest_size=MEMORY_BYTES).digest())
+            key: Tenant(name, group, _memory(group), each.limits, each.weight)
             for name, each in tenants.items()
             for group in [each.group or name]
             for key in each.keys
@@ -127,6 +154,10 @@ class Keyring:
 
 
 EVERYBODY: Final = Tenant()
+
+
+def _memory(group: str) -> bytes:
+    return blake2b(group.encode(), digest_size=MEMORY_BYTES).digest()
 
 
 def digest_of(key: str) -> str:

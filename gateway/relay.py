@@ -64,6 +64,7 @@ class Relay:
             "x-request-id": request.id,
             "Content-Type": answer.content_type,
             "x-prfaas-route": route_header(request),
+            **request.allowance.headers,
         }
         if request.telling is not None:
             headers |= request.telling.headers

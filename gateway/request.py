@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from gateway.allowances import UNLIMITED, Allowance
 from gateway.clusters import ServedModel
 from gateway.dialects.telling import Telling
+from gateway.keys import EVERYBODY, Tenant
 from gateway.openai import Call
 from gateway.prompts import Prompt
 from planner.decisions.classes import UNPROMISED, ServiceClass
@@ -83,7 +85,8 @@ class Request:
     served: ServedModel
     timeline: Timeline
     service: ServiceClass = UNPROMISED
-    tenant: str = ""  # whose it is; "" where nobody needs a key
+    tenant: Tenant = EVERYBODY
+    allowance: Allowance = UNLIMITED
     trace_headers: dict[str, str] = field(default_factory=dict)
     telling: Telling | None = None  # None: the client speaks as engines do
     route: Route | None = None
@@ -129,6 +132,11 @@ class Request:
     def is_answered(self) -> bool:
         """Whether the client has everything it will get."""
         return self.timeline.last_token is not None
+
+    @property
+    def has_cost(self) -> bool:
+        """Whether anything was computed for it."""
+        return self.timeline.first_token is not None or self.wasted_prefill_s > 0
 
     @property
     def route_label(self) -> str:
@@ -202,7 +210,7 @@ def record_of(request: Request, seq: int, status: int, error: str = "") -> Reque
         endpoint=request.call.dialect or request.call.endpoint,
         stream=request.call.stream,
         service_class=request.service.name,
-        tenant=request.tenant,
+        tenant=request.tenant.name,
         route=request.route_label,
         target=str(route.target) if route else "none",
         reason=request.reason_label,

@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
+from gateway.allowances import Allowances
 from gateway.board import IN_FLIGHT, WAITING, Board, SharedPlaces, State
 from gateway.drained import Drained, OwnDrained, SharedDrained
 from gateway.metrics import Metrics, keep_in
@@ -24,6 +25,7 @@ BOARD: Final = "board"
 METRICS: Final = "metrics"
 TALLY: Final = "tally"
 DRAINED: Final = "drained"
+ALLOWANCES: Final = "allowances"
 FIRST_CONFIG: Final = "gateway.toml"  # the file as it was when the gateway was started
 ORPHANED: Final = signal.SIGUSR1  # what a worker gets when its parent is gone
 
@@ -41,6 +43,10 @@ class Alone:
         self.waiting: Places = OwnPlaces()
         self.next_seq: Callable[[], int] = count(1).__next__  # of whatever is kept
         self.drained: Drained = OwnDrained()
+
+    def allowances(self, clock: Callable[[], float]) -> Allowances:
+        """What tenants have taken of their limits."""
+        return Allowances(clock)
 
     def records(self, limit: int) -> Records:
         """The book of what this process has served."""
@@ -87,6 +93,9 @@ class Seat:
         self.waiting: Places = SharedPlaces(self._board, WAITING)
         self.next_seq: Callable[[], int] = self._board.next_seq
         self.drained: Drained = SharedDrained(directory / DRAINED)
+
+    def allowances(self, clock: Callable[[], float]) -> Allowances:
+        return Allowances(clock, self._directory / ALLOWANCES, workers=self.workers, own=self._number)
 
     def records(self, limit: int) -> Records:
         return Records(limit, self.next_seq)

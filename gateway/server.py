@@ -196,7 +196,8 @@ async def running(
         relay=Relay(accounts, requests, clock),
         accounts=accounts,
     )
-    door = FrontDoor(config, rooms, clusters, metrics, requests, clock)
+    allowances = seat.allowances(clock)
+    door = FrontDoor(config, rooms, clusters, metrics, requests, clock, allowances)
     load = LoadReport(
         seat.offered, clusters, links, lambda: decider.setting, lambda: follower.plan,
         config.routing.decode_slots,
@@ -214,6 +215,7 @@ async def running(
     if replicas:
         chores.keep(replicas.run, "replicas")
     async with AsyncExitStack() as stack:
+        stack.callback(allowances.close)
         stack.push_async_callback(rooms.reader.close)
         stack.push_async_callback(clusters.close)
         stack.callback(legs.close)
@@ -250,7 +252,9 @@ async def running(
             await clusters.wait_for(lambda: clusters.is_ready, NODES_S)
         idle_s, is_shared = strangers.idle_s, siblings is not None
         port = config.port if seat.port is None else seat.port
-        desk = Desk(admission, rooms.receiver, rooms.reader, clusters, legs, metrics, door.keyring.tenant, clock)
+        desk = Desk(
+            admission, rooms.receiver, rooms.reader, clusters, legs, metrics, door.keyring.tenant, allowances, clock
+        )
         app, straight = build_app(door, pages, desk), straight_ways(door)
         clients = await Listener.start(app, gates[0], config.host, port, idle_s, straight=straight, is_shared=is_shared)
         stack.push_async_callback(clients.close)

@@ -21,11 +21,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from gateway.allowances import Allowances
 from gateway.board import Board
 from gateway.config import GatewayConfig
 from gateway.errors import CannotListen, WorkersFail
 from gateway.metrics import forget_gauges
-from gateway.seat import BOARD, FIRST_CONFIG, METRICS, ORPHANED, TALLY
+from gateway.seat import ALLOWANCES, BOARD, FIRST_CONFIG, METRICS, ORPHANED, TALLY
 from gateway.tally import Tally
 from node.children import Child
 from node.owned import OwnedDirectory, sweep_directories
@@ -178,6 +179,7 @@ def _laid_out(config: GatewayConfig, path: Path) -> Iterator[Path]:
         (owned.path / METRICS).mkdir()
         shutil.copyfile(path, owned.path / FIRST_CONFIG)
         Tally.create(owned.path / TALLY)
+        Allowances.create(owned.path / ALLOWANCES, config.workers)
         Board.create(owned.path / BOARD, config.workers, len(config.nodes))
         yield owned.path
     finally:

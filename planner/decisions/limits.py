@@ -1,0 +1,123 @@
+"""What a tenant may ask for: requests and tokens by the minute, and requests at once.
+
+requests   one is taken when a request comes
+tokens     those of the prompt are taken when it has been read, those of the answer when it is over, be there any left or not:
+           what was not known in advance is owed, and nobody is let in before it is paid off
+at once    a place, until the request is over
+
+A bucket holds what is allowed in a minute and fills evenly. What is kept of it is one number, the time at which it will be full
+again (the theoretical arrival time of GCRA, ITU-T I.371), so other limits hold from one moment to the next. A request for more
+than a bucket holds waits until it is full. Times are seconds, `now` never goes back.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import floor
+from typing import Final, NamedTuple
+
+MINUTE_S: Final = 60.0
+AT_ONCE_RETRY_S: Final = 1.0  # nobody knows when a request of the same tenant will end
+
+
+class Limit(StrEnum):
+    """What was exceeded, as clients are told it."""
+
+    REQUESTS = "requests_per_minute"
+    TOKENS = "tokens_per_minute"
+    AT_ONCE = "concurrent_requests"
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """So many (above 0) in a minute, and as many at once when none was taken for that long."""
+
+    per_minute: float
+
+    def left(self, full_at: float, now: float) -> float:
+        """What may be taken now; below 0 it is owed."""
+        return self.per_minute - max(0.0, full_at - now) * self.per_minute / MINUTE_S
+
+    def wait_s(self, amount: float, full_at: float, now: float) -> float:
+        """Until `amount` may be taken, or the bucket is full."""
+        spare_s = MINUTE_S - self._fills_s(min(amount, self.per_minute))
+        return max(0.0, full_at - now - spare_s)
+
+    def taken(self, amount: float, full_at: float, now: float) -> float:
+        """When it will be full again; `amount` below 0 is given back."""
+        return max(now, max(now, full_at) + self._fills_s(amount))
+
+    def _fills_s(self, amount: float) -> float:
+        return amount * MINUTE_S / self.per_minute
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """A tenant's; None and 0 are no limit."""
+
+    requests: Bucket | None = None
+    tokens: Bucket | None = None
+    at_once: int = 0
+
+    @property
+    def are_any(self) -> bool:
+        return bool(self.requests or self.tokens or self.at_once)
+
+
+NO_LIMITS: Final = Limits()
+
+
+class Used(NamedTuple):
+    """What a tenant has taken: when its buckets will be full again, and its requests under way."""
+
+    requests_full_at: float = 0.0
+    tokens_full_at: float = 0.0
+    at_once: int = 0
+
+
+class Refusal(NamedTuple):
+    """The limit that is exceeded, and when that will be over if nobody else of the tenant takes anything."""
+
+    limit: Limit
+    wait_s: float
+
+
+class Left(NamedTuple):
+    """What is left of one bucket, in whole ones, and how long it takes to be full."""
+
+    limit: int
+    remaining: int
+    full_in_s: float
+
+
+def entered(limits: Limits, used: Used, now: float) -> Used | Refusal:
+    """A request has come. It is not let in while tokens of earlier ones are owed."""
+    if limits.at_once and used.at_once >= limits.at_once:
+        return Refusal(Limit.AT_ONCE, AT_ONCE_RETRY_S)
+    if limits.requests and (wait_s := limits.requests.wait_s(1, used.requests_full_at, now)):
+        return Refusal(Limit.REQUESTS, wait_s)
+    if limits.tokens and (wait_s := limits.tokens.wait_s(1, used.tokens_full_at, now)):
+        return Refusal(Limit.TOKENS, wait_s)
+    requests_full_at = limits.requests.taken(1, used.requests_full_at, now) if limits.requests else 0.0
+    return used._replace(requests_full_at=requests_full_at, at_once=used.at_once + 1)
+
+
+def read(limits: Limits, used: Used, tokens: int, answers: int, now: float) -> Used | Refusal:
+    """A request that has entered has been read: it has so many tokens, and is for so many `answers`, each a request at once."""
+    at_once = used.at_once + answers - 1
+    if limits.at_once and at_once > limits.at_once and answers > 1:
+        return Refusal(Limit.AT_ONCE, AT_ONCE_RETRY_S)
+    if limits.tokens and (wait_s := limits.tokens.wait_s(tokens, used.tokens_full_at, now)):
+        return Refusal(Limit.TOKENS, wait_s)
+    return settled(limits, used._replace(at_once=at_once), tokens, now)
+
+
+def settled(limits: Limits, used: Used, tokens: int, now: float) -> Used:
+    """So many tokens more than were taken were used; below 0: fewer."""
+    if not limits.tokens:
+        return used
+    return used._replace(tokens_full_at=limits.tokens.taken(tokens, used.tokens_full_at, now))
+
+
+def left(bucket: Bucket, full_at: float, now: float) -> Left:
+    """As clients are told it."""
+    return Left(floor(bucket.per_minute), max(0, floor(bucket.left(full_at, now) + 1e-6)), max(0.0, full_at - now))
