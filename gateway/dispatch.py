@@ -90,11 +90,13 @@ class Dispatcher:
     async def _first_answer(self, request: Request, held: AsyncExitStack) -> Attempt:
         """The first attempt whose decode node answers; what it holds is handed to `held`."""
         tried = Tried()
-        place = held.enter_context(self._line.place(request.service, request.timeline.arrived))
+        share = request.tenant.share
+        place = held.enter_context(self._line.place(request.service, request.timeline.arrived, share))
         chosen = self._decider.route(request)
+        place.tokens = chosen.uncached_tokens
         self._accounts.asked(chosen)
         if chosen.prefill_node and len(self._line):  # others came first
-            self._refusals.check(request, chosen, self._line.expected_s(request.service))
+            self._refusals.check(request, chosen, self._line.expected_s(request.service, share))
             await place.wait()
             chosen = self._decider.route(request)
         self._refusals.check(request, chosen)

@@ -126,7 +126,7 @@ class Explanations:
         try:
             decision = self._decider.explain(request)
             if decision.route.prefill_node is not None and len(self._line):
-                line_s = self._line.expected_s(request.service)
+                line_s = self._line.expected_s(request.service, request.tenant.share)
             self._refusals.check(request, decision.route, line_s)
         except ApiError as error:
             return decision, Verdict(

@@ -20,6 +20,7 @@ from typing import Final
 
 from gateway.errors import BadRequest, Unauthorised
 from planner.decisions.limits import NO_LIMITS, Bucket, Limits
+from planner.decisions.waiting import EVERYBODYS, Share
 from transport.control.settings import require, require_range
 
 NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -88,7 +89,7 @@ class Tenant:
     group: str = ""
     memory: bytes = b""
     limits: Limits = NO_LIMITS
-    weight: float = 1.0
+    share: Share = EVERYBODYS
 
 
 class Keyring:
@@ -100,7 +101,7 @@ class Keyring:
     def configure(self, tenants: Mapping[str, TenantConfig], operator_keys: Sequence[str]) -> None:
         """What holds from the next request on."""
         self._tenants = {
-            key: Tenant(name, group, _memory(group), each.limits, each.weight)
+            key: Tenant(name, group, _memory(group), each.limits, Share(name, each.weight))
             for name, each in tenants.items()
             for group in [each.group or name]
             for key in each.keys

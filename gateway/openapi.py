@@ -70,7 +70,7 @@ _STATUSES: Final = {
     408: "The body did not come in time.",
     413: "The body is too large.",
     415: "The body is no JSON.",
-    429: "More than can be served as promised; `Retry-After`, `retry-after-ms`, the reason in `x-prfaas-rejected`.",
+    429: "More than is allowed, or can be served as promised: `Retry-After`, `retry-after-ms`, why in `x-prfaas-rejected`.",
     500: "An error of the gateway's own.",
     502: "A node failed.",
     503: "Nobody can serve this now; the reason in `x-prfaas-rejected`.",

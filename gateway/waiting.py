@@ -13,13 +13,13 @@ from typing import Final, Self
 from gateway.errors import Overloaded
 from gateway.places import OwnPlaces, Places
 from planner.decisions.classes import UNPROMISED, ServiceClass
-from planner.decisions.waiting import Drain, Line
+from planner.decisions.waiting import EVERYBODYS, Drain, Line, Share
 
 ASK_AGAIN_S: Final = 0.25
 
 
 class WaitingLine:
-    """By priority, then by whose time is up. At most `limit` wait, each for `patience_s` in all.
+    """By priority, then fairly by tenant, then by whose time is up. At most `limit` wait, each for `patience_s` in all.
 
     With workers, `room` is shared: `limit` holds for all their lines together, the order for each line.
     """
@@ -58,33 +58,37 @@ class WaitingLine:
         """Other rules for whoever comes from now on."""
         self._limit, self._line.ageing_s = limit, ageing_s
 
-    def place(self, service: ServiceClass = UNPROMISED, arrived: float | None = None) -> "Place":
+    def place(
+        self, service: ServiceClass = UNPROMISED, arrived: float | None = None, share: Share = EVERYBODYS
+    ) -> "Place":
         """For one request, as a `with` block: it stands in the line from its first `wait` on, until it leaves or that ends."""
-        return Place(self, service, inf if arrived is None else arrived + service.deadline_s)
+        return Place(self, service, inf if arrived is None else arrived + service.deadline_s, share)
 
     def freed(self) -> None:
         """A request has ended: whoever is first may ask again."""
         self._freed.set()
 
-    def expected_s(self, service: ServiceClass) -> float:
-        """Predicted wait of a request of that class that joined now; 0 while nobody waits or nothing is known."""
+    def expected_s(self, service: ServiceClass, share: Share = EVERYBODYS) -> float:
+        """Predicted wait of a request of that class and tenant that joined now; 0 while nobody waits or nothing is known."""
         if not len(self) or not self.drain.is_known:
             return 0.0
         now = self._clock()
-        return self.drain.wait_s(self._line.ahead_of(service.priority, now + self.patience_s, now))
+        return self.drain.wait_s(self._line.ahead_of(service.priority, now + self.patience_s, now, share))
 
     def join(self, place: "Place") -> None:
         """At its place in the order. Raises Overloaded."""
         now = self._clock()
         place.due = min(now + self.patience_s, place.deadline)
-        expected_s = self.drain.wait_s(self._line.ahead_of(place.service.priority, place.due, now))
+        expected_s = self.drain.wait_s(self._line.ahead_of(place.service.priority, place.due, now, place.share))
         if self.drain.is_known and now + expected_s > place.due:
             raise self.refusal(place, expected_s)
         if not self._line:
             self.drain.on_line(now)
         # With no room left, here or in another line, only the place of somebody in this one is to be had.
         self._line.limit = len(self) + self._room.take(self._limit)
-        joined = self._line.join(place, now, priority=place.service.priority, due=place.due)
+        joined = self._line.join(
+            place, now, priority=place.service.priority, due=place.due, share=place.share, cost=max(1, place.tokens)
+        )
         if not joined.accepted:
             raise self.refusal(place, expected_s)
         if joined.displaced is not None:
@@ -127,16 +131,15 @@ class WaitingLine:
         """It has got its room."""
         if place in self:
             self.drain.on_turn(self._clock())
-            self.leave(place)
+            self._line.serve(place)
+            self._left()
 
     def refusal(self, place: "Place", retry_after_s: float) -> Overloaded:
         """What somebody is told who gets no place, or loses it."""
         waiting = f"{len(self)} requests wait for it"
         if place.is_displaced:
-            message, code = (
-                f"No decode node has room and requests of a higher priority have come; {waiting}",
-                "displaced",
-            )
+            others = "requests of a higher priority, or of tenants with fewer in line"
+            message, code = f"No decode node has room and {others} have come; {waiting}", "displaced"
         elif place.due >= place.deadline:
             message, code = f"No decode node will have room before the deadline of its class; {waiting}", "deadline"
         else:
@@ -146,10 +149,13 @@ class WaitingLine:
     def leave(self, place: "Place") -> None:
         """It stands in the line no more, if it did."""
         if self._line.leave(place):
-            self._room.give_back()
-            self._on_change(len(self))
-            self._freed.set()  # there may be room for one more
-            self._wake_first()
+            self._left()
+
+    def _left(self) -> None:
+        self._room.give_back()
+        self._on_change(len(self))
+        self._freed.set()  # there may be room for one more
+        self._wake_first()
 
     def _wake_first(self) -> None:
         if (first := self._line.first(self._clock())) is not None:
@@ -157,11 +163,13 @@ class WaitingLine:
 
 
 class Place:
-    """One request's place."""
+    """One request's place. `tokens`, which it would have computed, are what it takes of its tenant's part."""
 
-    def __init__(self, line: WaitingLine, service: ServiceClass, deadline: float) -> None:
+    def __init__(self, line: WaitingLine, service: ServiceClass, deadline: float, share: Share) -> None:
         self.service = service
         self.deadline = deadline
+        self.share = share
+        self.tokens = 0
         self.due = inf
         self.woken = asyncio.Event()
         self.is_displaced = False

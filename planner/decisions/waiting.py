@@ -1,11 +1,16 @@
 """The line of those who cannot be served yet: who is first in it, who is sent away when it is full, how fast it moves.
 
-first    the higher priority; of equals, whose time is up first; of these, who came first
+first    the higher priority; of equals, the flow (a tenant's requests) that has had least for its weight; of one flow,
+         whose time is up first; of these, who came first
+fair     start-time fair queueing (Goyal, Vin, Cheng 1996): a flow that is served moves on in virtual time by cost / weight;
+         one that comes to the line begins where that is by now, so nobody saves up turns
 ageing   every `ageing_s` of waiting count as one more priority, so that nobody is overtaken for ever: whoever joins a
          waiter's (highest priority - its own + 1) * ageing_s after it, or later, comes behind it
-full     a newcomer takes the place of the last one, if that one's priority, ageing included, is below its own
+full     a newcomer takes the place of the last one, if that one's priority, ageing included, is below its own, or if it is
+         the same and that one's flow has more places for its weight than the newcomer's will have
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import count
 from math import inf
@@ -15,7 +20,7 @@ BELIEVED_TURNS: Final = 3
 TURNS_REMEMBERED: Final = 8
 
 Who = TypeVar("Who")
-Rank = tuple[int, float, int]
+Rank = tuple[int, float, float, int]
 
 
 class Joined(NamedTuple, Generic[Who]):
@@ -25,16 +30,40 @@ class Joined(NamedTuple, Generic[Who]):
     displaced: Who | None = None
 
 
+class Share(NamedTuple):
+    """Whose part somebody is served from, and how large that is beside the others' (`weight` above 0)."""
+
+    flow: str = ""
+    weight: float = 1.0
+
+
+EVERYBODYS: Final = Share()
+
+
+@dataclass(slots=True)
+class _Flow:
+    weight: float
+    start: float  # of its next turn, in virtual time
+    standing: int = 0
+
+    @property
+    def places(self) -> float:
+        """Those it has, for its weight."""
+        return self.standing / self.weight
+
+
 @dataclass(frozen=True, slots=True)
 class _Standing:
     priority: int
     due: float
     since: float
     number: int
+    flow: str
+    cost: float
 
-    def rank(self, now: float, ageing_s: float) -> Rank:
-        """Sorts as the line does."""
-        return -(self.priority + int(max(0.0, now - self.since) / ageing_s)), self.due, self.number
+    def level(self, now: float, ageing_s: float) -> int:
+        """Its priority, with what it has waited."""
+        return self.priority + int(max(0.0, now - self.since) / ageing_s)
 
 
 class Line(Generic[Who]):
@@ -44,6 +73,8 @@ class Line(Generic[Who]):
         self.limit = limit
         self.ageing_s = ageing_s
         self._standing: dict[Who, _Standing] = {}
+        self._flows: dict[str, _Flow] = {}  # with somebody in the line, or with turns that others have not had yet
+        self._virtual = 0.0
         self._numbers = count()
 
     def __len__(self) -> int:
@@ -52,36 +83,102 @@ class Line(Generic[Who]):
     def __contains__(self, who: object) -> bool:
         return who in self._standing
 
-    def join(self, who: Who, now: float, *, priority: int = 0, due: float = inf) -> Joined[Who]:
-        """`who`, not in it yet, takes a place until its time is `due`, if there is one for it."""
+    def join(
+        self,
+        who: Who,
+        now: float,
+        *,
+        priority: int = 0,
+        due: float = inf,
+        share: Share = EVERYBODYS,
+        cost: float = 1.0,
+    ) -> Joined[Who]:
+        """`who`, not in it yet, takes a place until its time is `due`, if there is one for it. `cost`: what it will get."""
         displaced = None
         if len(self) >= self.limit:
-            displaced = self._last_below(priority, now)
+            displaced = self._who_yields(priority, share, now)
             if displaced is None:
                 return Joined(False)
             self.leave(displaced)
-        self._standing[who] = _Standing(priority, due, now, next(self._numbers))
+        flow = self._flows.setdefault(share.flow, _Flow(share.weight, self._virtual))
+        flow.weight = share.weight
+        if not flow.standing:
+            flow.start = max(flow.start, self._virtual)
+        flow.standing += 1
+        self._standing[who] = _Standing(priority, due, now, next(self._numbers), share.flow, cost)
         return Joined(True, displaced)
 
     def leave(self, who: Who) -> bool:
         """Whether it stood there."""
-        return self._standing.pop(who, None) is not None
+        standing = self._standing.pop(who, None)
+        if standing is None:
+            return False
+        self._flows[standing.flow].standing -= 1
+        self._tidy()
+        return True
+
+    def serve(self, who: Who) -> bool:
+        """It has got what it waited for, out of its flow's part. Whether it stood there."""
+        standing = self._standing.get(who)
+        if standing is None:
+            return False
+        flow = self._flows[standing.flow]
+        self._virtual = max(self._virtual, flow.start)
+        flow.start += standing.cost / flow.weight
+        return self.leave(who)
 
     def first(self, now: float) -> Who | None:
         """Who is to be served next."""
         return min(self._standing, key=lambda who: self._rank(who, now), default=None)
 
-    def ahead_of(self, priority: int, due: float, now: float) -> int:
+    def ahead_of(self, priority: int, due: float, now: float, share: Share = EVERYBODYS) -> int:
         """How many would come before somebody who joined now."""
-        rank = (-priority, due, 0)
-        return sum(self._rank(who, now)[:2] <= rank[:2] for who in self._standing)
+        flows: defaultdict[str, list[tuple[int, float, int, float]]] = defaultdict(list)
+        for each in self._standing.values():
+            flows[each.flow].append((-each.level(now, self.ageing_s), each.due, each.number, each.cost))
+        own = [each for each in flows.pop(share.flow, ()) if each[:2] <= (-priority, due)]
+        ahead, turn = len(own), (-priority, self._start(share.flow) + sum(each[-1] for each in own) / share.weight)
+        for name, waiting in flows.items():
+            start = self._start(name)
+            for urgency, _, _, cost in sorted(waiting):
+                ahead += (urgency, start) <= turn
+                start += cost / self._flows[name].weight
+        return ahead
 
-    def _last_below(self, priority: int, now: float) -> Who | None:
-        last = max(self._standing, key=lambda who: self._rank(who, now), default=None)
-        return last if last is not None and -self._rank(last, now)[0] < priority else None
+    def _start(self, flow: str) -> float:
+        """Of the flow's next turn, if it has somebody in the line."""
+        known = self._flows.get(flow)
+        return self._virtual if known is None else max(known.start, self._virtual)
+
+    def _who_yields(self, priority: int, share: Share, now: float) -> Who | None:
+        """The last one, if its place is to be had for somebody of such a priority and flow."""
+        last = max(self._standing, key=lambda who: self._yields(who, now), default=None)
+        if last is None:
+            return None
+        standing = self._standing[last]
+        level, theirs, own = standing.level(now, self.ageing_s), self._flows[standing.flow], self._flows.get(share.flow)
+        places = ((own.standing if own else 0) + 1) / share.weight
+        has_less = level == priority and theirs is not own and theirs.places > places
+        return last if level < priority or has_less else None
 
     def _rank(self, who: Who, now: float) -> Rank:
-        return self._standing[who].rank(now, self.ageing_s)
+        standing = self._standing[who]
+        level = standing.level(now, self.ageing_s)
+        return -level, self._flows[standing.flow].start, standing.due, standing.number
+
+    def _yields(self, who: Who, now: float) -> Rank:
+        standing = self._standing[who]
+        level = standing.level(now, self.ageing_s)
+        return -level, self._flows[standing.flow].places, standing.due, standing.number
+
+    def _tidy(self) -> None:
+        """Forgets flows that are where a new one would begin; with nobody in the line, all."""
+        if not self._standing:
+            self._flows.clear()
+            self._virtual = 0.0
+            return
+        for name in [name for name, flow in self._flows.items() if not flow.standing and flow.start <= self._virtual]:
+            del self._flows[name]
 
 
 class Drain:

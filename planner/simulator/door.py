@@ -151,7 +151,9 @@ class Door:
 
     def leave(self, now: float, job: Job, *, served: bool) -> None:
         """It is out of the line, if it was in it."""
-        if self._line.leave(job) and served:
+        if not served:
+            self._line.leave(job)
+        elif self._line.serve(job):
             self._drain.on_turn(now)
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from planner.decisions.waiting import Drain, Joined, Line
+from planner.decisions.waiting import Drain, Joined, Line, Share
 
 
 def served(line: Line[str], now: float) -> list[str]:
@@ -149,3 +149,88 @@ def test_a_line_is_as_slow_as_its_last_turns():
     for at in range(503, 543):
         drain.on_turn(float(at))
     assert drain.wait_s(0) == pytest.approx(1.0, rel=0.01)
+
+
+def turns(line: Line[tuple[str, int]], number: int) -> str:
+    order = ""
+    for _ in range(number):
+        who = line.first(0.0)
+        assert who is not None
+        line.serve(who)
+        order += who[0]
+    return order
+
+
+def crowd(line: Line[tuple[str, int]], **weights: tuple[int, float]) -> None:
+    for flow, (many, weight) in weights.items():
+        for number in range(many):
+            line.join((flow, number), 0.0, share=Share(flow, weight))
+
+
+def test_tenants_take_turns_however_many_requests_each_has():
+    line: Line[tuple[str, int]] = Line(100)
+    crowd(line, a=(20, 1.0), b=(3, 1.0))
+    assert turns(line, 8) == "abababaa"
+
+
+def test_a_tenant_of_twice_the_weight_has_twice_the_turns():
+    line: Line[tuple[str, int]] = Line(100)
+    crowd(line, a=(12, 2.0), b=(12, 1.0))
+    order = turns(line, 12)
+    assert (order.count("a"), order.count("b")) == (8, 4)
+
+
+def test_a_long_prompt_takes_the_part_of_several_short_ones():
+    line: Line[tuple[str, int]] = Line(100)
+    for number in range(5):
+        line.join(("a", number), 0.0, share=Share("a"), cost=4.0)
+        line.join(("b", number), 0.0, share=Share("b"), cost=1.0)
+    assert turns(line, 6) == "abbbba"
+
+
+def test_nobody_saves_up_turns():
+    line: Line[tuple[str, int]] = Line(100)
+    crowd(line, a=(10, 1.0))
+    assert turns(line, 6) == "aaaaaa"
+    crowd(line, b=(10, 1.0))
+    order = turns(line, 6)
+    assert order.count("a") in (2, 3)
+
+
+def test_a_full_line_is_shared_and_the_tenant_with_most_places_yields():
+    line: Line[tuple[str, int]] = Line(6)
+    crowd(line, a=(6, 1.0))
+    for number in range(3):
+        displaced = line.join(("b", number), 1.0, share=Share("b")).displaced
+        assert displaced == ("a", 5 - number)
+    assert line.join(("b", 3), 1.0, share=Share("b")) == Joined(False)
+    assert line.join(("a", 9), 1.0, share=Share("a")) == Joined(False)
+
+
+WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
+
+
+@given(
+    waiting=st.lists(st.tuples(st.sampled_from("abc"), st.floats(1, 9), st.integers(1, 5)), max_size=12),
+    served_before=st.integers(0, 4),
+    newcomer=st.sampled_from("abc"),
+)
+def test_how_many_come_before_is_how_many_are_served_before(
+    waiting: list[tuple[str, float, int]], served_before: int, newcomer: str
+):
+    line: Line[int] = Line(20)
+    for number, (flow, due, cost) in enumerate(waiting):
+        line.join(number, 0.0, due=due, share=Share(flow, WEIGHTS[flow]), cost=cost)
+    for _ in range(min(served_before, len(line))):
+        first = line.first(0.0)
+        assert first is not None
+        line.serve(first)
+    share = Share(newcomer, WEIGHTS[newcomer])
+    expected = line.ahead_of(0, 5.0, 0.0, share)
+    line.join(-1, 0.0, due=5.0, share=share)
+    before = 0
+    while (who := line.first(0.0)) != -1:
+        assert who is not None
+        line.serve(who)
+        before += 1
+    assert abs(expected - before) <= 2  # turns at the same virtual time go by due time, which is not foreseen
