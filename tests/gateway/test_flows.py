@@ -2,11 +2,14 @@
 
 import json
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
+from gateway.board import Board, State
 from gateway.config import RoutingConfig
 from gateway.flows import Flows
 from gateway.moves import Move
+from gateway.siblings import Siblings
 from tests.gateway.test_moves import holds
 from tests.gateway.test_refuse import LONG
 from tests.gateway.worlds import World, on_loop, until, world
@@ -76,3 +79,30 @@ async def test_what_is_kept_is_bounded_and_a_copy_is_told_from_a_move() -> None:
             (4, "replica", "rebalance"),
         ]
         assert [flow.seq for flow in ring.since(3)] == [4]
+
+
+@on_loop
+async def test_workers_flows_come_in_the_order_of_their_numbers_and_no_later_one_before_an_earlier(
+    tmp_path: Path,
+) -> None:
+    Board.create(tmp_path / "board", 2, 1)
+    boards = [Board(tmp_path / "board", number) for number in range(2)]
+    async with world(remote=0, local=2, decode=1) as w:
+        first, second, _ = w.gateway.clusters.nodes
+        rings = [Flows(board.next_seq, lambda: 5.0) for board in boards]
+        workers = [
+            Siblings(tmp_path, number, boards[number], {"requests": rings[number], "flows": rings[number]})
+            for number in range(2)
+        ]
+        for board, worker in zip(boards, workers, strict=True):
+            await worker.start()
+            board.be(State.READY)
+        for ring in (rings[0], rings[1], rings[1], rings[0]):
+            ring.probed(first, second, "", 0.1)
+        for worker in workers:
+            found, silent = await worker.lines("flows", 1, worker.last_seq())
+            assert ([seq for seq, _ in found], silent) == ([2, 3, 4], 0)
+            assert [seq for seq, _ in (await worker.lines("flows", 0, 2))[0]] == [1, 2]
+        for board, worker in zip(boards, workers, strict=True):
+            await worker.close()
+            board.close()

@@ -303,6 +303,10 @@ async def test_any_worker_answers_for_all(tmp_path: Path) -> None:
             assert [record["seq"] for record in await records_after(http, 4)] == [5, 6]
             async with http.get("/prfaas/requests", params={"id": records[2]["id"]}) as answer:
                 assert [json.loads(line)["seq"] for line in (await answer.text()).splitlines()] == [3]
+            async with http.get("/prfaas/console", params={"since": 4}) as answer:
+                snapshot = await answer.json()
+            assert [record["seq"] for record in snapshot["requests"]] == [5, 6]
+            assert (snapshot["last_seq"], snapshot["workers"]["ready"]) == (6, WORKERS)
         loads = [await load_of(http) for http, *_ in clients]
         assert [len(load["uncached"]["values"]) for load in loads] == [6, 6]
         assert [load["outputs"]["last_seq"] for load in loads] == [6, 6]
