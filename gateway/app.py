@@ -19,7 +19,7 @@ from gateway.allowances import UNLIMITED, Allowance, Allowances
 from gateway.classes import Classes
 from gateway.clusters import Clusters, ServedModel
 from gateway.config import GatewayConfig
-from gateway.connections import CONTINUE, JSON, Connection, error_response, http_error_response
+from gateway.connections import CONTINUE, Connection, error_response, http_error_response
 from gateway.console.pages import Page
 from gateway.decide import tie_of
 from gateway.desk import Desk
@@ -349,7 +349,7 @@ def build_app(door: FrontDoor, pages: Pages, desk: Desk) -> web.Application:
     app = web.Application(middlewares=[frame], client_max_size=door.config.max_body_bytes)
     for endpoint, handler in door.ways().items():
         app.router.add_post(endpoint, handler, expect_handler=expected)
-    app.router.add_get(openapi.PATH, _document(desk))
+    app.router.add_get(openapi.PATH, desk.document)
     for path, answer in desk.ways().items():
         app.router.add_post(path, answer, expect_handler=expected)
     _add(app, pages.for_clients() | pages.health())
@@ -394,13 +394,6 @@ def _add_operators(app: web.Application, door: FrontDoor, pages: Pages) -> None:
     _add(app, {path: guarded(page) for path, page in pages.for_operators().items()})
     for path, page in pages.posted_by_operators().items():
         app.router.add_post(path, guarded(page))
-
-
-def _document(desk: Desk) -> Page:
-    async def page(http: web.Request) -> web.Response:
-        return web.Response(body=desk.document(), headers={"Content-Type": JSON})
-
-    return page
 
 
 def _add(app: web.Application, pages: dict[str, Page]) -> None:

@@ -4,7 +4,7 @@ Nothing is routed, there is no KVCache to speak of; but a place among those serv
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 import msgspec
@@ -15,7 +15,7 @@ from gateway.admit import Admission
 from gateway.allowances import Allowances
 from gateway.clusters import Clusters
 from gateway.connections import JSON
-from gateway.errors import ApiError, BadRequest, LegFailed, Unavailable
+from gateway.errors import ApiError, BadRequest, LegFailed, Unauthorised, Unavailable
 from gateway.keys import Tenant
 from gateway.legs import Legs
 from gateway.metrics import Metrics
@@ -59,15 +59,17 @@ class Desk:
         self._tenant_of = tenant_of
         self._allowances = allowances
         self._clock = clock
-        self._document: tuple[tuple[str, ...], bytes] = ((), b"")
+        self._documents: dict[tuple[str, ...], bytes] = {}  # by the names in them
 
-    def document(self) -> bytes:
-        """The API as it is now, as an OpenAPI document: with the names of the model, once it is known."""
-        served = self._clusters.served
-        names = () if served is None else served.as_read().names
-        if self._document[0] != names or not self._document[1]:
-            self._document = names, document(names)
-        return self._document[1]
+    async def document(self, http: web.Request) -> web.Response:
+        """The API as an OpenAPI document: for whoever is served with the names of the model, once it is known."""
+        names: tuple[str, ...] = ()
+        with suppress(Unauthorised):
+            self._tenant_of(http.headers)
+            names = () if self._clusters.served is None else self._clusters.served.as_read().names
+        if names not in self._documents:
+            self._documents = {each: document(each) for each in {(), names}}
+        return _json(self._documents[names])
 
     def ways(self) -> dict[str, Handler]:
         """What answers a POST, by path."""

@@ -66,6 +66,7 @@ _MESSAGE: Final[Json] = {
 _EVENT: Final[Json] = {"type": "object", "properties": {"data": {"type": "string"}, "event": {"type": "string"}}}
 _STATUSES: Final = {
     400: "The request is wrong; `param` names the field.",
+    401: "A key is wanted, and there is none, or a wrong one.",
     404: "There is no such path or model, or the engine does not serve it.",
     408: "The body did not come in time.",
     413: "The body is too large.",

@@ -9,6 +9,7 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gateway.keys import TenantConfig, digest_of
 from gateway.openai import OPTIONS, Endpoint
 from gateway.openapi import PATH, document
 from tests.gateway.worlds import World, on_loop, world
@@ -45,6 +46,17 @@ async def test_what_is_served_to_clients_is_described_and_what_is_described_is_s
                     assert answer.status != 405, path
                     await answer.read()
         assert set(Endpoint) <= set(told["paths"])
+
+
+@on_loop
+async def test_the_models_name_is_for_those_who_are_served() -> None:
+    async with world(tenants={"acme": TenantConfig(keys=(digest_of("sk-acme"),))}) as w:
+        for headers, is_named in (({}, False), ({"x-api-key": "sk-acme"}, True), ({}, False)):
+            async with w.http.get(PATH, headers=headers) as response:
+                assert response.status == 200
+                assert (
+                    "enum" in (await response.json())["components"]["schemas"]["ChatOptions"]["properties"]["model"]
+                ) == is_named
 
 
 async def post(each: World, path: str, data: bytes, headers: dict[str, str]) -> tuple[int, bytes, str]:
