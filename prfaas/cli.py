@@ -290,12 +290,13 @@ def _welcome(system: "System") -> list[str]:
         lines.append(f"plan     prfaas-plan show --url {system.plan_url}")
     lines += [f"         {node.metrics_url}/metrics   ({name})" for name, node in system.nodes.items()]
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 16}}'
+    key = "-H 'authorization: Bearer KEY' " if system.topology.gateway.get("tenants") else ""
     noise = [] if system.topology.model.path else ["No trained model answers: expect noise, not language."]
     return [
         *lines,
         "",
         *noise,
-        f"curl -s {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
+        f"curl -s {url}/v1/chat/completions {key}-H 'content-type: application/json' -d '{body}'",
         "",
         "Ctrl-C ends it, running streams first; a second one ends them, too.",
     ]

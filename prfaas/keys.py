@@ -22,10 +22,9 @@ def make_and_tell(tenant: str, say: Callable[[str], None]) -> None:
     if not NAME.fullmatch(tenant):
         raise KeyNameError(f"{tenant!r}: a tenant has a name of letters, digits, '.', '_' and '-', 64 at most")
     key = new_key()
-    say(f"{key}")
-    say("")
-    say("# Give it to whom it is for: it is shown this once. In the gateway's file, and then SIGHUP:")
-    if tenant == OPERATOR:
-        say(f'[gateway]\noperator_keys = ["{digest_of(key)}"]')
-    else:
-        say(f'[gateway.tenants."{tenant}"]\nkeys = ["{digest_of(key)}"]')
+    table, name = ("gateway", "operator_keys") if tenant == OPERATOR else (f'gateway.tenants."{tenant}"', "keys")
+    # At once: who reads one line and leaves, as `head -1` does, must not get a traceback beside it.
+    say(
+        f"{key}\n\n# Give it to whom it is for: it is shown this once. In the gateway's file, and then SIGHUP:\n"
+        f'[{table}]\n{name} = ["{digest_of(key)}"]'
+    )
