@@ -29,7 +29,7 @@ export class Chart {
     } else {
       this.plot.setData(columns);
     }
-    if (this.plot.cursor.left < 0) this.plot.setLegend({ idx: columns[0].length - 1 }); // nobody points anywhere: what is now
+    this.showLatest();
     const last = names.map((name, i) => `${name} ${this.format(columns[i + 1].at(-1))}`);
     this.box.setAttribute("aria-label", `${this.title}, now: ${last.join(", ")}`);
   }
@@ -66,6 +66,11 @@ export class Chart {
     );
   }
 
+  // In the legend, while nobody points anywhere.
+  showLatest() {
+    if (!(this.plot.cursor.left >= 0)) this.plot.setLegend({ idx: this.plot.data[0].length - 1 });
+  }
+
   drawMarks(plot, colour) {
     const { ctx, bbox } = plot;
     ctx.save();
@@ -90,6 +95,8 @@ export class Chart {
 
   // Another theme: the same lines in its colours.
   repaint() {
-    if (this.plot) this.build(this.plot.data);
+    if (!this.plot) return;
+    this.build(this.plot.data);
+    this.showLatest();
   }
 }

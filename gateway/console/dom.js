@@ -16,7 +16,7 @@ function filled(element, attributes, children) {
     else if (value === true) element.setAttribute(key, "");
     else if (value !== false && value !== null && value !== undefined) element.setAttribute(key, value);
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== ""));
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== ""));
   return element;
 }
 

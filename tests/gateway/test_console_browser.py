@@ -142,8 +142,12 @@ async def test_every_view_shows_a_system_whose_link_has_failed(tmp_path: Path) -
         await page.until_told("A test request")
         await page.says("document.getElementById('tokens').value = '1000'")
         await page.says("document.querySelector('form button').click()")
-        await page.until_told("Prefill on p0, decode on d0.", "no link from them to west carries anything")
+        await page.until_told(
+            "Prefill on p0, decode on d0.", "no link from them to west carries anything", "Decode candidates"
+        )
+        assert not await page.says("document.body.textContent.includes('[object')")
         assert await page.says("document.querySelectorAll('.topology .node.lit').length") == 2
         await page.says("location.hash = 'plan'")
         await page.until_told("No plan service is configured")
+        assert not await page.says("document.body.textContent.includes('[object')")
         assert page.complaints == []
