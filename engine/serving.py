@@ -36,13 +36,17 @@ LONG_PROMPT_TOKENS: Final = 8192  # hashing takes about 0.3 µs per token: longe
 
 @dataclass(slots=True, kw_only=True)
 class Request:
-    """A parsed request and what became of it."""
+    """A parsed request and what became of it.
+
+    The last `num_answered` tokens of `prompt` are the answer's: another engine has given them, this one goes on.
+    """
 
     id: str
     prompt: list[int]
     params: SamplingParams | None  # None: a prefill leg
     transfer: Transfer
     arrived_s: float
+    num_answered: int = 0
     cached_tokens: int = 0
     recomputed: str | None = None  # why KVCache that should have come was computed here
     answer: list[int] = field(default_factory=list, repr=False)
@@ -294,6 +298,7 @@ class Service:
             emit=lambda event: _from_model(loop, inbox, event),
             kv=kv,
             load_tokens=load_tokens,
+            num_answered=request.num_answered,
             keeps=self.link is not None and request.params is not None and (kv is None or kv.exact),
         )
         if pushing is not None:

@@ -77,6 +77,18 @@ class Accounts:
             request.is_recomputed = True
             self.fell_back(request, f"recompute_{reason}")
 
+    def taken_over(self, request: Request, gap_s: float) -> None:
+        """Another engine has gone on with its answer, `gap_s` after the one before had failed."""
+        request.takeovers += 1
+        request.gap_s = max(request.gap_s, gap_s)
+        self._metrics.taken_over("continued", gap_s)
+        log.info("takeover id=%s after=%d gap=%.3fs", request.id, len(request.answered), gap_s)
+
+    def not_taken_over(self, request: Request, reason: str) -> None:
+        """Nobody goes on with its answer, of which the client has had a part; "ended": but for its end it was whole."""
+        self._metrics.taken_over(reason)
+        log.warning("no takeover id=%s reason=%s", request.id, reason)
+
     def answering(self, request: Request) -> None:
         """The decode node has begun to answer."""
         request.timeline.first_token = self._clock()

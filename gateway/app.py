@@ -36,6 +36,7 @@ from gateway.receive import Receiver, check_head
 from gateway.relay import Relay
 from gateway.request import Request, Timeline
 from gateway.rules import MAX_ANSWERS
+from gateway.seam import why_not
 from gateway.settle import settle
 from gateway.several import Merged, Part, bodies_of, calls_of, too_many
 from gateway.tasks import TaskSet
@@ -255,6 +256,7 @@ class FrontDoor:
             leg_id=f"{request_id}-{self.next_id()}",
             call=call,
             prompt=prompt,
+            model=model,
             served=served,
             timeline=Timeline(visit.arrived),
             service=service,
@@ -272,11 +274,13 @@ class FrontDoor:
     async def _answer(self, listener: web.Request | Part, request: Request) -> web.StreamResponse:
         status, error, code = 500, "internal error", "internal_error"
         response: web.StreamResponse | None = None
+        if not why_not(request.call):
+            request.kept_bytes = self.config.kept_answer_bytes
         try:
-            async with self.rooms.dispatcher.answered(request) as attempt:
-                response = await self.rooms.relay.send(listener, request, attempt)
+            async with self.rooms.dispatcher.answered(request) as answering:
+                response = await self.rooms.relay.send(listener, request, answering)
                 status, error, code = response.status, "", "none"
-                await settle(request, attempt)
+                await settle(request, answering.attempt)
             return response
         except ApiError as failure:
             status, error, code = failure.status, failure.message, failure.code or "invalid"
@@ -308,6 +312,7 @@ def _for_each_answer(request: Request, next_id: Callable[[], str]) -> list[Reque
             timeline=Timeline(request.timeline.arrived),
             fallbacks=[],
             deaths=[],
+            broken=[],
         )
         for call in calls_of(request.call)
     ]

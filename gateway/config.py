@@ -200,6 +200,8 @@ class GatewayConfig:
     `port` 0 takes any free port; `metrics_port` 0 serves /metrics and /prfaas/requests on the API port, any other value on
     that port alone, with descriptors of its own.
     `workers` processes answer on one port, and are one gateway: limits, metrics and records are those of all of them.
+    `kept_answer_bytes` of the names of each answer's tokens are kept, about six a token, so that another decode node can go on
+    when one fails in the middle of a stream; 0: no answer is continued.
     `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS.
     Without `tenants` nobody needs a key; a gateway that other machines reach then starts only if it is `open`.
     """
@@ -216,6 +218,7 @@ class GatewayConfig:
     max_in_flight: int = 1024
     max_waiting: int = 256
     max_attempts: int = 3
+    kept_answer_bytes: int = 1 << 20
     tokenise_threads: int = 2
     kept_records: int = 4096
     log_level: str = "info"
@@ -244,6 +247,7 @@ class GatewayConfig:
             "kept_records",
         ):
             require(getattr(self, name) > 0, name, getattr(self, name), "an integer above 0")
+        require(self.kept_answer_bytes >= 0, "kept_answer_bytes", self.kept_answer_bytes, "an integer of at least 0")
         require_range("workers", self.workers, 1, MAX_WORKERS)
         for name in DIVIDED:
             limit = getattr(self.strangers, name)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gateway.clusters import Clusters
 from gateway.config import GatewayConfig
-from gateway.errors import NodeError, Unavailable
+from gateway.errors import NoDecodeNode, NodeError, Unavailable
 from gateway.links import Links
 from gateway.moves import Move
 from gateway.node import Node
@@ -103,7 +103,7 @@ class Decider:
         try:
             found = route_among(nodes, question, links, self._policy_now(), place=self._place, cost=self._cost)
         except NoReadyNode as error:
-            raise Unavailable("No decode node is ready.", "no_decode_node") from error
+            raise NoDecodeNode() from error
         if found.prefill_node is not None:
             node = self._clusters.by_id(found.prefill_node)
             self._cost.tried(node.id, node.cluster)
@@ -117,7 +117,7 @@ class Decider:
         try:
             return explain_among(nodes, self._question(request), links, policy, place=self._place, cost=self._cost)
         except NoReadyNode as error:
-            raise Unavailable("No decode node is ready.", "no_decode_node") from error
+            raise NoDecodeNode() from error
 
     @property
     def plan_version(self) -> int:

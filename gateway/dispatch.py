@@ -12,9 +12,10 @@
 
 Everything held on a node is held by a `with` block: the client going away, a node dying and the answer ending all leave
 by the same door. What fails before the client has seen a byte goes back to `decide` as often as `planner.decisions.retries`
-allows.
+allows; so does a stream of which the client has had a part, with that part as the end of its prompt (`gateway.seam`).
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,13 +26,14 @@ from gateway.accounts import Accounts
 from gateway.bookings import booked
 from gateway.clusters import Clusters
 from gateway.decide import Decider
-from gateway.errors import DecodeFailed, KillsEngines, NodeError, NodeFailure, Unavailable
+from gateway.errors import DecodeFailed, KillsEngines, NoDecodeNode, NodeError, NodeFailure, Unavailable
+from gateway.read import Reader
 from gateway.refuse import Refusals
 from gateway.replicas import Replicas
 from gateway.request import Request
 from gateway.reserve import Reservations
 from gateway.run import Attempt, Runner
-from gateway.waiting import Place, WaitingLine
+from gateway.waiting import ASK_AGAIN_S, Place, WaitingLine
 from planner.decisions.retries import MAX_DEATHS, Failure, Next, Stage, rule_after, tries_of
 from planner.decisions.routing import Route, Target
 
@@ -42,6 +44,23 @@ class Tried:
 
     failed: dict[str, Failure] = field(default_factory=dict)
     full: dict[str, Route] = field(default_factory=dict)
+    waits: int = 0  # for any decode node to be ready
+
+
+class Answering:
+    """A request's answer: the attempt that gives it, and should that fail in the middle, the next one."""
+
+    def __init__(self, dispatcher: "Dispatcher", request: Request, attempt: Attempt, held: AsyncExitStack) -> None:
+        self.attempt = attempt
+        self._dispatcher = dispatcher
+        self._request = request
+        self._held = held  # what the attempt holds on nodes
+
+    async def go_on(self, answered: list[int], error: DecodeFailed) -> None:
+        """Has another decode node go on after the tokens `answered` so far. Raises ApiError."""
+        failed = self.attempt
+        await self._held.aclose()
+        self.attempt = await self._dispatcher.rest(self._request, answered, failed, error, self._held)
 
 
 class Dispatcher:
@@ -53,6 +72,7 @@ class Dispatcher:
         decider: Decider,
         reservations: Reservations,
         runner: Runner,
+        reader: Reader,
         accounts: Accounts,
         replicas: Replicas | None,
         refusals: Refusals,
@@ -64,6 +84,7 @@ class Dispatcher:
         self._decider = decider
         self._reservations = reservations
         self._runner = runner
+        self._reader = reader
         self._accounts = accounts
         self.replicas = replicas
         self._refusals = refusals
@@ -72,24 +93,24 @@ class Dispatcher:
         self._max_tries = max_tries
 
     @asynccontextmanager
-    async def answered(self, request: Request) -> AsyncIterator[Attempt]:
-        """The attempt that is answered, to be relayed inside the block; leaving the block frees everything.
+    async def answered(self, request: Request) -> AsyncIterator[Answering]:
+        """The answer that has begun, to be relayed inside the block; leaving the block frees everything.
 
         Raises ApiError.
         """
-        async with AsyncExitStack() as held:
-            held.callback(self._refusals.left, request)
+        async with AsyncExitStack() as all_held, AsyncExitStack() as held:
+            all_held.callback(self._refusals.left, request)
             attempt = await self._first_answer(request, held)
             self._accounts.answering(request)
             if request.route is not None:  # whoever computed the prompt
                 self._refusals.decoding(request, request.route.decode_node)
-            yield attempt
-            if request.is_answered and attempt.answer.status == 200:
+            answering = Answering(self, request, attempt, held)
+            yield answering
+            if request.is_answered and answering.attempt.answer.status == 200:
                 self._decider.learn_answer(request)
 
     async def _first_answer(self, request: Request, held: AsyncExitStack) -> Attempt:
         """The first attempt whose decode node answers; what it holds is handed to `held`."""
-        tried = Tried()
         share = request.tenant.share
         place = held.enter_context(self._line.place(request.service, request.timeline.arrived, share))
         chosen = self._decider.route(request)
@@ -101,6 +122,79 @@ class Dispatcher:
             chosen = self._decider.route(request)
         self._refusals.check(request, chosen)
         self._refusals.accepted(request, chosen)
+        return await self._answer(request, chosen, place, Tried(), held)
+
+    async def rest(
+        self, request: Request, answered: list[int], failed: Attempt, error: DecodeFailed, held: AsyncExitStack
+    ) -> Attempt:
+        """The attempt that goes on after the tokens `answered`, the last of them by `failed` before its `error`. Raises ApiError.
+
+        The request has been accepted: it is not asked again whether it will be served as promised.
+        """
+        call, model = request.call, request.model or request.served.as_read()
+        _, prompt = await self._reader.read(call.endpoint, call.body({}), model, request.tenant.memory, answered)
+        request.prompt, request.answered = prompt, answered
+        if error.failure is Failure.LOST:
+            request.broken.append((failed.decode, failed.engine))
+        place = held.enter_context(self._line.place(request.service, request.timeline.arrived, request.tenant.share))
+        assert request.route is not None
+        tried = Tried()
+        following = await self._following(request, request.route, error, tried, Stage.STREAM)
+        if following is None:
+            following = await self._turn(request, place)
+        attempt = await self._answer(request, following, place, tried, held)
+        self._refusals.decoding(request, attempt.decode.id)
+        return attempt
+
+    async def _following(
+        self, request: Request, chosen: Route, error: NodeFailure, tried: Tried, stage: Stage
+    ) -> Route | None:
+        """As `_next_route`; but an answer that has begun waits a while for a decode node that is ready."""
+        await self._learn_deaths(request)
+        try:
+            return self._next_route(request, chosen, error, tried, stage)
+        except NoDecodeNode:
+            if not request.answered or error.failure is Failure.TROUBLE or tried.waits >= self._max_tries:
+                raise
+        tried.waits += 1
+        return await self._ready_route(request)
+
+    async def _ready_route(self, request: Request) -> Route:
+        """A route once some decode node is ready: the one that failed may be back, or has only lost a connection.
+
+        Raises NoDecodeNode if none is as soon as somebody would have waited for room.
+        """
+        due = self._clock() + self._line.patience_s
+        while True:
+            try:
+                return self._decider.route(request)
+            except NoDecodeNode:
+                if self._clock() >= due:
+                    raise
+            await asyncio.sleep(ASK_AGAIN_S)
+
+    async def _learn_deaths(self, request: Request) -> None:
+        """Which of the engines that broke a stream have died of it. The first is waited for by nobody: the client waits."""
+        if len(request.broken) + len(request.deaths) < MAX_DEATHS:
+            return
+        broken, request.broken = request.broken, []
+        for node, engine in broken:
+            if await self._clusters.has_died(node, engine):
+                request.deaths.append(node.id)
+
+    async def _turn(self, request: Request, place: Place) -> Route:
+        """The route of a request that has waited in line for room. Raises Overloaded."""
+        await place.wait()
+        following = self._decider.route(request)
+        if not request.answered:
+            self._refusals.check(request, following)
+            self._refusals.accepted(request, following)
+        return following
+
+    async def _answer(
+        self, request: Request, chosen: Route, place: Place, tried: Tried, held: AsyncExitStack
+    ) -> Attempt:
+        """The first attempt that is answered, from that by `chosen` on; what it holds is handed to `held`."""
         while True:
             self._accounts.routed(request, chosen, len(tried.failed))
             if self.replicas and chosen.prefill_node:
@@ -110,13 +204,11 @@ class Dispatcher:
             except (DecodeFailed, NodeError) as error:
                 if not (place.stands and error.failure is Failure.FULL):  # that it still waits is no news
                     self._accounts.fell_back(request, f"decode_{error.reason}", error)
-                following = self._next_route(request, chosen, error, tried)
+                stage = Stage.RESERVE if isinstance(error, NodeError) else Stage.DECODE
+                following = await self._following(request, chosen, error, tried, stage)
             if following is None:
-                await place.wait()
+                following = await self._turn(request, place)
                 tried = Tried()
-                following = self._decider.route(request)
-                self._refusals.check(request, following)
-                self._refusals.accepted(request, following)
             chosen = following
 
     @asynccontextmanager
@@ -133,18 +225,19 @@ class Dispatcher:
             finally:
                 self._line.freed()
 
-    def _next_route(self, request: Request, chosen: Route, error: NodeFailure, tried: Tried) -> Route | None:
+    def _next_route(
+        self, request: Request, chosen: Route, error: NodeFailure, tried: Tried, stage: Stage
+    ) -> Route | None:
         """The route after one that failed; None: there is no room now, and a decode node may not do more by itself.
 
         Raises ApiError when there is to be none.
         """
         tried.failed[chosen.decode_node] = error.failure
-        stage = Stage.RESERVE if isinstance(error, NodeError) else Stage.DECODE
         tries, deaths = tries_of(tried.failed.values()), len(request.deaths)
         rule = rule_after(stage, error.failure, tries=tries, max_tries=self._max_tries, deaths=deaths)
         if rule.otherwise is Next.ALONE:
             tried.full[chosen.decode_node] = chosen
-        if stage is Stage.DECODE:  # it has computed the prompt itself, or was to: it is not asked for that again
+        if stage is not Stage.RESERVE:  # it has computed the prompt itself, or was to: it is not asked for that again
             tried.full.pop(chosen.decode_node, None)
         if rule.suspect:
             self._clusters.suspect(chosen.decode_node)

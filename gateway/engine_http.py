@@ -14,6 +14,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 from gateway.errors import LegFailed
 
 JSON: Final = "application/json"
+ANSWERED: Final = b"x-prfaas-answered"
 # What may come without a byte of a body in it: heads (most servers take 8 to 64 KiB), chunk extensions, trailers.
 MAX_QUIET_BYTES: Final = 64 * 1024
 MAX_UNREAD_BYTES: Final = 256 * 1024  # then the engine has to wait until the client has read
@@ -26,12 +27,13 @@ class Answer:
 
     __slots__ = (
         "_chunks", "_connection", "_error", "_idle_s", "_loop", "_size", "_timer", "_waiter", "_waiting_since",
-        "content_type", "is_whole", "status",
+        "answered", "content_type", "is_whole", "status",
     )  # fmt: skip
 
     def __init__(self, connection: "EngineConnection", loop: asyncio.AbstractEventLoop, due: float) -> None:
         self.status = 0
         self.content_type = JSON
+        self.answered = b""  # after how many tokens of an answer it goes on
         self.is_whole = False  # all of it has come
         self._connection = connection
         self._loop = loop
@@ -289,6 +291,8 @@ class EngineConnection(asyncio.Protocol):
             self._answer.content_type = value.decode("utf-8", "surrogateescape")
         elif name == b"content-length" or (name == b"transfer-encoding" and value.lower().endswith(b"chunked")):
             self._ends_by_closing = False
+        elif name == ANSWERED and self._answer is not None:
+            self._answer.answered = value
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None

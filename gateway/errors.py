@@ -10,6 +10,7 @@ GatewayError
 │   ├── Overloaded            429: too many requests in flight, or too much from one address
 │   │   └── TenantLimited     more than this tenant may ask for
 │   ├── Unavailable           503: nothing can serve this now, `retry_after_s` says when to ask again
+│   │   └── NoDecodeNode      no decode node takes requests at the moment
 │   ├── ReaderDied            500: the process that read the body did not survive it
 │   ├── KillsEngines          500: neither did two engines
 │   └── InternalError         500: an error of ours
@@ -118,6 +119,13 @@ class Unavailable(ApiError):
 
     def __init__(self, message: str, code: str, *, retry_after_s: float = RETRY_AFTER_S) -> None:
         super().__init__(503, message, type="server_error", code=code, retry_after_s=retry_after_s)
+
+
+class NoDecodeNode(Unavailable):
+    """No decode node takes requests at the moment."""
+
+    def __init__(self) -> None:
+        super().__init__("No decode node is ready.", "no_decode_node")
 
 
 class ReaderDied(ApiError):

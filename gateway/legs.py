@@ -17,6 +17,7 @@ from gateway.errors import DecodeFailed, LegFailed, PrefillFailed
 from gateway.node import Node
 from gateway.openai import NOT_JSON
 from gateway.request import PrefillOutcome, Request
+from gateway.seam import DATA, ERROR
 from planner.decisions.retries import SAME_EVERYWHERE, Failure
 from transport.control.messages import TicketInfo
 
@@ -30,6 +31,9 @@ NOT_FOR_PREFILL: Final = frozenset(
 # The engine's own trouble, not the request's: another node may do better.
 RETRYABLE: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 MAX_LABEL_CHARS: Final = 40
+MAX_TOLD_BYTES: Final = 200  # of an answer that is none, in a log
+CHOICES: Final = b'"choices"'
+FIELDS: Final = (DATA, b":", b"event:")  # with which a stream of events begins (WHATWG HTML §9.2.5)
 LEGS: Final = 2  # of a request at once
 # vLLM (uvicorn) closes connections after 5 s without a request. A POST that meets such a close looks like an engine that died
 # of it, and cannot be sent again unasked: so we are first, with time for a packet on its way and a busy loop.
@@ -100,6 +104,8 @@ class Legs:
             "ticket": ticket,
             "salt": request.prompt.salt.hex(),
         }
+        if request.answered:
+            params["answered"] = request.answered
         values = _common(request, params) | {"stream": _FALSE, "max_tokens": 1}
         body = request.call.body(values, drop=NOT_FOR_PREFILL)
         try:
@@ -115,12 +121,16 @@ class Legs:
     async def decode(self, node: Node, request: Request, transfer_id: str | None) -> DecodeAnswer:
         """The answer of `node`, to be closed, from its first token on. Raises DecodeFailed if none comes.
 
-        Without a `transfer_id` the node computes the prompt itself.
+        Without a `transfer_id` the node computes the prompt itself. What another node has answered is not answered again.
         """
         params: dict[str, Any] = {"salt": request.prompt.salt.hex()}
         if transfer_id is not None:
             params |= {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer_id}
             params["timeout_s"] = self.timeouts.prefill_s
+        if request.kept_bytes:
+            params["resumable"] = True
+        if request.answered:
+            params["answered"] = request.answered
         body = request.call.body(_common(request, params))
         try:
             answer = await self._post(node, request, body, self._first_bytes_s(request))
@@ -150,12 +160,22 @@ class Legs:
         if answer.status in RETRYABLE:
             error = _error(await answer.whole(MAX_ERROR_BYTES))
             raise DecodeFailed(node.id, _label(error, answer.status), error.message)
-        if answer.status != 200 or not request.call.stream:
+        if request.answered:
+            await _check_goes_on(node, request, answer)
+        if answer.status != 200:
             return await answer.whole()
+        if not request.call.stream:
+            whole = await answer.whole()
+            if not (whole.startswith(b"{") and CHOICES in whole):
+                raise DecodeFailed(node.id, "bad_answer", _beginning(whole))
+            return whole
         answer.bound_silence(self.timeouts.stream_idle_s)
-        if first := await answer.read():
-            return first
-        raise DecodeFailed(node.id, "empty_answer")
+        first = await answer.read()
+        if not first:
+            raise DecodeFailed(node.id, "empty_answer")
+        if first.startswith(ERROR) or not (first.startswith(FIELDS) or DATA.startswith(first)):
+            raise DecodeFailed(node.id, "bad_answer", _beginning(first))
+        return first
 
     async def _post(self, node: Node, request: Request, body: bytes, within_s: float) -> Answer:
         assert node.info is not None
@@ -167,6 +187,19 @@ class Legs:
             body,
             within_s,
         )
+
+
+async def _check_goes_on(node: Node, request: Request, answer: Answer) -> None:
+    """Raises DecodeFailed if `answer` is none, or would begin anew what the client has had a part of."""
+    if answer.status != 200:
+        error = _error(await answer.whole(MAX_ERROR_BYTES))
+        raise DecodeFailed(node.id, _label(error, answer.status), error.message)
+    if answer.answered != str(len(request.answered)).encode():
+        raise DecodeFailed(node.id, "not_resumable", "the engine would begin the answer anew")
+
+
+def _beginning(told: bytes) -> str:
+    return repr(told[:MAX_TOLD_BYTES])
 
 
 def _common(request: Request, params: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ TTFT_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0
 TBT_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
 E2E_BUCKETS_S: Final = (0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 TOKEN_BUCKETS: Final = tuple(float(2**power) for power in range(21))  # to 1M; what `prfaas-plan fit --metrics` reads
+GAP_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
 LAG_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5)
 OVERLOADED: Final = 429
 WASTED: Final = {OVERLOADED: "refused", 499: "left"}  # by status; else the request failed
@@ -130,6 +131,14 @@ class Metrics:
         self._fallbacks = Counter(
             "prfaas_fallbacks", "Times that a first choice did not work out", ["reason"], registry=registry
         )
+        self._takeovers = Counter(
+            "prfaas_takeovers", "Streams whose engine failed, by whether another one went on, or why not", ["outcome"],
+            registry=registry,
+        )  # fmt: skip
+        self._gaps = Histogram(
+            "prfaas_takeover_gap_seconds", "From an engine's failure in a stream to the next one's first bytes",
+            registry=registry, buckets=GAP_BUCKETS_S,
+        )  # fmt: skip
         self._lost = Counter(
             "prfaas_node_watch_failures", "Times that an agent could not be watched (on), by reason", ["reason"],
             registry=registry,
@@ -260,6 +269,12 @@ class Metrics:
 
     def fallback(self, reason: str) -> None:
         self._fallbacks.labels(reason).inc()
+
+    def taken_over(self, outcome: str, gap_s: float | None = None) -> None:
+        """Counts a stream whose engine failed: "continued" after `gap_s`, or why not."""
+        self._takeovers.labels(outcome).inc()
+        if gap_s is not None:
+            self._gaps.observe(gap_s)
 
     def link_failed(self, source: str, destination: str) -> None:
         self._link_failures.labels(source, destination).inc()

@@ -3,6 +3,7 @@
 Long bodies take seconds, and most of the steps hold the interpreter's lock: `gateway.read` decides where this runs.
 """
 
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any, Final, cast
 
@@ -19,7 +20,7 @@ from hybrid_cache.hashing import NAMESPACE, namespaced
 from prompts.conversations import Conversations
 from prompts.errors import BadPrompt, TakesLonger
 from prompts.reading import Chat, chat_tokens, completion_tokens
-from prompts.segments import TokenArray
+from prompts.segments import TokenArray, token_array
 from prompts.tokenizer import TextTokenizer
 
 # What the text of a chat depends on, beside its messages.
@@ -91,17 +92,30 @@ class PromptMemory:
 
 
 def read_call(
-    endpoint: Endpoint, body: bytes, model: Model, memory: PromptMemory, tenant: bytes = b""
+    endpoint: Endpoint,
+    body: bytes,
+    model: Model,
+    memory: PromptMemory,
+    tenant: bytes = b"",
+    answered: Sequence[int] = (),
 ) -> tuple[Call, Prompt]:
-    """The call that `body` makes of `model`, and its prompt. Raises ApiError, BadRequest above all."""
+    """The call that `body` makes of `model`, and its prompt, with what has been `answered` after it.
+
+    Raises ApiError, BadRequest above all.
+    """
     call = call_in(endpoint, body)
-    return call, prompt_of(call, model, memory, tenant)
+    return call, prompt_of(call, model, memory, tenant, answered=answered)
 
 
 def prompt_of(
-    call: Call, model: Model, memory: PromptMemory, tenant: bytes = b"", most_new: int | None = None
+    call: Call,
+    model: Model,
+    memory: PromptMemory,
+    tenant: bytes = b"",
+    most_new: int | None = None,
+    answered: Sequence[int] = (),
 ) -> Prompt:
-    """The prompt of `call`. Raises ApiError, BadRequest above all.
+    """The prompt of `call`, with what has been `answered` after it. Raises ApiError, BadRequest above all.
 
     With `most_new`, TakesLonger for all but a chat that goes on, by so many bytes at most.
     """
@@ -110,6 +124,8 @@ def prompt_of(
     if not len(tokens):
         raise _invalid(call.endpoint.prompt_field, "the prompt is empty")
     check_length(call, len(tokens), model.max_model_len)
+    if answered:
+        tokens = np.concatenate([tokens, token_array(answered)])
     hashing = model.hashing
     namespace = hashing.namespace(call.options.cache_salt)
     salt = namespaced(hashing.salt, namespace)

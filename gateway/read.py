@@ -12,7 +12,7 @@ import logging
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from typing import Final
@@ -23,7 +23,7 @@ from gateway.dialects.translation import call_in
 from gateway.errors import ApiError, ReaderDied
 from gateway.openai import Call, Endpoint
 from gateway.prompts import Model, Prompt, PromptMemory, prompt_of, read_call
-from gateway.reading_process import LENGTHS, Question, answered, header_of
+from gateway.reading_process import LENGTHS, Question, answer_of, header_of
 from gateway.tasks import TaskSet
 from prompts.errors import TakesLonger
 from prompts.tokenizer import TextTokenizer
@@ -57,25 +57,32 @@ class Reader:
         """Processes that wait for a long body."""
         return len(self._idle)
 
-    async def read(self, endpoint: Endpoint, body: bytes, model: Model, tenant: bytes = b"") -> tuple[Call, Prompt]:
-        """The call that `body` makes, and its prompt; nothing is remembered for anybody but `tenant`. Raises ApiError."""
+    async def read(
+        self, endpoint: Endpoint, body: bytes, model: Model, tenant: bytes = b"", answered: Sequence[int] = ()
+    ) -> tuple[Call, Prompt]:
+        """The call that `body` makes, and its prompt, with what has been `answered` after it. Raises ApiError.
+
+        Nothing is remembered for anybody but `tenant`.
+        """
         if len(body) <= TINY_BODY_BYTES:
-            return read_call(endpoint, body, model, self._memory, tenant)
+            return read_call(endpoint, body, model, self._memory, tenant, answered)
         is_fast = self._tokenizer.encoder.is_fast
         loop, memory = asyncio.get_running_loop(), self._memory
+        reading = partial(read_call, endpoint, body, model, memory, tenant, answered)
         if len(body) <= (LONGER_BODY_BYTES if is_fast else LONG_BODY_BYTES) and _is_mostly_text(body):
-            if endpoint is not Endpoint.CHAT:
-                return await loop.run_in_executor(self._threads, read_call, endpoint, body, model, memory, tenant)
+            if endpoint is not Endpoint.CHAT or answered:
+                return await loop.run_in_executor(self._threads, reading)
             call = call_in(endpoint, body)
             try:
                 return call, prompt_of(call, model, memory, tenant, NEW_BYTES if is_fast else TINY_BODY_BYTES)
             except TakesLonger:
                 return call, await loop.run_in_executor(self._threads, prompt_of, call, model, memory, tenant)
         if len(body) <= SHORT_BODY_BYTES:
-            return await loop.run_in_executor(self._threads, read_call, endpoint, body, model, memory, tenant)
+            return await loop.run_in_executor(self._threads, reading)
         await self._turns.acquire()
         # A task of its own: should the client leave, the process still gets its question whole, and its answer is taken.
-        asking = self._tasks.start(self._ask(endpoint, body, model, tenant), "read", expected=(ApiError,))
+        asked = Question(endpoint, model, tenant, list(answered))
+        asking = self._tasks.start(self._ask(asked, body), "read", expected=(ApiError,))
         return await asyncio.shield(asking)
 
     async def think(self, work: Callable[[PromptMemory], bytes]) -> bytes:
@@ -90,17 +97,18 @@ class Reader:
         finally:
             self._threads.shutdown(wait=True, cancel_futures=True)
 
-    async def _ask(self, endpoint: Endpoint, body: bytes, model: Model, tenant: bytes) -> tuple[Call, Prompt]:
+    async def _ask(self, question: Question, body: bytes) -> tuple[Call, Prompt]:
         process: ReadingProcess | None = None
         try:
             async with asyncio.timeout(self._timeout_s):
                 process = await self._process()
-                header, data = await process.ask(header_of(Question(endpoint, model, tenant), len(body)), body)
+                header, data = await process.ask(header_of(question, len(body)), body)
             self._idle.append(process)
             process = None
             # Its hashes may be a hundred thousand objects.
             loop = asyncio.get_running_loop()
-            call, prompt, distrusted = await loop.run_in_executor(self._threads, answered, header, data, endpoint)
+            answering = partial(answer_of, header, data, question.endpoint)
+            call, prompt, distrusted = await loop.run_in_executor(self._threads, answering)
             if distrusted:
                 self._tokenizer.encoder.distrust(distrusted, "in a process that reads long bodies")
             return call, prompt

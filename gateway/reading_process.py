@@ -35,6 +35,7 @@ class Question(msgspec.Struct, frozen=True, tag=True):
     endpoint: Endpoint
     model: Model
     tenant: bytes
+    answered: list[int] = []
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
@@ -76,7 +77,7 @@ def header_of(value: msgspec.Struct, size: int = 0) -> bytes:
     return LENGTHS.pack(len(header), size) + header
 
 
-def answered(header: bytes, data: bytearray, endpoint: Endpoint) -> tuple[Call, Prompt, str]:
+def answer_of(header: bytes, data: bytearray, endpoint: Endpoint) -> tuple[Call, Prompt, str]:
     """What an answer says, and why its encoder is not to be believed, if so. Raises ApiError for a refusal."""
     answer = _ANSWER.decode(header)
     if isinstance(answer, Refusal):
@@ -109,7 +110,7 @@ def serve(connection: socket.socket) -> None:
 
 def _answer(question: Question, body: bytes, memory: PromptMemory) -> Iterable[bytes]:
     try:
-        call, prompt = read_call(question.endpoint, body, question.model, memory, question.tenant)
+        call, prompt = read_call(question.endpoint, body, question.model, memory, question.tenant, question.answered)
     except ApiError as error:
         return [header_of(Refusal(error.status, error.message, error.param, error.code))]
     values = [bytes(raw) for raw in call.fields.values()]

@@ -1,6 +1,7 @@
 """The seventh room: the decode node's bytes go to the client, unchanged but for the number of cached tokens.
 
-Once a byte of a stream has left, an error can only be told in the stream: as its last event, at once, whatever the error.
+Should the node fail in the middle of a stream, another one goes on where the client's last token was (`gateway.seam`). Where none
+can, the error can only be told in the stream: as its last event, at once, whatever the error.
 """
 
 import asyncio
@@ -10,10 +11,13 @@ from typing import Final, Protocol
 from aiohttp import web
 
 from gateway.accounts import Accounts
-from gateway.errors import ApiError, DecodeFailed
+from gateway.dispatch import Answering
+from gateway.errors import ApiError, DecodeFailed, LegFailed
 from gateway.reply import Date, Reply
 from gateway.request import Request
+from gateway.request import cached_tokens as known_cached_tokens
 from gateway.run import Attempt
+from gateway.seam import Seam, names_tokens, why_not
 from gateway.several import Part, PartReply
 from gateway.tasks import TaskSet
 from gateway.usage import RECOMPUTED, UsagePatch, completion_tokens, with_cached_tokens
@@ -57,8 +61,9 @@ class Relay:
             return listener.reply(status, headers)
         return Reply(listener, status, headers, self._date, length)
 
-    async def send(self, listener: web.Request | Part, request: Request, attempt: Attempt) -> web.StreamResponse:
+    async def send(self, listener: web.Request | Part, request: Request, answering: Answering) -> web.StreamResponse:
         """Relays all of the answer."""
+        attempt = answering.attempt
         answer = attempt.answer
         headers = {
             "x-request-id": request.id,
@@ -69,7 +74,7 @@ class Relay:
         if request.telling is not None:
             headers |= request.telling.headers
         if answer.status == 200 and request.call.stream:
-            return await self._stream(listener, request, attempt, headers)
+            return await self._stream(listener, request, answering, headers)
         body = answer.first if answer.status != 200 else await self._whole(request, attempt)
         request.completion_tokens = completion_tokens(body)
         if request.telling is not None:
@@ -87,7 +92,7 @@ class Relay:
         return with_cached_tokens(attempt.answer.first, await cached_tokens(attempt))
 
     async def _stream(
-        self, listener: web.Request | Part, request: Request, attempt: Attempt, headers: dict[str, str]
+        self, listener: web.Request | Part, request: Request, answering: Answering, headers: dict[str, str]
     ) -> web.StreamResponse:
         headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         reply = self._reply_to(listener, 200, headers)
@@ -99,7 +104,7 @@ class Relay:
 
         reply.probed_by(probe)
         try:
-            await pass_on(self._telling(request, attempt), reply, request, self._clock)
+            await pass_on(self._telling(request, answering), reply, request, self._clock)
         except DecodeFailed as error:
             self._tell(reply, request, f"The decode node failed: {error.reason}.", error.reason, error)
         except ApiError as error:  # what the engine says makes no sense in the client's dialect
@@ -126,9 +131,9 @@ class Relay:
         request.writing_since = None
         self._accounts.relayed(request)
 
-    def _telling(self, request: Request, attempt: Attempt) -> Read:
+    def _telling(self, request: Request, answering: Answering) -> Read:
         """Reads the answer in the client's dialect."""
-        read, telling = self._reading(request, attempt), request.telling
+        read, telling = self._reading(request, answering), request.telling
         if telling is None:
             return read
 
@@ -142,8 +147,18 @@ class Relay:
 
         return told
 
-    def _reading(self, request: Request, attempt: Attempt) -> Read:
+    def _reading(self, request: Request, answering: Answering) -> Read:
         """Reads the answer from its first byte; what the client should not be the only one to learn is noticed."""
+        attempt = answering.attempt
+        read: Read = self._uncontinued(request, attempt)
+        if request.kept_bytes:
+            read = _Continued(request, answering, self._accounts, self._clock).read
+        if not request.call.options.wants_usage:
+            return read
+        return UsagePatch(read, lambda: cached_tokens(attempt)).read
+
+    def _uncontinued(self, request: Request, attempt: Attempt) -> Read:
+        """Reads an answer that ends with its engine."""
         answer = attempt.answer
         first: bytes | None = answer.first
 
@@ -154,14 +169,83 @@ class Relay:
                 chunk = chunk or await answer.read()
             except DecodeFailed as error:
                 self._accounts.fell_back(request, f"decode_{error.reason}", error)
+                self._accounts.not_taken_over(request, why_not(request.call) or "off")
                 raise
             if RECOMPUTED in chunk:
                 self._accounts.notice_recompute(request, chunk)
             return chunk
 
-        if not request.call.options.wants_usage:
-            return read
-        return UsagePatch(read, lambda: cached_tokens(attempt)).read
+        return read
+
+
+class _Continued:
+    """Reads an answer, by as many decode nodes as it takes."""
+
+    def __init__(self, request: Request, answering: Answering, accounts: Accounts, clock: Callable[[], float]) -> None:
+        self._request = request
+        self._answering = answering
+        self._accounts = accounts
+        self._clock = clock
+        self._seam = Seam(request.kept_bytes, is_asked=names_tokens(request.call))
+        self._first = answering.attempt.answer.first
+        self._has_ended = False
+
+    async def read(self) -> bytes:
+        """The next bytes for the client, b"" at the end. Raises DecodeFailed when nobody can go on."""
+        failed_at: float | None = None
+        while not self._has_ended:
+            try:
+                chunk = await self._next()
+            except DecodeFailed as error:
+                if failed_at is None:
+                    failed_at = self._clock()
+                if (missing := await self._after(error)) is not None:
+                    self._has_ended = True
+                    return missing
+                continue
+            if chunk is None:
+                break
+            if chunk:
+                if failed_at is not None:
+                    self._accounts.taken_over(self._request, self._clock() - failed_at)
+                if RECOMPUTED in chunk:
+                    self._accounts.notice_recompute(self._request, chunk)
+                return chunk
+        return b""
+
+    async def _next(self) -> bytes | None:
+        """What the engine's next bytes come to, perhaps nothing yet; None at the end. Raises DecodeFailed."""
+        answer, seam = self._answering.attempt.answer, self._seam
+        chunk, self._first = self._first, b""
+        try:
+            seam.check()
+            chunk = chunk or await answer.read()
+            if not chunk and seam.knows_tokens and not seam.is_whole:
+                raise LegFailed("stream_cut", "the stream ended before its end")
+            return seam.take(chunk) if chunk else None
+        except LegFailed as error:
+            raise DecodeFailed(self._answering.attempt.decode.id, error.reason, str(error)) from error
+
+    async def _after(self, error: DecodeFailed) -> bytes | None:
+        """Has another node go on; or what is missing, if no token is. Raises `error` if nobody can."""
+        request, seam = self._request, self._seam
+        self._accounts.fell_back(request, f"decode_{error.reason}", error)
+        if seam.is_too_long or not seam.knows_tokens:
+            self._accounts.not_taken_over(request, "too_long" if seam.is_too_long else "tokens_unknown")
+            raise error
+        asked, cached = request.num_prompt_tokens, known_cached_tokens(request)
+        missing = seam.ending(asked, cached, request.call.options.wants_usage)
+        if missing is not None:
+            self._accounts.not_taken_over(request, "ended")
+            return missing
+        seam.reopen()
+        try:
+            await self._answering.go_on(seam.tokens, error)
+        except ApiError as failure:
+            self._accounts.not_taken_over(request, failure.code or "refused")
+            raise error from failure
+        self._first = self._answering.attempt.answer.first
+        return None
 
 
 async def pass_on(read: Read, reply: Offered, request: Request, clock: Callable[[], float]) -> None:

@@ -8,8 +8,9 @@ from gateway.allowances import UNLIMITED, Allowance
 from gateway.clusters import ServedModel
 from gateway.dialects.telling import Telling
 from gateway.keys import EVERYBODY, Tenant
+from gateway.node import Node
 from gateway.openai import Call
-from gateway.prompts import Prompt
+from gateway.prompts import Model, Prompt
 from planner.decisions.classes import UNPROMISED, ServiceClass
 from planner.decisions.routing import Route
 
@@ -106,12 +107,25 @@ class Request:
     writing_since: float | None = None  # when the client was last offered bytes that it has not taken yet
     stream_error: str = ""  # why a stream ended before its end
     deaths: list[str] = field(default_factory=list)  # nodes whose engine died while it worked on this
+    kept_bytes: int = 0  # of the names of its answer's tokens, for another engine to go on with; 0: it could not
+    answered: list[int] = field(
+        default_factory=list, repr=False
+    )  # tokens that the client has had from engines that failed
+    takeovers: int = 0  # engines that went on with its answer
+    gap_s: float = 0.0  # the longest time that it took one, from the failure to its first bytes
+    broken: list[tuple[Node, tuple[str, int]]] = field(default_factory=list, repr=False)  # engines that may have died
+    model: Model | None = None  # as its prompt was read, should it be read again
     is_recomputed: bool = False  # the decode node computed a prompt whose KVCache should have come
 
     def forget_prefill(self) -> None:
         """A new attempt begins: what an earlier one's prefill came to no longer counts."""
         self.outcome, self.is_recomputed, self.fetched_from = None, False, ""
         self.timeline.prefill_start = self.timeline.prefill_end = self.timeline.kv_ready = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the client's prompt; `prompt` goes on with what has been answered, once an engine has failed."""
+        return self.prompt.num_tokens - len(self.answered)
 
     @property
     def output_tokens(self) -> int:
@@ -179,6 +193,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     e2e_s: float | None
     bytes: int
     link: str
+    takeovers: int  # engines that went on with its answer when the one before had failed
+    gap_s: float  # the longest of the times from such a failure to the next bytes
     fetched_from: str
     bytes_saved: int  # of `bytes`, by coding on the way
     predicted_bytes: int  # that the decision expected to cross a link, coding included
@@ -199,8 +215,8 @@ def cached_tokens(request: Request) -> int:
 def record_of(request: Request, seq: int, status: int, error: str = "") -> RequestRecord:
     """The record of `request` once it is over. `cached` is what the prefill reused, `uncached` what it computed."""
     route, outcome, timeline = request.route, request.outcome, request.timeline
-    total = request.prompt.num_tokens
-    cached = cached_tokens(request)
+    total = request.num_prompt_tokens
+    cached = min(total, cached_tokens(request))
     sent = outcome.bytes_total if outcome else 0
     return RequestRecord(
         seq=seq,
@@ -229,6 +245,8 @@ def record_of(request: Request, seq: int, status: int, error: str = "") -> Reque
         e2e_s=_rounded(timeline.e2e_s),
         bytes=sent,
         link=outcome.link if outcome else "",
+        takeovers=request.takeovers,
+        gap_s=round(request.gap_s, 6),
         fetched_from=request.fetched_from,
         bytes_saved=outcome.bytes_saved if outcome else 0,
         predicted_bytes=round(route.coded_bytes) if route else 0,

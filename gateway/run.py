@@ -40,9 +40,14 @@ PAUSE_S: Final = (
 
 @dataclass(slots=True)
 class Attempt:
-    """One try at a request that a decode node has begun to answer. A delivery that ends in None did not take place."""
+    """One try at a request that a decode node has begun to answer. A delivery that ends in None did not take place.
+
+    `engine` is which process of `decode` was asked.
+    """
 
     answer: DecodeAnswer
+    decode: Node
+    engine: tuple[str, int]
     delivery: "asyncio.Task[PrefillOutcome | None] | None" = None
     hold: Hold | None = None
 
@@ -80,11 +85,12 @@ class Runner:
     ) -> AsyncIterator[Attempt]:
         """The attempt, once its decode node answers. Raises NodeFailure, or ApiError for what no node can mend."""
         decode = self._clusters.by_id(chosen.decode_node)
+        engine = decode.engine
         if hold is None:
             self._refusals.decoding(request, decode.id)
             answer = await self._ask(decode, request, None)
             try:
-                yield Attempt(answer)
+                yield Attempt(answer, decode, engine)
             finally:
                 answer.close()
             return
@@ -95,7 +101,7 @@ class Runner:
             asking_for = self._ask(decode, request, hold.ticket.transfer_id)
             asking = self._tasks.start(asking_for, "ask", expected=(DecodeFailed,))
             own.push_async_callback(hang_up, asking)
-            yield Attempt(await _unless_it_fails(delivery, asking), delivery, hold)
+            yield Attempt(await _unless_it_fails(delivery, asking), decode, engine, delivery, hold)
 
     async def _ask(self, decode: Node, request: Request, transfer_id: str | None) -> DecodeAnswer:
         engine = decode.engine

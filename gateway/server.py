@@ -166,10 +166,11 @@ async def running(
         on_change=metrics.waiting.set,
         room=seat.waiting,
     )
+    reader = Reader(tokenizer, afterwards, threads=config.tokenise_threads, timeout_s=config.timeouts.read_s)
     rooms = Rooms(
         receiver=Receiver(strangers, config.max_body_bytes, config.timeouts.body_s, now),
         admission=admission,
-        reader=Reader(tokenizer, afterwards, threads=config.tokenise_threads, timeout_s=config.timeouts.read_s),
+        reader=reader,
         dispatcher=Dispatcher(
             clusters,
             decider,
@@ -186,6 +187,7 @@ async def running(
                 config.max_attempts,
                 config.timeouts.room_s,
             ),
+            reader,
             accounts,
             replicas,
             refusals,

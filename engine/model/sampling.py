@@ -61,12 +61,16 @@ class Sampler:
     def sample(self, logits: Logits, position: int) -> Sampled:
         """Chooses the token at `position` (0 = first token of the prompt) from logits [vocab_size]."""
         token = self._choose(self._adjusted(logits), position)
-        self._counts[token] += 1
-        self._generated += 1
+        self.note(token)
         if self._params.top_logprobs is None:
             return Sampled(token)
         logprobs = log_softmax(logits)
         return Sampled(token, float(logprobs[token]), _top(logprobs, self._params.top_logprobs))
+
+    def note(self, token: int) -> None:
+        """`token` has been generated, here or by an engine before."""
+        self._counts[token] += 1
+        self._generated += 1
 
     def _choose(self, logits: Logits, position: int) -> int:
         p = self._params

@@ -78,6 +78,7 @@ class Work:
     emit: Callable[[Event], None]
     kv: JobKV | None = None
     load_tokens: int = 0  # how many tokens of `kv` are there already
+    num_answered: int = 0  # tokens at the end of `prompt` that are of the answer: another engine has given them
     keeps: bool = False  # whether the answer is wanted as prefix cache afterwards
     aborted: bool = False
     sequence: Any = None
@@ -127,6 +128,13 @@ class _Output:
     text: OutputText
     last_token: int
     count: int = 0
+
+    def replay(self, answered: Sequence[int]) -> None:
+        """Takes in what another engine has answered, as if it had been sampled here: its text has been told."""
+        for token in answered:
+            self.sampler.note(token)
+            self.count += 1
+            self.text.push(token, may_stop=self.count > self.params.min_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +293,7 @@ class Scheduler:
         if work.keeps:
             self._engine.begin_answer(work.sequence)
         work.output = self._new_output(work.params, work.prompt[-1])
+        work.output.replay(work.prompt[len(work.prompt) - work.num_answered :])
         self._decoding.append(work)
 
     # Decode

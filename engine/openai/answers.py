@@ -28,17 +28,26 @@ class Usage:
 class AnswerShape:
     """How one answer is spelled: chat or plain completion, whole or in chunks."""
 
-    def __init__(self, request: OpenAIRequest, request_id: str, created_s: int, tokenizer: TextTokenizer) -> None:
+    def __init__(
+        self,
+        request: OpenAIRequest,
+        request_id: str,
+        created_s: int,
+        tokenizer: TextTokenizer,
+        answered: Sequence[int] = (),
+    ) -> None:
+        """`answered` are the tokens whose chunks another engine has spelled; these go on after them."""
         self._chat = isinstance(request, ChatRequest)
         self._model = request.model
-        self._with_tokens = bool(request.return_token_ids)
+        transfer = request.kv_transfer_params
+        self._with_tokens = bool(request.return_token_ids) or (transfer is not None and transfer.resumable)
         self._with_usage = bool(request.stream_options and request.stream_options.include_usage)
         self._with_logprobs = top_logprobs(request) is not None
         self._tokenizer = tokenizer
         self._created_s = created_s
         self._id = f"{'chatcmpl' if self._chat else 'cmpl'}-{request_id}"
-        self._first = True
-        self._text_offset = 0
+        self._first = not answered
+        self._text_offset = sum(len(tokenizer.token_text(token)) for token in answered) if self._with_logprobs else 0
 
     def whole(
         self,

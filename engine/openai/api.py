@@ -40,12 +40,20 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway says beside the client's words.
+
+    `resumable`: the chunks of a stream name their tokens, so that another engine can go on should this one die. `answered`:
+    the tokens of the answer that a client has had from another engine; what follows them is asked for.
+    """
+
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
     ticket: TicketInfo | None = None
     transfer_id: str | None = None
     salt: str = ""
     timeout_s: Annotated[float, Meta(gt=0.0)] | None = None
+    resumable: bool = False
+    answered: list[TokenId] = []
 
 
 class NotDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,6 +220,21 @@ def _tokens(request: OpenAIRequest, tokenizer: TextTokenizer) -> TokenArray:
         chat_template_kwargs=request.chat_template_kwargs,
     )
     return chat_tokens(chat, tokenizer)
+
+
+def answered_tokens(request: OpenAIRequest, params: SamplingParams, vocab_size: int) -> list[int]:
+    """The tokens of the answer that another engine has given before. Raises RequestError."""
+    transfer = request.kv_transfer_params
+    if transfer is None or not transfer.answered:
+        return []
+    param = "kv_transfer_params.answered"
+    if max(transfer.answered) >= vocab_size:
+        raise RequestError(f"{param}: token ids must be in [0, {vocab_size})", param=param)
+    if not transfer.do_remote_decode and not request.stream:
+        raise RequestError(f"{param}: only a stream is continued", param=param)
+    if not transfer.do_remote_decode and len(transfer.answered) >= params.max_tokens:
+        raise RequestError(f"{param}: the answer is complete, {params.max_tokens} tokens were asked for", param=param)
+    return transfer.answered
 
 
 def sampling_params(

@@ -20,6 +20,7 @@ from engine.openai.api import (
     ChatRequest,
     CompletionRequest,
     OpenAIRequest,
+    answered_tokens,
     check_supported,
     parse_request,
     prompt_tokens,
@@ -35,6 +36,7 @@ MAX_BODY_BYTES: Final = 10 << 20
 LONG_BODY_BYTES: Final = 16 << 10  # beyond it, parsing and tokenising leave the event loop
 RETRY_AFTER_S: Final = 1
 REQUEST_ID_HEADER: Final = "x-request-id"
+ANSWERED_HEADER: Final = "x-prfaas-answered"  # after how many tokens a stream goes on; who ignores them does not say so
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 _REQUEST_ID = re.compile(r"[\w.:\-]{1,128}")
 
@@ -103,14 +105,16 @@ class OpenAIServer:
         if transfer.ticket is not None:
             body = _as_leg(body)
         params = sampling_params(body, len(prompt), engine.max_model_len, engine.vocab_size, secrets.randbits(63))
+        answered = answered_tokens(body, params, engine.vocab_size)
         request = Request(
             id=request_id,
-            prompt=prompt,
+            prompt=[*prompt, *answered] if answered else prompt,
             params=None if transfer.ticket is not None else params,
             transfer=transfer,
             arrived_s=arrived_s,
+            num_answered=len(answered),
         )
-        return _Parsed(body, request, AnswerShape(body, request_id, _unix_time(), self._tokenizer))
+        return _Parsed(body, request, AnswerShape(body, request_id, _unix_time(), self._tokenizer, answered))
 
     def _check_model(self, model: str) -> None:
         if model != self._model_name:
@@ -145,6 +149,8 @@ class OpenAIServer:
             first = await anext(tokens)
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             response.headers[REQUEST_ID_HEADER] = parsed.request.id
+            if parsed.request.num_answered:
+                response.headers[ANSWERED_HEADER] = str(parsed.request.num_answered)
             try:
                 await response.prepare(http)
                 await self._write_events(response, parsed, first, tokens)
@@ -250,7 +256,9 @@ def _as_leg(body: OpenAIRequest) -> OpenAIRequest:
 
 
 def _usage(request: Request) -> Usage:
-    return Usage(len(request.prompt), request.tokens_out, request.cached_tokens)
+    """As the client counts: what another engine has answered is answer, not prompt."""
+    asked = len(request.prompt) - request.num_answered
+    return Usage(asked, request.num_answered + request.tokens_out, min(asked, request.cached_tokens))
 
 
 def _recomputed(request: Request) -> dict[str, Any] | None:

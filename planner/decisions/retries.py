@@ -1,10 +1,12 @@
-"""What follows a failure, before the client has seen a byte: one table, asked by all that can fail on a node.
+"""What follows a failure: one table, asked by all that can fail on a node.
 
     stage      what was asked                      another node              when there is none, or tries run out
     reserve    a decode node for a ticket          another decode node       full: this one, without a transfer
     prefill    an engine for a prompt's KVCache    same ticket, what has     the decode node computes the prompt itself
                                                    landed stays
     decode     an engine for the answer            new ticket                the request is refused
+    stream     the rest of an answer               new ticket, from prompt   the stream ends with the error
+                                                   and answer so far
 
 A node that has left its role, or the system, since it was chosen has not failed: that is no try. A failure that every node
 would repeat is tried nowhere else. An engine that dies under a request may have died of it: such a request is tried once more
@@ -26,6 +28,7 @@ class Stage(StrEnum):
     RESERVE = "reserve"
     PREFILL = "prefill"
     DECODE = "decode"
+    STREAM = "stream"  # the client has had a part of the answer
 
 
 class Failure(StrEnum):
@@ -83,6 +86,14 @@ RULES: Final[Mapping[tuple[Stage, Failure], Rule]] = MappingProxyType(
         (Stage.DECODE, Failure.AWAY): Rule(Next.ELSEWHERE, Next.REFUSE),
         (Stage.DECODE, Failure.TROUBLE): Rule(Next.ELSEWHERE, Next.REFUSE),
         (Stage.DECODE, Failure.REQUEST): Rule(Next.REFUSE, Next.REFUSE),
+        (Stage.STREAM, Failure.UNREACHABLE): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
+        (Stage.STREAM, Failure.LOST): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
+        (Stage.STREAM, Failure.DIED): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
+        (Stage.STREAM, Failure.TIMEOUT): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
+        (Stage.STREAM, Failure.FULL): Rule(Next.ELSEWHERE, Next.REFUSE),
+        (Stage.STREAM, Failure.AWAY): Rule(Next.ELSEWHERE, Next.REFUSE),
+        (Stage.STREAM, Failure.TROUBLE): Rule(Next.ELSEWHERE, Next.REFUSE),
+        (Stage.STREAM, Failure.REQUEST): Rule(Next.REFUSE, Next.REFUSE),
     }
 )
 
@@ -95,6 +106,8 @@ _FAILURES: Final = MappingProxyType(
     {
         "unreachable": Failure.UNREACHABLE,
         "connection_lost": Failure.LOST,
+        "stream_broken": Failure.LOST,
+        "stream_idle": Failure.TIMEOUT,
         "engine_died": Failure.DIED,
         "timeout": Failure.TIMEOUT,
         "no_capacity": Failure.FULL,

@@ -42,6 +42,9 @@ class Script:
     words: tuple[str, ...] = ("one", " two", " three")
     deltas: tuple[dict[str, Any], ...] = ()  # of chats, instead of words; a whole answer is the first of them
     finish_reason: str = "stop"  # of chats
+    is_resumable: bool = False  # names its tokens (one a word: its number), and goes on after those that it is told
+    forgets: bool = False  # that it is told them
+    ends_before_usage: bool = False  # its streams end after their last word
     word_interval_s: float = 0.0
     prefill_s: float = 0.0
     tokens_per_s: float = 0.0  # that it says it computes, in no time; 0: every prompt in 10 ms
@@ -53,7 +56,9 @@ class Script:
     reserve: list[str] = field(default_factory=list)  # a grpc.StatusCode name
     # "die", "hang", "drop", "garbled", "undelivered REASON" or "STATUS code"
     prefill: list[str] = field(default_factory=list)
-    decode: list[str] = field(default_factory=list)  # the same, "die_after_first" or "stall_after_first"
+    # The same, "die_after_first", "stall_after_first" or, after so many words, "die_after N", "half_after N" (an event is cut),
+    # "error_after N", "cut_after N" (the stream ends, orderly and early); "200 html" is no answer, "200 error" an error's event
+    decode: list[str] = field(default_factory=list)
     load: list[str] = field(default_factory=list)  # "hang" or a grpc.StatusCode name
     share: list[str] = field(default_factory=list)  # a grpc.StatusCode name
     drop: list[str] = field(default_factory=list)  # a grpc.StatusCode name
@@ -112,6 +117,7 @@ class ScriptedNode(NodeAgentServicer):
         self.headers: list[Mapping[str, str]] = []
         self.connections: list[int] = []  # of each leg, by the port that it came from
         self.running = 0
+        self.created_s = 1_700_000_000  # of its answers
         self._made = 0
         self._listeners: set[asyncio.Queue[pb.NodeEvent]] = set()
         self.takes_calls = True  # over kept connections; False: an agent of before there were any
@@ -317,7 +323,7 @@ class ScriptedNode(NodeAgentServicer):
         return web.json_response({"object": "list", "data": [{"embedding": [0.5]}], "model": "scripted"})
 
     async def _fault(self, http: web.Request, fault: str) -> web.Response | None:
-        if fault in ("", "die_after_first", "stall_after_first"):
+        if not fault or "_after_first" in fault or "_after " in fault:
             return None
         if fault == "hang":
             await asyncio.sleep(self.script.hang_s)
@@ -330,6 +336,10 @@ class ScriptedNode(NodeAgentServicer):
             raise ConnectionResetError
         if fault == "garbled":
             return web.Response(status=500, body=b'{"error":{"message":"\xff"}}', content_type="application/json")
+        if fault in ("200 html", "200 error"):
+            kind = "text/event-stream" if fault == "200 error" else "text/html"
+            told = _event({"error": {"message": "scripted"}}) if fault == "200 error" else b"<html>Welcome!</html>"
+            return web.Response(body=told, content_type=kind)
         status, _, code = fault.partition(" ")
         error = {"message": "scripted", "type": "server_error", "param": None, "code": code}
         return web.json_response({"error": error}, status=int(status))
@@ -396,13 +406,29 @@ class ScriptedNode(NodeAgentServicer):
     async def _stream(
         self, http: web.Request, body: dict[str, Any], fault: str, usage: dict[str, Any], extra: dict[str, Any]
     ) -> web.StreamResponse:
+        params, script = body["kv_transfer_params"], self.script
+        answered = params.get("answered", []) if script.is_resumable and not script.forgets else []
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        if answered:
+            response.headers["x-prfaas-answered"] = str(len(answered))
         await response.prepare(http)
         is_chat = "messages" in body
         chunk = {"object": "chat.completion.chunk", "created": 0, "model": "scripted"} if is_chat else {}
-        for said in (is_chat and self.script.deltas) or self.script.words:
+        is_resumed = script.is_resumable and params.get("resumable")
+        if is_resumed:
+            chunk["created"] = self.created_s
+        words = (is_chat and script.deltas) or script.words
+        fails, _, after = fault.partition("_after ")
+        for number, said in enumerate(words[len(answered) :], len(answered)):
             choice = {"delta": {"content": said} if isinstance(said, str) else said} if is_chat else {"text": said}
-            await response.write(_event({"id": "x", **chunk, "choices": [{"index": 0, **choice}], "usage": None}))
+            value: dict[str, Any] = {"id": "x", **chunk, "choices": [{"index": 0, **choice}], "usage": None}
+            if is_resumed:
+                last = script.finish_reason if number + 1 == len(words) and not is_chat else None
+                value["choices"] = [{"index": 0, **choice, "finish_reason": last, "token_ids": [number]}]
+            event = _event(value, (",", ":") if is_resumed else None)
+            if after and number == int(after):
+                return await self._end_early(http, response, fails, event)
+            await response.write(event)
             if fault == "stall_after_first":
                 await asyncio.sleep(self.script.hang_s)
             if fault == "die_after_first":
@@ -411,6 +437,8 @@ class ScriptedNode(NodeAgentServicer):
                 http.transport.abort()
                 raise ConnectionResetError
             await asyncio.sleep(self.script.word_interval_s)
+        if script.ends_before_usage:
+            return response
         if extra:
             await response.write(_event({"id": "x", "choices": [], **extra}))
         if is_chat:
@@ -421,9 +449,27 @@ class ScriptedNode(NodeAgentServicer):
         await response.write(b"data: [DONE]\n\n")
         return response
 
+    async def _end_early(
+        self, http: web.Request, response: web.StreamResponse, how: str, event: bytes
+    ) -> web.StreamResponse:
+        """Before `event`, which is of a word, or in the middle of it."""
+        if how == "cut":
+            return response
+        if how == "error":
+            await response.write(_event({"error": {"message": "scripted", "code": "scripted"}}) + b"data: [DONE]\n\n")
+            return response
+        if how == "stall":
+            await asyncio.sleep(self.script.hang_s)
+        if how == "half":
+            await response.write(event[: len(event) // 2])
+        await asyncio.sleep(0.01)  # what has been written arrives
+        assert http.transport is not None
+        http.transport.abort()
+        raise ConnectionResetError
 
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+def _event(value: dict[str, Any], separators: tuple[str, str] | None = None) -> bytes:
+    return b"data: " + json.dumps(value, separators=separators).encode() + b"\n\n"
 
 
 def _next(faults: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 
 import openai
 import pytest
@@ -212,3 +213,73 @@ def test_metrics_count_what_happened():
         assert values["prfaas_engine_time_to_first_token_seconds_count"] == "1.0"
 
     serve(scenario)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 1.0, "seed": 5},
+        {"presence_penalty": 2.0, "frequency_penalty": 1.5, "min_tokens": 9},
+        {"logprobs": 2},
+    ],
+)
+def test_a_stream_goes_on_at_every_token_as_it_would_have(options):
+    """Text that was held back, half a character or the beginning of a stop string, comes with what follows the seam."""
+
+    async def scenario(node):
+        prompt = random_tokens(40)
+        asked = {"prompt": prompt, "max_tokens": 24, "stream_options": {"include_usage": True}} | options
+        told = {"kv_transfer_params": {"resumable": True}}
+        text = (await node.post(**asked | {"stream_options": None}))[1]["choices"][0]["text"]
+        stops = [text[12:18], "no such text"]
+        for stop in (None, stops):
+            whole = _undated(await node.events(**asked, **told, stop=stop))
+            tokens = [chunk["choices"][0]["token_ids"][0] for chunk in whole[:-1]]
+            for count in range(1, len(tokens)):
+                answered = {"kv_transfer_params": {"resumable": True, "answered": tokens[:count]}}
+                rest = _undated(await node.events(**asked, **answered, stop=stop))
+                assert rest == whole[count:]
+
+    serve(scenario)
+
+
+def test_a_chat_goes_on_without_its_role_and_says_after_how_many_tokens():
+    async def scenario(node):
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "temperature": 0}
+        body |= {"stream": True, "kv_transfer_params": {"resumable": True}}
+        whole = await _chat(node, body)
+        answered = [chunk["choices"][0]["token_ids"][0] for chunk in whole[1][:3]]
+        rest = await _chat(node, body | {"kv_transfer_params": {"answered": answered}})
+        assert (whole[0], rest[0]) == (None, "3")
+        assert [c["choices"][0]["delta"] for c in rest[1]] == [c["choices"][0]["delta"] for c in whole[1][3:]]
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize(
+    ("answered", "fields", "message"),
+    [
+        ([1 << 31], {"stream": True}, "token ids must be in"),
+        ([5], {"stream": False}, "only a stream is continued"),
+        ([5] * 8, {"stream": True}, "the answer is complete"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(answered, fields, message):
+    async def scenario(node):
+        params = {"answered": answered}
+        status, answer = await node.post(prompt=[5, 6], max_tokens=8, kv_transfer_params=params, **fields)
+        assert status == 400
+        assert message in answer["error"]["message"]
+
+    serve(scenario)
+
+
+def _undated(chunks):
+    return [{name: value for name, value in chunk.items() if name not in ("id", "created")} for chunk in chunks]
+
+
+async def _chat(node, body):
+    async with node.http.post(node.url + "/v1/chat/completions", json=body) as answer:
+        events = (await answer.text()).split("\n\n")[:-2]
+        return answer.headers.get("x-prfaas-answered"), [json.loads(event[len("data: ") :]) for event in events]
