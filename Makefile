@@ -33,9 +33,10 @@ STORM_FAULTS ?= 500
 STORM_S      ?= 600
 CROWD        ?= 10000
 FLIPS        ?= 200
+STREAMS      ?= 200
 EXAMPLES     ?= 200
 
-.PHONY: setup demo up test test-all test-e2e test-deploy test-storm test-crowd test-flips fuzz soak soak-cache test-rdma test-equality test-vllm test-schema test-clients lint format proto wheel clean help
+.PHONY: setup demo up test test-all test-e2e test-deploy test-storm test-crowd test-flips test-migration fuzz soak soak-cache test-rdma test-equality test-vllm test-schema test-clients lint format proto wheel clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -60,7 +61,7 @@ test: $(STAMP)   ## The tests, about four minutes on two cores; those that take 
 	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm" $(SPREAD) --hypothesis-seed=$(SEED)
 
 # CI runs samples of the long ones, others for every commit; this is all of them, for releases: over an hour.
-test-all: lint test test-e2e test-deploy fuzz soak soak-cache test-storm test-crowd test-flips test-rdma test-vllm test-equality test-schema test-clients wheel demo  ## Everything, whole
+test-all: lint test test-e2e test-deploy fuzz soak soak-cache test-storm test-crowd test-flips test-migration test-rdma test-vllm test-equality test-schema test-clients wheel demo  ## Everything, whole
 
 test-e2e: $(STAMP)  ## Whole systems: nodes killed, connections cut, certificates replaced, disks that lie, plans that move nodes
 	$(BIN)/python -m pytest -m e2e tests/e2e $(sampled)
@@ -77,6 +78,9 @@ test-crowd: $(STAMP)  ## Ten thousand strangers before every port, one after the
 
 test-flips: $(STAMP)  ## Two hundred changes of role under a trace: no request lost, no token wrong, the prefix cache kept
 	$(BIN)/python -m tests.storm.flips --flips $(FLIPS) --seed $(SEED)
+
+test-migration: $(STAMP)  ## Two hundred streams lose their decode node in the middle, over three architectures: every byte once, pauses told
+	$(BIN)/python -m tests.storm.migration --streams $(STREAMS)
 
 fuzz: $(STAMP)   ## A million inputs of strangers to the frame parser, the handshake and what is behind them
 	$(BIN)/python -m tests.transport.fuzz --inputs $(INPUTS)

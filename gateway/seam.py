@@ -25,7 +25,7 @@ DONE: Final = b"data: [DONE]\n\n"
 MAX_HELD_BYTES: Final = 1 << 20  # of an event whose end has not come
 MAX_TOLD_BYTES: Final = 512  # of an error
 
-_CREATED: Final = re.compile(rb'"created":\d+')
+_CREATED: Final = re.compile(rb'"created": ?\d+')
 _BOOL: Final = msgspec.json.Decoder(bool | None)
 _OBJECT: Final = msgspec.json.Decoder(dict[str, Any])
 _NOTHING: Final = (b"null", b"[]", b"{}", b"false", b'""')

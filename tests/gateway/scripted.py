@@ -20,6 +20,7 @@ from hybrid_cache.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.spec import FullAttention, LinearState
 from node.calls import CallServer
 from node.errors import NodeRefusal
+from tests.gateway.fabric import Fabric
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto.node_pb2_grpc import NodeAgentServicer, add_NodeAgentServicer_to_server
 
@@ -67,26 +68,6 @@ class Script:
     knows_no_probes: bool = False  # as before there were any
     landing_failure: str = ""  # why what has landed is not used
     hang_s: float = 30.0
-
-
-class Fabric:
-    """Transfers by id: unsettled, landed (with the tokens that the prefill reused) or given up (with a reason)."""
-
-    def __init__(self) -> None:
-        self._transfers: dict[str, asyncio.Future[str]] = {}
-
-    def open(self, transfer_id: str) -> None:
-        self._transfers[transfer_id] = asyncio.get_running_loop().create_future()
-
-    def end(self, transfer_id: str, reason: str = "") -> None:
-        future = self._transfers.get(transfer_id)
-        if future is not None and not future.done():
-            future.set_result(reason)
-
-    async def landed(self, transfer_id: str) -> str:
-        """ "" once the KVCache is there, else why it never will be."""
-        future = self._transfers.get(transfer_id)
-        return await asyncio.shield(future) if future else "unknown_transfer"
 
 
 class ScriptedNode(NodeAgentServicer):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -77,7 +78,7 @@ def dates(events: list[bytes]) -> set[int]:
 def undated(events: list[bytes]) -> list[bytes]:
     """Two answers have different dates; one answer has one."""
     assert len(dates(events)) == 1
-    return [event.replace(b"1700000001", b"1700000000") for event in events]
+    return [re.sub(rb'"created": ?\d+', b"", event) for event in events]
 
 
 @on_loop

@@ -1,8 +1,8 @@
 """`python -m tests.storm.migration --streams 200`: decode nodes are killed under their streams, whose clients do not notice.
 
 Three architectures with tiny real models, two decode nodes each. A batch of streams is asked for, half of them greedy, half of
-them sampled by seed, half with prompts that a prefill node computes; when the first has had ten tokens (or twenty, to a hundred)
-one decode node goes: its engine by SIGKILL, the agent and the engine, or the engine stops without dying. It passes if every
+them sampled by seed, half with prompts that a prefill node computes; when half have had ten tokens (or twenty, to a hundred) one
+decode node goes: its engine by SIGKILL, the agent and the engine, or the engine stops without dying. It passes if every
 stream has the bytes that it has without a failure, whose tokens are those of a plain transformers.generate where they are greedy,
 and every one on that node was taken over. Pauses are a client's longest between two events.
 """
@@ -101,9 +101,10 @@ class Migration:
                 self._tally.wrong.append(f"{whole.name}: without a failure its tokens are not those of the reference")
 
     async def _kill_under_streams(self, node: str, after: int, way: str) -> None:
-        reached = asyncio.Event()
+        reached = asyncio.Semaphore(0)
         streams = [asyncio.create_task(self._stream(body, self._bench.name(), after, reached)) for body in self._bodies]
-        await reached.wait()
+        for _ in range(BATCH // 2):
+            await reached.acquire()
         await self._kill(node, way)
         ended = await asyncio.gather(*streams)
         taken = 0
@@ -143,7 +144,7 @@ class Migration:
         await self._bench.wait_until(is_back, READY_S)
 
     async def _stream(
-        self, body: dict[str, Any], name: str, after: int = 0, reached: asyncio.Event | None = None
+        self, body: dict[str, Any], name: str, after: int = 0, reached: asyncio.Semaphore | None = None
     ) -> Stream:
         body = body | {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
         stream, heard_at = Stream(name), None
@@ -159,8 +160,8 @@ class Migration:
                     stream.pause_s = max(stream.pause_s, now - heard_at)
                 heard_at = now
                 stream.events.append(line)
-                if reached is not None and len(stream.events) >= after:
-                    reached.set()
+                if reached is not None and len(stream.events) == after:
+                    reached.release()
         return stream
 
 
@@ -206,7 +207,12 @@ def main() -> int:
     architectures = tuple(options.arch or ARCHITECTURES)
     tally = Tally()
     for arch in architectures:
-        migrate(arch, -(-options.streams // len(architectures)), tally, lambda line, arch=arch: print(arch, line))
+        migrate(
+            arch,
+            -(-options.streams // len(architectures)),
+            tally,
+            lambda line, arch=arch: print(arch, line, flush=True),
+        )
     print(f"{tally.killed} of {tally.streams} streams lost their decode node, {len(tally.wrong)} were wrong")
     for way in tally.pauses:
         print(f"{way}: longest pause {_figures(tally.pauses[way])}")
