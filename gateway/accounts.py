@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Final
 
 from gateway.errors import ApiError, TenantLimited
+from gateway.keys import Tenant
 from gateway.metrics import Metrics
 from gateway.node import Node
 from gateway.offered import Offered
@@ -32,9 +33,9 @@ class Accounts:
         """A request has its first route, whether it comes to that or not."""
         self._offered.asked(chosen.uncached_tokens)
 
-    def turned_away(self, error: ApiError) -> None:
+    def turned_away(self, error: ApiError, tenant: Tenant) -> None:
         """A request was answered with an error before it was read."""
-        self._metrics.rejected(error.code or "invalid", error.status)
+        self._metrics.rejected(error.code or "invalid", error.status, tenant.name)
         if error.status in BUSY and not isinstance(error, TenantLimited):
             self._offered.refused_unread()
 
@@ -57,7 +58,7 @@ class Accounts:
     def prefilling(self, request: Request, node: Node) -> None:
         """`node` computes the prompt, be it the one that was chosen or another one."""
         request.prefilling_since = self._clock()
-        request.prefill_node = node.id
+        request.prefill_node, request.origin = node.id, node.cluster
         request.is_remote = node.info is not None and node.info.cluster_kind == ClusterKind.PRFAAS
 
     def delivered(self, request: Request, outcome: PrefillOutcome, decode: Node) -> None:

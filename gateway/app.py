@@ -26,7 +26,7 @@ from gateway.desk import Desk
 from gateway.dialects.translation import error_told, telling_of
 from gateway.dispatch import Dispatcher
 from gateway.errors import ApiError, InternalError, Unavailable
-from gateway.keys import Keyring, Tenant
+from gateway.keys import EVERYBODY, Keyring, Tenant
 from gateway.metrics import Metrics
 from gateway.openai import Endpoint, request_id_or
 from gateway.pages import Pages
@@ -132,7 +132,7 @@ class FrontDoor:
 
     async def _generate(self, http: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         arrived = self._clock()
-        allowance = UNLIMITED
+        tenant, allowance = EVERYBODY, UNLIMITED
         try:
             tenant = self.keyring.tenant(http.headers)
             self.rooms.admission.check()
@@ -142,7 +142,7 @@ class FrontDoor:
         except BaseException as error:
             allowance.leave()
             if isinstance(error, ApiError):
-                self.rooms.accounts.turned_away(error)
+                self.rooms.accounts.turned_away(error, tenant)
             raise
         # The work is a task of its own: a client that hangs up in the middle ends it, one that has its whole answer does
         # not keep the books from being closed.
@@ -185,10 +185,10 @@ class FrontDoor:
             visit.allowance.read(_prompt_tokens(requests), len(requests))
             visit.requests = requests
         except ApiError as error:
-            self.metrics.rejected(error.code or "invalid", error.status)
+            self.metrics.rejected(error.code or "invalid", error.status, visit.tenant.name)
             raise
         except asyncio.CancelledError:
-            self.metrics.rejected("client_closed", CLIENT_CLOSED)
+            self.metrics.rejected("client_closed", CLIENT_CLOSED, visit.tenant.name)
             raise
         try:
             if len(requests) == 1:

@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter as Tally
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Final, TypeVar
@@ -15,6 +16,7 @@ from prometheus_client.registry import Collector
 from gateway.links import LinkStatus
 from gateway.node import Node
 from gateway.request import Request, cached_tokens
+from gateway.spent import Spent, spent_by
 from planner.decisions.accuracy import Error
 from planner.decisions.plan import LivePlan
 
@@ -110,6 +112,24 @@ class Metrics:
                 registry=registry,
             )
         )
+        self._tenant_requests = Children(
+            Counter(
+                "prfaas_tenant_requests", "Finished requests of tenants, refused ones too", ["tenant", "status"],
+                registry=registry,
+            )
+        )  # fmt: skip
+        self._tenant_tokens = Children(
+            Counter(
+                "prfaas_tenant_tokens", "Tokens served to tenants: of prompts, of these cached, of answers",
+                ["tenant", "kind"], registry=registry,
+            )
+        )  # fmt: skip
+        self._tenant_bytes = Children(
+            Counter(
+                "prfaas_tenant_kv_bytes", "KVCache that went from cluster to cluster for tenants, by what for",
+                ["tenant", "source", "destination", "kind"], registry=registry,
+            )
+        )  # fmt: skip
         self._prompt_tokens = Children(
             Counter("prfaas_prompt_tokens", "Prompt tokens by where they came from", ["source"], registry=registry)
         )
@@ -232,6 +252,8 @@ class Metrics:
         self._requests[route, request.reason_label if request.route else code, str(status)].inc()
         if sent := request.outcome:  # it has travelled, whatever came of the answer
             self._kv_bytes[route, request.destination, sent.link or "unknown"].inc(sent.bytes_total)
+        if tenant := request.tenant.name:
+            self._count_tenant(request, tenant, status)
         if request.wasted_prefill_s:
             self._wasted[WASTED.get(status, "failed"),].inc(request.wasted_prefill_s)
         if status == OVERLOADED and code != "none":
@@ -250,6 +272,28 @@ class Metrics:
             self._tbt[route,].observe(tbt_s)
         self._count_tokens(request)
 
+    def _count_tenant(self, request: Request, tenant: str, status: int) -> None:
+        self._tenant_requests[tenant, str(status)].inc()
+        if (sent := request.outcome) is not None:
+            self.sent_for(tenant, request.origin, request.destination, "request", sent.bytes_total)
+        if request.has_cost:
+            self._tenant_tokens[tenant, "prompt"].inc(request.prompt.num_tokens)
+            self._tenant_tokens[tenant, "cached"].inc(cached_tokens(request))
+            self._tenant_tokens[tenant, "completion"].inc(request.output_tokens)
+
+    def sent_for(self, tenant: str, source: str, destination: str, kind: str, size: int) -> None:
+        """Counts KVCache that went from cluster to cluster for a tenant; "" is nobody."""
+        if tenant:
+            self._tenant_bytes[tenant, source, destination, kind].inc(size)
+
+    def spent(self) -> list[Spent]:
+        """What each tenant has been served, by all workers together."""
+        found: dict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
+        for family in self._page.collect():
+            found[family.name] = [(each.labels, each.value) for each in family.samples if each.name.endswith("_total")]
+        names = ("prfaas_tenant_requests", "prfaas_tenant_tokens", "prfaas_tenant_kv_bytes")
+        return spent_by(*(found[name] for name in names))
+
     def _count_tokens(self, request: Request) -> None:
         if request.route is None:
             return
@@ -263,9 +307,11 @@ class Metrics:
         """Counts a prompt that was read."""
         self._readings[how,].inc()
 
-    def rejected(self, code: str, status: int) -> None:
-        """Counts a request that was answered with an error before any decision."""
+    def rejected(self, code: str, status: int, tenant: str = "") -> None:
+        """Counts a request, of nobody or a tenant, that was answered with an error before any decision."""
         self._requests["none", code, str(status)].inc()
+        if tenant:
+            self._tenant_requests[tenant, str(status)].inc()
 
     def fallback(self, reason: str) -> None:
         self._fallbacks.labels(reason).inc()

@@ -36,6 +36,7 @@ class Move:
     num_tokens: int
     num_bytes: int
     reason: str = "request"
+    tenant: str = ""  # whose request asked for it
 
     @property
     def key(self) -> tuple[str, bytes]:
@@ -134,6 +135,7 @@ class Moves:
             self._on_failed(move, seconds)
         self._on_ended(move, outcome, sent, seconds)
         self._metrics.moved(move.reason, outcome, sent)
+        self._metrics.sent_for(move.tenant, move.source.cluster, move.target.cluster, "move", sent)
         log.info(
             "prefix moved from=%s to=%s tokens=%d bytes=%d reason=%s outcome=%s seconds=%.3f",
             move.source.id, move.target.id, move.num_tokens, sent, move.reason, outcome, seconds,

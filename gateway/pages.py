@@ -21,6 +21,7 @@ from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.offered import LoadReport
 from gateway.seat import Alone, Seat
 from gateway.siblings import Kept, Siblings, lines_of
+from gateway.spent import as_csv
 from planner.decisions.plan import LivePlan
 
 
@@ -80,6 +81,7 @@ class Pages:
             "/prfaas/flows": self._all_flows,
             "/prfaas/links": self._all_links,
             "/prfaas/load": self._all_load,
+            "/prfaas/usage": self._usage,
         }
         return own | self._console.to_get(self._news, _sequence)
 
@@ -143,6 +145,18 @@ class Pages:
 
     async def _all_links(self, http: web.Request) -> web.Response:
         return json_response({"data": self._links.status()})
+
+    async def _usage(self, http: web.Request) -> web.Response:
+        """What each tenant has been served; `?format=csv` gives a table."""
+        match http.query.get("format", "json"):
+            case "json":
+                return json_response({"data": self._metrics.spent()})
+            case "csv":
+                return web.Response(text=as_csv(self._metrics.spent()), content_type="text/csv")
+            case other:
+                raise BadRequest(
+                    f"format must be json or csv, not {other[:40]!r}.", param="format", code="invalid_value"
+                )
 
     async def _all_load(self, http: web.Request) -> web.Response:
         """What was asked for since `?boot=ID&uncached=SEQ&outputs=SEQ`, and the clusters as they are."""

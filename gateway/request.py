@@ -96,6 +96,7 @@ class Request:
     prefill_node: str = ""
     prefilling_since: float | None = None  # a prefill leg is under way
     wasted_prefill_s: float = 0.0  # computed for an answer that never began
+    origin: str = ""  # the cluster that computes its prompt
     destination: str = ""  # the cluster that its KVCache was sent to
     is_remote: bool = False  # whether that node, which may not be the one first chosen, is in a PrfaaS cluster
     outcome: PrefillOutcome | None = None

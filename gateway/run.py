@@ -217,7 +217,7 @@ class Runner:
             return
         hashes = prefix_of(request.prompt.hashes, chosen.cached_tokens, request.served.layout.block_size)
         num_bytes = request.served.layout.kv_bytes(chosen.cached_tokens)
-        move = Move(source, target, hashes, chosen.cached_tokens, num_bytes)
+        move = Move(source, target, hashes, chosen.cached_tokens, num_bytes, tenant=request.tenant.name)
         outcome = await self._moves.make(move, chosen.fetch_limit_s)
         if outcome == OK:
             request.fetched_from = source.id

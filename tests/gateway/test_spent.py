@@ -1,0 +1,78 @@
+"""What tenants have been served: the same on /metrics, as JSON and as CSV; every byte over a link has an owner."""
+
+import csv
+import io
+import json
+
+from gateway.keys import TenantConfig, digest_of
+from gateway.spent import Sent, Spent, as_csv, spent_by
+from tests.gateway.worlds import on_loop, world
+
+ACME, RIVAL, OPERATOR = "sk-acme", "sk-rival", "sk-operator"
+TENANTS = {
+    "acme": TenantConfig(keys=(digest_of(ACME),)),
+    "rival": TenantConfig(keys=(digest_of(RIVAL),), concurrent_requests=1),
+}
+LONG = "the quick brown fox jumps over the lazy dog " * 40
+
+
+def key(text: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {text}"}
+
+
+def test_a_tenants_series_become_one_account() -> None:
+    found = spent_by(
+        [({"tenant": "b", "status": "200"}, 2.0), ({"tenant": "a", "status": "429"}, 1.0)],
+        [({"tenant": "b", "kind": "prompt"}, 100.0), ({"tenant": "b", "kind": "cached"}, 60.0)],
+        [({"tenant": "b", "source": "east", "destination": "west", "kind": "move"}, 1e12)],
+    )
+    assert [each.tenant for each in found] == ["a", "b"]
+    sent = [Sent("east", "west", "move", 10**12)]
+    assert found[1] == Spent(tenant="b", requests={"200": 2}, prompt_tokens=100, cached_tokens=60, kv_bytes=sent)
+    assert list(csv.reader(io.StringIO(as_csv(found))))[-2:] == [
+        ["b", "completion_tokens", "", "", "0"],
+        ["b", "kv_bytes_move", "east", "west", "1000000000000"],
+    ]
+
+
+@on_loop
+async def test_what_was_served_to_whom() -> None:
+    async with world(tenants=TENANTS, operator_keys=(digest_of(OPERATOR),)) as w:
+        for _ in range(2):
+            assert (await w.complete(LONG, headers=key(ACME))).status == 200
+        assert (await w.complete(["a", "b"], headers=key(RIVAL))).status == 429
+        await w.idle()
+        async with w.http.get("/prfaas/usage", headers=key(ACME)) as refused:
+            assert refused.status == 401
+        async with w.http.get("/prfaas/usage", headers=key(OPERATOR)) as answer:
+            acme, rival = (await answer.json())["data"]
+        assert (acme["tenant"], acme["requests"]) == ("acme", {"200": 2})
+        assert acme["completion_tokens"] > 0
+        assert rival == {
+            "tenant": "rival", "requests": {"429": 1}, "prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0,
+            "kv_bytes": [],
+        }  # fmt: skip
+        async with w.http.get("/prfaas/requests", headers=key(OPERATOR)) as lines:
+            records = [json.loads(line) async for line in lines.content]
+        assert len(records) == 2
+        assert acme["prompt_tokens"] == sum(each["total"] for each in records)
+        assert acme["cached_tokens"] == sum(each["cached"] for each in records)
+        assert sum(each["bytes"] for each in acme["kv_bytes"]) == sum(each["bytes"] for each in records) > 0
+        assert {each["kind"] for each in acme["kv_bytes"]} == {"request"}
+        async with w.http.get("/metrics", headers=key(OPERATOR)) as page:
+            text = await page.text()
+        assert 'prfaas_tenant_requests_total{status="200",tenant="acme"} 2.0' in text
+        async with w.http.get("/prfaas/usage?format=csv", headers=key(OPERATOR)) as table:
+            assert table.content_type == "text/csv"
+            assert ["acme", "requests_200", "", "", "2"] in list(csv.reader(io.StringIO(await table.text())))
+        async with w.http.get("/prfaas/usage?format=xml", headers=key(OPERATOR)) as refused:
+            assert refused.status == 400
+
+
+@on_loop
+async def test_without_tenants_nobody_has_an_account() -> None:
+    async with world() as w:
+        assert (await w.complete(LONG)).status == 200
+        await w.idle()
+        async with w.http.get("/prfaas/usage") as answer:
+            assert await answer.json() == {"data": []}
