@@ -140,7 +140,8 @@ class ResponsesTelling:
                 yield _done(part, within)
                 if part.kind is not Kind.CALL:
                     yield {"type": "response.content_part.done", **within, "part": item["content"][0]}
-                yield {"type": "response.output_item.done", **at, "item": item}
+                status = "incomplete" if self._choice.finish_reason in INCOMPLETE else "completed"
+                yield {"type": "response.output_item.done", **at, "item": item | {"status": status}}
 
     def _count(self, usage: Usage | None) -> None:
         if usage is not None:

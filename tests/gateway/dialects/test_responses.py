@@ -175,9 +175,9 @@ def test_an_answer_that_was_cut_short_is_incomplete() -> None:
     told = json.loads(telling().whole(200, json.dumps({"choices": [choice], "usage": usage()}).encode()))
     assert (told["status"], told["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert told["output"][0]["status"] == "incomplete"
-    assert events_of(telling().events(chunk({"content": "S"}, finish="length") + b"data: [DONE]\n\n"))[-1]["type"] == (
-        "response.incomplete"
-    )
+    *_, done, last = events_of(telling().events(chunk({"content": "S"}, finish="length") + b"data: [DONE]\n\n"))
+    assert (last["type"], last["response"]["output"]) == ("response.incomplete", [done["item"]])
+    assert done["item"]["status"] == "incomplete"
 
 
 def test_a_stream_is_a_response_in_the_order_that_openai_has() -> None:
