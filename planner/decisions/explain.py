@@ -350,7 +350,7 @@ def _in_words(
         what="tokens, cached or not," if policy.by_total_length else "tokens to compute at home",
         threshold=_tokens(threshold),
         raised=_tokens(threshold)
-        if route.threshold_tokens == threshold
+        if _tokens(route.threshold_tokens) == _tokens(threshold)
         else f"{_tokens(route.threshold_tokens)}, which the link's pressure has raised from {_tokens(threshold)}",
         home=local.cluster,
         away=remote.cluster or "a PrfaaS cluster",

@@ -72,6 +72,8 @@ def test_pressure_and_the_threshold_that_it_leaves_are_told():
     found = explained(request(41_000), links=[link(utilisation=0.925)])
     assert "above the threshold of 40000, which the link's pressure has raised from 20000" in found.words
     assert found.links[0].pressure == pytest.approx(0.5)
+    hardly = explained(request(41_000), links=[link(utilisation=0.850001)])
+    assert hardly.words == "41000 tokens to compute at home are above the threshold of 20000: prefill goes to east"
     assert "or would be later than home" in explained(request(39_000), links=[link(utilisation=0.925)]).words
 
 
