@@ -320,7 +320,7 @@ def _for_each_answer(request: Request, next_id: Callable[[], str]) -> list[Reque
 
 def _prompt_tokens(requests: Sequence[Request]) -> int:
     """Those of each prompt once, as OpenAI counts them, however many answers it has."""
-    return sum({id(request.prompt): request.prompt.num_tokens for request in requests}.values())
+    return sum({id(request.asked): request.asked.num_tokens for request in requests}.values())
 
 
 def _unpaid_tokens(requests: Sequence[Request]) -> int:

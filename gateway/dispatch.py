@@ -133,6 +133,7 @@ class Dispatcher:
         """
         call, model = request.call, request.model or request.served.as_read()
         _, prompt = await self._reader.read(call.endpoint, call.body({}), model, request.tenant.memory, answered)
+        request.first_prompt = request.asked
         request.prompt, request.answered = prompt, answered
         if error.failure is Failure.LOST:
             request.broken.append((failed.decode, failed.engine))

@@ -299,8 +299,8 @@ class Metrics:
             return
         cached = cached_tokens(request)
         self._prompt_tokens["cache",].inc(cached)
-        self._prompt_tokens["computed",].inc(max(0, request.prompt.num_tokens - cached))
-        self._uncached.observe(max(0, request.prompt.num_tokens - cached))
+        self._prompt_tokens["computed",].inc(max(0, request.asked.num_tokens - cached))
+        self._uncached.observe(max(0, request.asked.num_tokens - cached))
         self._output.observe(request.output_tokens)
 
     def read(self, how: str) -> None:

@@ -233,7 +233,7 @@ class _Continued:
         if seam.is_too_long or not seam.knows_tokens:
             self._accounts.not_taken_over(request, "too_long" if seam.is_too_long else "tokens_unknown")
             raise error
-        asked, cached = request.num_prompt_tokens, known_cached_tokens(request)
+        asked, cached = request.asked.num_tokens, known_cached_tokens(request)
         missing = seam.ending(asked, cached, request.call.options.wants_usage)
         if missing is not None:
             self._accounts.not_taken_over(request, "ended")

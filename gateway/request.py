@@ -116,6 +116,7 @@ class Request:
     gap_s: float = 0.0  # the longest time that it took one, from the failure to its first bytes
     broken: list[tuple[Node, tuple[str, int]]] = field(default_factory=list, repr=False)  # engines that may have died
     model: Model | None = None  # as its prompt was read, should it be read again
+    first_prompt: Prompt | None = None  # the client's, once `prompt` goes on with what has been answered
     is_recomputed: bool = False  # the decode node computed a prompt whose KVCache should have come
 
     def forget_prefill(self) -> None:
@@ -124,9 +125,9 @@ class Request:
         self.timeline.prefill_start = self.timeline.prefill_end = self.timeline.kv_ready = None
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the client's prompt; `prompt` goes on with what has been answered, once an engine has failed."""
-        return self.prompt.num_tokens - len(self.answered)
+    def asked(self) -> Prompt:
+        """The client's prompt; `prompt` goes on with what has been answered, once an engine has failed."""
+        return self.first_prompt or self.prompt
 
     @property
     def output_tokens(self) -> int:
@@ -216,7 +217,7 @@ def cached_tokens(request: Request) -> int:
 def record_of(request: Request, seq: int, status: int, error: str = "") -> RequestRecord:
     """The record of `request` once it is over. `cached` is what the prefill reused, `uncached` what it computed."""
     route, outcome, timeline = request.route, request.outcome, request.timeline
-    total = request.num_prompt_tokens
+    total = request.asked.num_tokens
     cached = min(total, cached_tokens(request))
     sent = outcome.bytes_total if outcome else 0
     return RequestRecord(
