@@ -36,7 +36,10 @@ EXIT_ENGINE_FAILED = 3
 
 
 def run(config: NodeConfig, role: Role, read_again: Callable[[], NodeConfig]) -> int:
-    """Runs one node to its end; returns the exit status. SIGHUP applies what `read_again` gives."""
+    """Runs one node to its end; returns the exit status. SIGHUP applies what `read_again` gives.
+
+    SIGTERM ends it once what runs has ended; a second one ends that, too.
+    """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     status = uvloop.run(_run(config, role, read_again))
     # The loop's handlers are gone: a second signal must not turn a clean end into a kill.
@@ -46,9 +49,13 @@ def run(config: NodeConfig, role: Role, read_again: Callable[[], NodeConfig]) ->
 
 
 async def _run(config: NodeConfig, role: Role, read_again: Callable[[], NodeConfig]) -> int:
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    stop, hurry, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
+
+    def told() -> None:
+        (hurry if stop.is_set() else stop).set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, told)
     loop.add_signal_handler(signal.SIGHUP, log.info, "SIGHUP while starting: the configuration has just been read")
     # Ended in reverse: nobody may call into an agent that closes.
     async with AsyncExitStack() as stack:
@@ -65,8 +72,8 @@ async def _run(config: NodeConfig, role: Role, read_again: Callable[[], NodeConf
             about = agent.describe()
             print(f"node ready id={about.node_id} role={about.role} engine={about.engine_url}", flush=True)
         status = await _serve_until_told(agent, stop)
-        if not await agent.drain(config.drain_timeout_s):
-            log.error("drain timed out node=%s", config.node_id)
+        if not await _or_stopped(agent.drain(config.drain_timeout_s), hurry):
+            log.error("drain %s node=%s", "cut short" if hurry.is_set() else "timed out", config.node_id)
     return status
 
 

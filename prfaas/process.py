@@ -72,6 +72,12 @@ class Process:
         tail = self.log_path.read_text(errors="replace")[-LOG_TAIL_BYTES:] if self.log_path.exists() else ""
         return f"; end of {self.log_path}:\n{tail}" if tail else ""
 
+    def tell_to_end(self) -> None:
+        """SIGTERM, should it run."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+
     async def stop(self, timeout_s: float) -> int | None:
         """SIGTERM, SIGKILL after `timeout_s`; returns the exit status."""
         process = self._process

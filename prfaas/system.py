@@ -269,12 +269,21 @@ class System:
         return grpc.aio.secure_channel(node.agent_address, channel_credentials(identity), channel_options(name))
 
     async def stop(self) -> None:
-        """Gateway first, so that running streams can finish; then all nodes at once."""
-        if self.gateway is not None:
-            await self.gateway.stop(STOP_S)
-        if self.plan is not None:
-            await self.plan.stop(STOP_S)
-        await asyncio.gather(*(node.process.stop(node.config.drain_timeout_s + STOP_S) for node in self.nodes.values()))
+        """Gateway first, so that running streams can finish; then all nodes at once.
+
+        Cancelled, it waits for nobody: all are told to end, those that were told before for the second time.
+        """
+        try:
+            if self.gateway is not None:
+                await self.gateway.stop(STOP_S)
+            if self.plan is not None:
+                await self.plan.stop(STOP_S)
+            stopping = (node.process.stop(node.config.drain_timeout_s + STOP_S) for node in self.nodes.values())
+            await asyncio.gather(*stopping)
+        except asyncio.CancelledError:
+            for node in self.nodes.values():
+                node.process.tell_to_end()
+            raise
         if self._lock is not None:
             self._lock.close()
 

@@ -1,6 +1,7 @@
 """The node as a process: how it starts, how it says why it does not, how it ends."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,12 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 
 from node.config import LISTENERS, NodeConfig
 from node.errors import ConfigError
 from node.main import check_model
 from pd_cluster.__main__ import main
+from transport.control.proto import node_pb2 as pb
+from transport.control.proto import node_pb2_grpc as rpc
 
 TABLE = """[node]
 node_id = "{name}"
@@ -27,21 +31,21 @@ model = "llama"
 engine = "emulated"
 cache_bytes = 4194304
 run_dir = "{run_dir}"
-drain_timeout_s = 5.0
+drain_timeout_s = {drain_s}
 {more}
 """
 
 
-def config_file(tmp_path: Path, name: str = "main", more: str = "") -> str:
+def config_file(tmp_path: Path, name: str = "main", more: str = "", drain_s: float = 5.0) -> str:
     path = tmp_path / "node.toml"
-    path.write_text(TABLE.format(name=name, run_dir=tmp_path, more=more))
+    path.write_text(TABLE.format(name=name, run_dir=tmp_path, more=more, drain_s=drain_s))
     return str(path)
 
 
 @contextmanager
-def node(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def node(tmp_path: Path, drain_s: float = 5.0) -> Iterator[subprocess.Popen[str]]:
     name = f"main{time.monotonic_ns()}"
-    command = [sys.executable, "-m", "pd_cluster", "-c", config_file(tmp_path, name)]
+    command = [sys.executable, "-m", "pd_cluster", "-c", config_file(tmp_path, name, drain_s=drain_s)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -78,6 +82,22 @@ def test_sigterm_ends_it_and_its_engine(tmp_path: Path, when: str) -> None:
         assert process.wait(60.0) == 0
         with pytest.raises(ProcessLookupError):
             os.kill(engine, 0)
+
+
+def test_a_second_sigterm_waits_for_nobody(tmp_path: Path) -> None:
+    """Not for a reservation that nobody will ever claim, either."""
+    with node(tmp_path, drain_s=3600.0) as process:
+        address = re.search(r"agent=(\S+)", said(process, "node listening"))
+        said(process, "node ready")
+        assert address is not None
+        with grpc.insecure_channel(address[1]) as channel:
+            stub = rpc.NodeAgentStub(channel)  # type: ignore[no-untyped-call]
+            stub.Reserve(pb.ReserveRequest(num_tokens=64, prefix_only=True), timeout=60.0)
+            process.send_signal(signal.SIGTERM)
+            while stub.Describe(pb.DescribeRequest(), timeout=60.0).state != pb.NODE_STATE_DRAINING:
+                assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60.0) == 0
 
 
 def _children(pid: int) -> list[int]:
