@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 from msgspec import Raw
+from msgspec.structs import replace
 
 from gateway.config import Timeouts
 from gateway.engine_http import Answer
@@ -98,10 +99,11 @@ class Legs:
 
     async def prefill(self, node: Node, request: Request, ticket: TicketInfo) -> PrefillOutcome:
         """Has `node` compute the prompt and push its KVCache to the holder of `ticket`. Raises PrefillFailed."""
+        share = request.tenant.share
         params = {
             "do_remote_decode": True,
             "do_remote_prefill": False,
-            "ticket": ticket,
+            "ticket": replace(ticket, tenant=share.flow, weight=share.weight) if share.flow else ticket,
             "salt": request.prompt.salt.hex(),
         }
         if request.answered:

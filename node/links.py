@@ -200,6 +200,8 @@ class Links:
                 link=cluster,
                 formats=formats,
                 urgency=urgency,
+                tenant=ticket.tenant,
+                weight=ticket.weight,
                 due_s=ticket.ttl_s,
             )
             push = self._client.open(

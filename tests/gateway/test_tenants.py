@@ -89,6 +89,16 @@ async def test_a_tenants_blocks_have_names_of_its_group() -> None:
 
 
 @on_loop
+async def test_a_ticket_says_whose_it_is_and_with_which_weight() -> None:
+    tenants = {"acme": TenantConfig(keys=(digest_of(ACME),), weight=3.0)}
+    async with world(tenants=tenants) as w:
+        assert (await w.complete(LONG, headers=key(ACME))).status == 200
+        legs = [leg["kv_transfer_params"] for node in w.nodes.nodes for leg in node.bodies]
+        tickets = [params["ticket"] for params in legs if params.get("ticket")]
+        assert [(ticket["tenant"], ticket["weight"]) for ticket in tickets] == [("acme", 3.0)]
+
+
+@on_loop
 async def test_records_say_whose_a_request_was() -> None:
     async with world(tenants=TENANTS, operator_keys=(digest_of(OPERATOR),)) as w:
         await w.complete(LONG, headers=key(ACME))

@@ -32,7 +32,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TicketInfo(Message, frozen=True, kw_only=True):
-    """Where a prefill's KVCache goes: proto Ticket as a value. In `kv_transfer_params` it is JSON, bytes in base64."""
+    """Where a prefill's KVCache goes: proto Ticket as a value. In `kv_transfer_params` it is JSON, bytes in base64.
+
+    Whose request it is for (`tenant`), and its part of a link beside others' (`weight`), the gateway adds.
+    """
 
     transfer_id: str
     secret: bytes
@@ -44,6 +47,8 @@ class TicketInfo(Message, frozen=True, kw_only=True):
     layout_fingerprint: str
     node_id: str
     cluster: str
+    tenant: str = ""
+    weight: float = 1.0
 
 
 class Hello(Message, frozen=True, kw_only=True):
