@@ -73,6 +73,25 @@ class LandingResult:
     lossy_bytes: int = 0  # that were quantised on their way
 
 
+def spec_of(
+    ticket: TicketInfo, kind: str, address: str, sizes: Sequence[int], formats: FormatOf | None, urgency: Urgency
+) -> TransferSpec:
+    """What the holder of `ticket` is sent: whose it is, with its weight, and by when. Raises ValueError for what cannot be."""
+    return TransferSpec(
+        address,
+        ticket.transfer_id,
+        ticket.secret,
+        sizes,
+        via=Via(kind),
+        link=ticket.cluster,
+        formats=formats,
+        urgency=urgency,
+        tenant=ticket.tenant,
+        weight=ticket.weight,
+        due_s=ticket.ttl_s,
+    )
+
+
 class Push:
     """One transfer that leaves."""
 
@@ -191,19 +210,7 @@ class Links:
             on_done(result)
 
         try:
-            spec = TransferSpec(
-                address,
-                ticket.transfer_id,
-                ticket.secret,
-                sizes,
-                via=Via(kind),
-                link=cluster,
-                formats=formats,
-                urgency=urgency,
-                tenant=ticket.tenant,
-                weight=ticket.weight,
-                due_s=ticket.ttl_s,
-            )
+            spec = spec_of(ticket, kind, address, sizes, formats, urgency)
             push = self._client.open(
                 spec,
                 source,

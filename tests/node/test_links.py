@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from node.config import NodeConfig
 from node.errors import NodeRefusal
-from node.links import SMALL_S, URGENT_S, Links, Push, PushResult, urgency_of
+from node.links import SMALL_S, URGENT_S, Links, PushResult, spec_of, urgency_of
 from tests.node.running import new_runner
 from transport.control.certificates import Authority
 from transport.control.messages import TicketInfo
@@ -116,32 +116,13 @@ def test_a_node_does_not_hold_back_its_own_cluster(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_tenants_share_a_link_by_their_weights(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        sender, receiver = links(tmp_path, "east", egress_bytes_per_s=1e6), links(tmp_path, "west")
-        size = 1_000_000
-
-        def open_push(name: str, weight: float) -> tuple[Push, asyncio.Future[PushResult]]:
-            receiver.expect(name, b"secret", [size], lambda _: [memoryview(bytearray(size))], lambda _: None)
-            ticket = ticket_of(name, "west", [(each.kind, each.address, each.host_id) for each in receiver.endpoints()])
-            done: asyncio.Future[PushResult] = asyncio.get_running_loop().create_future()
-            whose = structs.replace(ticket, tenant=name, weight=weight)
-            push = sender.push(whose, [size], Source(size), done.set_result)  # type: ignore[arg-type]
-            push.ready([0])
-            return push, done
-
-        try:
-            light, light_done = open_push("light", 1.0)
-            _, heavy_done = open_push("heavy", 20.0)
-            async with asyncio.timeout(60.0):
-                assert (await heavy_done).ok
-                assert light.bytes_sent < size / 2  # of one tenant, or with equal weights, all or nearly so
-                assert (await light_done).ok
-        finally:
-            for each in (sender, receiver):
-                await asyncio.to_thread(each.close)
-
-    run(scenario())
+def test_a_transfer_is_its_tenants_and_has_its_weight() -> None:
+    """By which transport shares a link (tests/transport/send/test_lanes.py)."""
+    ticket = structs.replace(ticket_of("t", "west", ()), tenant="acme", weight=3.0)
+    spec = spec_of(ticket, "tcp", "127.0.0.1:1", [1], None, Urgency.NORMAL)
+    assert (spec.tenant, spec.weight, spec.link, spec.due_s) == ("acme", 3.0, "west", 60.0)
+    with pytest.raises(ValueError, match="weight"):
+        spec_of(structs.replace(ticket, weight=0.0), "tcp", "127.0.0.1:1", [1], None, Urgency.NORMAL)
 
 
 def test_connections_are_as_many_as_configured(tmp_path: Path) -> None:
