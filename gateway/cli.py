@@ -28,6 +28,7 @@ log = logging.getLogger("prfaas.gateway")
 
 BAD_CONFIG: Final = 2
 COLLECT_AFTER: Final = 20_000  # objects; a request leaves few in circles
+SWITCH_INTERVAL_S: Final = 0.001  # after which a thread that reads a prompt lets the event loop go on; Python: 5 ms
 EXAMPLE: Final = """
   [gateway]
   host = "127.0.0.1"
@@ -117,6 +118,7 @@ def _run(config: GatewayConfig, tokenizer: TextTokenizer, arguments: argparse.Na
         status = asyncio.run(serve_with_workers(config, arguments.config, partial(_worker, arguments), _announce))
     else:
         tokenizer.encoder.hasten()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         # What is here now stays: no collection need look at it again, nor need one look at every few requests.
         gc.collect()
         gc.freeze()

@@ -120,7 +120,7 @@ class Conversations:
         count = known.num_messages + len(new)
         learned = known if is_same else self._learned(known, messages[:end], count, parts, tenant)
         tokens = np.concatenate([learned.tokens, learned.rest])
-        if how == "continued" and not self._is_believed(tokens, messages, chat):
+        if how == "continued" and not self._is_believed(tokens, messages, chat, may_check=most_new is None):
             return Read(None, "template_differs")
         if places and not is_same:
             self._keep(learned, places[-1], known, place, tenant)
@@ -151,10 +151,13 @@ class Conversations:
         is_more = new_bytes and new_bytes + len(known.tail) > most_new
         return bool(is_more) or _is_checked(self._readings[has_tools] + 1)
 
-    def _is_believed(self, tokens: TokenArray, messages: bytes, chat: Chat) -> bool:
+    def _is_believed(self, tokens: TokenArray, messages: bytes, chat: Chat, *, may_check: bool) -> bool:
         has_tools = bool(chat.tools)
-        self._readings[has_tools] += 1
-        if not _is_checked(self._readings[has_tools]):
+        number = self._readings[has_tools] + 1
+        if _is_checked(number) and not may_check:
+            raise TakesLonger
+        self._readings[has_tools] = number
+        if not _is_checked(number):
             return True
         text = self._tokenizer.render(
             plain_messages(_MESSAGES.decode(messages)),

@@ -69,7 +69,7 @@ class Encoder:
         return self._fast is not None
 
     def hasten(self, twin_of: Callable[[Tokenizer], Fast] | None = None) -> None:
-        """Uses fastokens from now on, if it can be: a second of work for a large vocabulary, and 100 MB."""
+        """Uses fastokens from now on, if it can be: a second of work for a large vocabulary, and 150 MB."""
         if self._fast is not None or self.why_plain:
             return
         try:
