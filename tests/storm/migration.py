@@ -120,7 +120,8 @@ class Migration:
             elif len(stream.marks) != 2:
                 self._tally.wrong.append(f"{stream.name}: more than one id or date: {stream.marks}")
         self._tally.killed += taken
-        self._report(f"{way} of {node} after {after} tokens: {taken} of {len(ended)} streams taken over")
+        so_far = f"{len(self._tally.wrong)} wrong so far"
+        self._report(f"{way} of {node} after {after} tokens: {taken} of {len(ended)} streams taken over, {so_far}")
         await self._back(node, way)
 
     async def _kill(self, node: str, way: str) -> None:
