@@ -13,6 +13,7 @@ STREAMS = 4
 
 def test_streams_go_on_elsewhere_with_the_same_bytes(bench: Bench) -> None:
     tally, told = Tally(), list[str]()
-    bench.run(Migration(bench, tally, told.append).run(STREAMS))
+    migration = Migration(bench, tally, told.append, batch=6, ways=("engine", "node"))
+    bench.run(migration.run(STREAMS), timeout_s=280.0)
     assert not tally.wrong, told
     assert tally.killed >= STREAMS

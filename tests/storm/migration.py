@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -70,13 +70,22 @@ class Tally:
 
 
 class Migration:
-    """Batches of streams on one running system."""
+    """Batches of `batch` streams on one running system, whose decode nodes go in these `ways`, in turn."""
 
-    def __init__(self, bench: Bench, tally: Tally, report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        bench: Bench,
+        tally: Tally,
+        report: Callable[[str], None],
+        *,
+        batch: int = BATCH,
+        ways: Sequence[str] = WAYS,
+    ) -> None:
         self._bench = bench
+        self._ways = ways
         self._tally = tally
         self._report = report
-        self._bodies = [self._body(number) for number in range(BATCH)]
+        self._bodies = [self._body(number) for number in range(batch)]
         self._whole: list[Stream] = []
 
     async def run(self, wanted: int) -> None:
@@ -86,7 +95,7 @@ class Migration:
         self._check_reference()
         begun, round_ = self._tally.killed, 0
         while self._tally.killed - begun < wanted:
-            after, way = STEP * (1 + round_ % 10), WAYS[round_ % len(WAYS)]
+            after, way = STEP * (1 + round_ % 10), self._ways[round_ % len(self._ways)]
             await self._kill_under_streams(f"decode{round_ % 2}", after, way)
             round_ += 1
 
@@ -103,7 +112,7 @@ class Migration:
     async def _kill_under_streams(self, node: str, after: int, way: str) -> None:
         reached = asyncio.Semaphore(0)
         streams = [asyncio.create_task(self._stream(body, self._bench.name(), after, reached)) for body in self._bodies]
-        for _ in range(BATCH // 2):
+        for _ in range(len(self._bodies) // 2):
             await reached.acquire()
         await self._kill(node, way)
         ended = await asyncio.gather(*streams)
