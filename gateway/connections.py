@@ -20,7 +20,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from gateway.config import Strangers
-from gateway.errors import ApiError, Overloaded, Unauthorised
+from gateway.errors import RETRY_AFTER_S, ApiError, Overloaded, Unauthorised
 from gateway.metrics import Metrics
 from planner.decisions.admission import spread_s
 
@@ -28,6 +28,7 @@ log = logging.getLogger("prfaas.gateway.connections")
 
 LOG_INTERVAL_S: Final = 10.0
 JSON: Final = "application/json"
+PORTS: Final = 1 << 16
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 TCP_CLOSE: Final = 7  # include/net/tcp_states.h
 FIRST_LOOK_S: Final = 0.005
@@ -205,7 +206,11 @@ class Connection(RequestHandler):
             error = Overloaded("Too many connections from this address. Please retry.", "too_many_connections")
             body = error.body()
             head = f"HTTP/1.1 429 Too Many Requests\r\nContent-Type: {JSON}\r\nContent-Length: {len(body)}\r\n"
-            self.transport.write(f"{head}Retry-After: 1\r\nConnection: close\r\n\r\n".encode() + body)
+            # Those who are refused at once are told apart by their ports.
+            peer = self.transport.get_extra_info("peername")
+            wait_s = spread_s(RETRY_AFTER_S, (peer[1] % PORTS) / PORTS if peer else 0.0)
+            head += f"Retry-After: {max(1, round(wait_s))}\r\nretry-after-ms: {round(1000 * wait_s)}\r\n"
+            self.transport.write(f"{head}Connection: close\r\n\r\n".encode() + body)
 
     def handle_error(
         self,

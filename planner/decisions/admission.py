@@ -120,4 +120,4 @@ def _until_room_s(over: float, room: float, forecast: DecodeForecast) -> float:
 
 def spread_s(retry_after_s: float, tie: float) -> float:
     """When to tell somebody to come again, by a `tie` in [0, 1) that is theirs."""
-    return min(MOST_RETRY_S, retry_after_s) * (1.0 + SPREAD * tie)
+    return min(MOST_RETRY_S / (1.0 + SPREAD), retry_after_s) * (1.0 + SPREAD * tie)
