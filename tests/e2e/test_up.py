@@ -96,13 +96,20 @@ def up(tmp_path: Path) -> Iterator[Up]:
     path = tmp_path / "topology.toml"
     path.write_text(TOPOLOGY.format(port=port))
     command = [sys.executable, "-m", "prfaas", "up", "-c", str(path), "--state-dir", str(tmp_path / "state")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=_hear_a_hang_up
+    ) as process:
         running = Up(process, f"http://127.0.0.1:{port}")
         try:
             yield running
         finally:
             if process.poll() is None:
                 process.terminate()
+
+
+def _hear_a_hang_up() -> None:
+    """Whoever runs these tests by nohup has it ignored, and so would we."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def test_what_is_killed_comes_back_by_itself(up: Up) -> None:
