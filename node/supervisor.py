@@ -13,6 +13,7 @@ from node.children import Child
 from node.config import NodeConfig
 from node.ports import NODE_VARIABLE
 from node.restarts import Restarts
+from node.start_log import start_log
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class EngineSupervisor:
         )
 
     async def _run_once(self) -> int:
-        with self._log_path.open("ab") as out:
+        with start_log(self._log_path) as out:
             self._process = Child(
                 engine_command(self._config, self._socket_path),
                 output=out,

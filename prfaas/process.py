@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from node.children import ending_with_us
+from node.start_log import start_log
 from prfaas.errors import StartError
 
 LOG_TAIL_BYTES = 1500
@@ -38,7 +39,7 @@ class Process:
 
     async def start(self) -> None:
         """Starts the child in a session of its own: a Ctrl-C in the terminal reaches it through us, in order."""
-        with self.log_path.open("ab") as log:
+        with start_log(self.log_path) as log:
             self._process = await asyncio.create_subprocess_exec(
                 *ending_with_us(self._arguments, signal.SIGTERM),
                 stdin=asyncio.subprocess.DEVNULL,

@@ -1,8 +1,14 @@
-"""What an engine is started with."""
+"""What an engine is started with, and where it says what."""
 
+import asyncio
+import time
 from pathlib import Path
 
-from node.supervisor import engine_environment
+import pytest
+
+from node import supervisor
+from node.start_log import earlier
+from node.supervisor import EngineSupervisor, engine_environment
 from tests.node.running import config
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
@@ -21,3 +27,14 @@ def test_vllm_may_download_what_a_name_stands_for(tmp_path: Path) -> None:
 def test_what_the_operator_has_set_wins(tmp_path: Path) -> None:
     ours = {"HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "7", "PATH": "/bin"}
     assert engine_environment(config(tmp_path, threads=2), ours).items() >= ours.items()
+
+
+def test_each_start_of_an_engine_has_a_log_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "far-engine.log"
+    for words in ("first", "second"):
+        monkeypatch.setattr(
+            supervisor, "engine_command", lambda *_, words=words: ["sh", "-c", f"echo {words}; echo {words} >&2"]
+        )
+        settings = config(tmp_path, engine_max_restarts=0)
+        asyncio.run(EngineSupervisor(settings, tmp_path / "engine.sock", path, time.monotonic, lambda: None).run())
+    assert [log.read_text() for log in (path, earlier(path, 1))] == ["second\nsecond\n", "first\nfirst\n"]
