@@ -1,7 +1,8 @@
 """The books that all rooms write in: what became of a request, for its record, the log and the metrics."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from typing import Final
 
 from gateway.errors import ApiError, TenantLimited
@@ -10,7 +11,7 @@ from gateway.metrics import Metrics
 from gateway.node import Node
 from gateway.offered import Offered
 from gateway.records import Records
-from gateway.request import PrefillOutcome, Request
+from gateway.request import PrefillOutcome, Request, RequestRecord
 from gateway.usage import recompute_reason
 from planner.decisions.routing import Route, Target
 from planner.decisions.views import ClusterKind
@@ -19,12 +20,22 @@ log = logging.getLogger("prfaas.gateway.route")
 
 BUSY: Final = (429, 503)  # that would have been served by a larger system
 
+OnEnded = Callable[[Request, RequestRecord, float], None]  # with the time of arrival, in seconds since 1970
+
 
 class Accounts:
     """Keeps the books of requests."""
 
-    def __init__(self, metrics: Metrics, records: Records, offered: Offered, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        records: Records,
+        offered: Offered,
+        clock: Callable[[], float],
+        on_ended: Sequence[OnEnded] = (),
+    ) -> None:
         self._offered = offered
+        self._on_ended = on_ended
         self._metrics = metrics
         self._records = records
         self._clock = clock
@@ -101,7 +112,11 @@ class Accounts:
     def closed(self, request: Request, status: int, error: str, code: str) -> None:
         """The request is over, however it ended; `code` is why."""
         request.wasted_prefill_s = self._wasted_s(request)
-        self._records.add(request, status, request.stream_error or error)
+        record = self._records.add(request, status, request.stream_error or error)
+        if self._on_ended:
+            arrived_unix_s = datetime.now(UTC).timestamp() - (self._clock() - request.timeline.arrived)
+            for on_ended in self._on_ended:
+                on_ended(request, record, arrived_unix_s)
         self._metrics.finished(request, status, code)
         if status == 200:
             self._offered.answered(request.output_tokens)

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -40,11 +40,12 @@ from gateway.seam import why_not
 from gateway.settle import settle
 from gateway.several import Merged, Part, bodies_of, calls_of, too_many
 from gateway.tasks import TaskSet
+from gateway.trace_context import TRACEPARENT, TRACESTATE, Trace
+from gateway.traces import Traces
 
 log = logging.getLogger("prfaas.gateway.http")
 
 CLIENT_CLOSED: Final = 499  # nginx's status for a client that did not wait
-TRACE_HEADERS: Final = ("traceparent", "tracestate")
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -91,8 +92,10 @@ class FrontDoor:
         tasks: TaskSet,
         clock: Callable[[], float],
         allowances: Allowances,
+        traces: Traces | None = None,
     ) -> None:
         self.config = config
+        self.traces = traces
         self.rooms = rooms
         self.clusters = clusters
         self.metrics = metrics
@@ -251,6 +254,7 @@ class FrontDoor:
         self.metrics.read(prompt.how)
         visit.body = b""
         request_id = visit.http[REQUEST_ID]
+        trace, trace_headers = self._trace(headers)
         return Request(
             id=request_id,
             leg_id=f"{request_id}-{self.next_id()}",
@@ -262,9 +266,16 @@ class FrontDoor:
             service=service,
             tenant=tenant,
             allowance=visit.allowance,
-            trace_headers={name: headers[name] for name in TRACE_HEADERS if name in headers},
+            trace_headers=trace_headers,
+            trace=trace,
             telling=telling_of(call, self.next_id(), prompt.num_tokens, unix_s()) if call.dialect else None,
         )
+
+    def _trace(self, headers: Mapping[str, str]) -> tuple[Trace | None, dict[str, str]]:
+        """Where a request with these headers stands in a trace, if traces are wanted; and what its legs are told."""
+        if self.traces is not None:
+            return self.traces.below(headers)
+        return None, {name: headers[name] for name in (TRACEPARENT, TRACESTATE) if name in headers}
 
     def _served(self) -> ServedModel:
         if self.clusters.served is None:
@@ -304,7 +315,7 @@ class FrontDoor:
 
 def _for_each_answer(request: Request, next_id: Callable[[], str]) -> list[Request]:
     """Requests for one answer each, where `request` is for `n`. Raises ApiError."""
-    return [
+    requests = [
         replace(
             request,
             call=call,
@@ -316,6 +327,11 @@ def _for_each_answer(request: Request, next_id: Callable[[], str]) -> list[Reque
         )
         for call in calls_of(request.call)
     ]
+    for each in requests[1:]:
+        if each.trace is not None:
+            each.trace = each.trace.beside()
+            each.trace_headers = {**each.trace_headers, TRACEPARENT: each.trace.header}
+    return requests
 
 
 def _prompt_tokens(requests: Sequence[Request]) -> int:

@@ -112,7 +112,7 @@ def check_identity(config: GatewayConfig) -> None:
 
 
 def _run(config: GatewayConfig, tokenizer: TextTokenizer, arguments: argparse.Namespace) -> int:
-    logs.set_up(config.log_level.upper())
+    logs.set_up(config.log_level.upper(), config.log_format)
     if arguments.seat is None and config.workers > 1:
         del tokenizer  # it can be read: that is all that the parent wants of it
         status = asyncio.run(serve_with_workers(config, arguments.config, partial(_worker, arguments), _announce))

@@ -21,6 +21,8 @@ from gateway.classes import AdmissionConfig, ClassConfig, check_classes
 from gateway.errors import ConfigError
 from gateway.keys import TenantConfig, check_digest, check_tenants
 from gateway.plan import PlanConfig
+from gateway.request_log import RequestLogConfig
+from gateway.traces import TracesConfig
 from planner.decisions.placement import PLACERS
 from transport.control.settings import (
     SettingsError,
@@ -222,6 +224,7 @@ class GatewayConfig:
     tokenise_threads: int = 2
     kept_records: int = 4096
     log_level: str = "info"
+    log_format: str = "text"
     certificate: Path | None = None
     key: Path | None = None
     authority: Path | None = None
@@ -229,6 +232,8 @@ class GatewayConfig:
     timeouts: Timeouts = field(default_factory=Timeouts)
     plan: PlanConfig = field(default_factory=PlanConfig)
     strangers: Strangers = field(default_factory=Strangers)
+    request_log: RequestLogConfig = field(default_factory=RequestLogConfig)
+    traces: TracesConfig = field(default_factory=TracesConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     classes: Mapping[str, ClassConfig] = field(default_factory=dict)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
@@ -254,6 +259,7 @@ class GatewayConfig:
             wanted = f"at least the number of workers, {self.workers}"
             require(limit == 0 or limit >= self.workers, f"strangers.{name}", limit, wanted)
         require_one_of("log_level", self.log_level, LOG_LEVELS)
+        require_one_of("log_format", self.log_format, LOG_FORMATS)
         require(self.threshold_tokens >= 0, "threshold_tokens", self.threshold_tokens, "a number of at least 0")
         check_classes(self.classes, self.admission.default_class)
         check_tenants(self.tenants)
@@ -296,6 +302,7 @@ CHANGEABLE_ROUTING: Final = (
     "prefill_tokens_per_s", "tie_share", "placement", "balancing_ratio", "home_cluster", "cross_cluster_cache",
     "fetch_bytes_per_s", "increment_tokens", "decode_prefill_share", "decode_load_slack", "by_total_length",
 )  # fmt: skip
+LOG_FORMATS: Final = ("text", "json")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 IDENTITY_KEYS: Final = ("certificate", "key", "authority")
 

@@ -163,6 +163,10 @@ class Metrics:
             "prfaas_node_watch_failures", "Times that an agent could not be watched (on), by reason", ["reason"],
             registry=registry,
         )  # fmt: skip
+        self._not_logged = Counter(
+            "prfaas_request_log_lost", "Finished requests that are not in the request log, by reason", ["reason"],
+            registry=registry,
+        )  # fmt: skip
         self._by_grpc = Counter(
             "prfaas_calls_by_grpc",
             "Reservations and aborts that went by gRPC, by why not over a kept connection",
@@ -324,6 +328,9 @@ class Metrics:
 
     def link_failed(self, source: str, destination: str) -> None:
         self._link_failures.labels(source, destination).inc()
+
+    def not_logged(self, reason: str, requests: int) -> None:
+        self._not_logged.labels(reason).inc(requests)
 
     def node_lost(self, reason: str) -> None:
         self._lost.labels(reason).inc()

@@ -11,6 +11,7 @@ from gateway.keys import EVERYBODY, Tenant
 from gateway.node import Node
 from gateway.openai import Call
 from gateway.prompts import Model, Prompt
+from gateway.trace_context import Trace
 from planner.decisions.classes import UNPROMISED, ServiceClass
 from planner.decisions.routing import Route
 
@@ -89,6 +90,7 @@ class Request:
     tenant: Tenant = EVERYBODY
     allowance: Allowance = UNLIMITED
     trace_headers: dict[str, str] = field(default_factory=dict)
+    trace: Trace | None = None  # None: nobody asked for traces
     telling: Telling | None = None  # None: the client speaks as engines do
     route: Route | None = None
     plan_version: int = 0  # of the plan under which it was last routed; 0: none

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import signal
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -42,6 +42,7 @@ from gateway.receive import Receiver
 from gateway.refuse import Refusals
 from gateway.relay import Relay
 from gateway.replicas import Replicas
+from gateway.request_log import RequestLog
 from gateway.reserve import Reservations
 from gateway.run import Runner
 from gateway.seat import ORPHANED, Alone, Seat
@@ -49,6 +50,7 @@ from gateway.shares import Shares
 from gateway.siblings import Kept
 from gateway.snapshot import Snapshots
 from gateway.tasks import TaskSet
+from gateway.traces import Traces
 from gateway.waiting import WaitingLine
 from planner.decisions.decoding import LearnedSteps
 from planner.decisions.estimates import LearnedCost
@@ -141,7 +143,11 @@ async def running(
     records = seat.records(config.kept_records)
     flows = Flows(seat.next_seq, clock)
     kept: dict[str, Kept] = {"requests": records, "flows": flows}
-    accounts = Accounts(metrics, records, seat.offered, clock)
+    with _named(config):
+        request_log = RequestLog(config.request_log, metrics.not_logged) if config.request_log.directory else None
+        traces = Traces(config.traces) if config.traces.endpoint else None
+    on_ended = [each.ended for each in (request_log, traces) if each is not None]
+    accounts = Accounts(metrics, records, seat.offered, clock, on_ended)
     decider = Decider(config, clusters, links, cost, clock)
     follower = Follower(config.plan, decider.follow, metrics)
     follower.begin()
@@ -199,7 +205,7 @@ async def running(
         accounts=accounts,
     )
     allowances = seat.allowances(clock)
-    door = FrontDoor(config, rooms, clusters, metrics, requests, clock, allowances)
+    door = FrontDoor(config, rooms, clusters, metrics, requests, clock, allowances, traces)
     load = LoadReport(
         seat.offered, clusters, links, lambda: decider.setting, lambda: follower.plan,
         config.routing.decode_slots,
@@ -217,6 +223,9 @@ async def running(
     if replicas:
         chores.keep(replicas.run, "replicas")
     async with AsyncExitStack() as stack:
+        for each in (request_log, traces):
+            if each is not None:
+                stack.push_async_callback(asyncio.to_thread, each.close)
         stack.callback(allowances.close)
         stack.push_async_callback(rooms.reader.close)
         stack.push_async_callback(clusters.close)
@@ -326,6 +335,15 @@ async def serve(
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+
+
+@contextlib.contextmanager
+def _named(config: GatewayConfig) -> Iterator[None]:
+    """Whoever starts a gateway is told what of its configuration cannot be had."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"request_log.directory = {str(config.request_log.directory)!r}: {error.strerror}") from error
 
 
 def _reload(gateway: Gateway, read_again: Callable[[], GatewayConfig]) -> None:

@@ -6,7 +6,8 @@ Formats, told apart by their fields; files may be plain, .xz or .zst:
     Qwen-like jsonl  the same with chat_id; timestamp in SECONDS, 128 tokens per block
     Azure csv        TIMESTAMP, ContextTokens, GeneratedTokens
     Azure jsonl      timestamp (ms), input_length, output_length
-    our request log  arrived_s, total, output_tokens, cached (GET /prfaas/requests of a gateway)
+    our request log  unix_s, total, output_tokens, cached, block_tokens, hash_ids, status (a folder of files, or one of them);
+                     without blocks: what GET /prfaas/requests of a gateway gives
 """
 
 import csv
@@ -14,8 +15,10 @@ import io
 import json
 import lzma
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +30,8 @@ from planner.model.traffic import Lengths
 
 TICK_S: Final = 3.0  # Mooncake's public traces know time in steps of three seconds
 TICK_JITTER_S: Final = 0.01  # some ticks are a millisecond early
+LOG_FILES: Final = "requests-*.jsonl"  # of a gateway's request log (`gateway/request_log.py`)
+REFUSED: Final = (429, 503)  # statuses of requests that a larger system would have served
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,6 +86,8 @@ class Trace:
 
 def read_trace(path: Path) -> Trace:
     """Reads any of the formats above. Raises InputError naming the file, and the line where there is one."""
+    if path.is_dir():
+        return _read_log(path)
     try:
         text = _open(path)
     except FileNotFoundError as exc:
@@ -90,6 +97,16 @@ def read_trace(path: Path) -> Trace:
     with text:
         rows = csv.DictReader(text) if ".csv" in path.suffixes else _json_lines(text, path)
         return _to_trace(path, rows)
+
+
+def _read_log(directory: Path) -> Trace:
+    """All files of a gateway's request log: its workers each have their own, and begin a new one now and then."""
+    paths = sorted(directory.glob(LOG_FILES))
+    if not paths:
+        raise InputError(f"trace {directory}: no files called {LOG_FILES} in it")
+    with ExitStack() as opened:
+        rows = [_json_lines(opened.enter_context(path.open()), path) for path in paths]
+        return _to_trace(directory, chain.from_iterable(rows))
 
 
 def _open(path: Path) -> Any:
@@ -111,6 +128,8 @@ def _json_lines(text: Any, path: Path) -> Iterator[Mapping[str, Any]]:
         try:
             yield json.loads(line)
         except ValueError as exc:
+            if not line.endswith("\n") and number > 1:  # somebody is still writing it
+                return
             raise InputError(f"trace {path}, line {number}: not JSON ({exc})") from exc
 
 
@@ -121,6 +140,7 @@ class _Row:
     output: float
     ids: tuple[int, ...] | None = None
     cached: float | None = None
+    is_refused: bool = False
 
 
 def _to_trace(path: Path, rows: Any) -> Trace:
@@ -128,11 +148,16 @@ def _to_trace(path: Path, rows: Any) -> Trace:
     block_size = 512
     for number, row in enumerate(rows, 1):
         try:
-            parsed.append(_parse(row))
+            if (each := _parse(row)) is not None:
+                parsed.append(each)
         except (KeyError, TypeError, ValueError) as exc:
             raise InputError(f"trace {path}, row {number}: {type(exc).__name__} {exc}") from exc
-        if number == 1 and "chat_id" in row:
-            block_size = 128
+        if number == 1:
+            block_size = row.get("block_tokens", 128 if "chat_id" in row else block_size)
+        elif row.get("block_tokens", block_size) != block_size:
+            raise InputError(
+                f"trace {path}, row {number}: blocks of {row['block_tokens']} tokens, of {block_size} before"
+            )
     if not parsed:
         raise InputError(f"trace {path}: empty; at least one request is needed")
     has_cached = parsed[0].cached is not None
@@ -140,23 +165,37 @@ def _to_trace(path: Path, rows: Any) -> Trace:
     # Clocks that began long before the trace count from its first request.
     first = parsed[0].arrived_s if parsed[0].arrived_s > 1e6 or has_cached else 0.0
     has_ids = all(row.ids is not None for row in parsed)
+    answers = [row.output for row in parsed if not row.is_refused]
+    typical = (
+        sum(answers) / len(answers) if answers else 1.0
+    )  # of what was refused: nobody knows how long it would have been
     return Trace(
         name=path.name.split(".")[0],
         arrival_s=np.array([row.arrived_s - first for row in parsed]),
         prompt_tokens=np.array([row.prompt for row in parsed], dtype=np.float64),
-        output_tokens=np.maximum(1.0, [row.output for row in parsed]),
+        output_tokens=np.maximum(1.0, [typical if row.is_refused else row.output for row in parsed]),
         blocks=tuple(row.ids or () for row in parsed) if has_ids else None,
         block_size=block_size,
         cached_tokens=np.array([row.cached or 0.0 for row in parsed]) if has_cached else None,
     )
 
 
-def _parse(row: Mapping[str, Any]) -> _Row:
+def _parse(row: Mapping[str, Any]) -> _Row | None:
+    """None: a request that asked for nothing, for it was never read."""
     if "TIMESTAMP" in row:
         stamp = datetime.fromisoformat(row["TIMESTAMP"][:26])
         return _Row(stamp.timestamp(), float(row["ContextTokens"]), float(row["GeneratedTokens"]))
     if "arrived_s" in row:
-        return _Row(row["arrived_s"], row["total"], row["output_tokens"], cached=row["cached"])
+        if not row["total"]:
+            return None
+        return _Row(
+            row.get("unix_s", row["arrived_s"]),
+            row["total"],
+            row["output_tokens"],
+            tuple(row["hash_ids"]) if "hash_ids" in row else None,
+            row["cached"],
+            is_refused=row.get("status") in REFUSED,
+        )
     unit = 1.0 if "chat_id" in row else 1e-3
     ids = tuple(row["hash_ids"]) if "hash_ids" in row else None
     return _Row(row["timestamp"] * unit, row["input_length"], row["output_length"], ids)

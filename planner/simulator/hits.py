@@ -23,8 +23,8 @@ def finite_cache_hits(trace: Trace, kv: KvSize, cache_gb: float) -> Floats:
 
 
 def hits_of(trace: Trace, kv: KvSize | None = None, cache_gb: float | None = None) -> Floats:
-    """Cached tokens per request: as logged, from a finite pool, or with a cache that never evicts."""
-    if trace.cached_tokens is not None:
+    """Cached tokens per request: from a finite pool, as logged, or with a cache that never evicts."""
+    if trace.cached_tokens is not None and (cache_gb is None or trace.blocks is None):
         return trace.cached_tokens
     if cache_gb is None:
         return infinite_cache_hits(trace)

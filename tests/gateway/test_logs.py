@@ -1,6 +1,7 @@
 """Lines are written some at a time, in their order, and none is lost."""
 
 import io
+import json
 import logging
 import re
 import threading
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from gateway.logs import LineWriter
+from gateway.logs import JsonFormatter, LineWriter
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (\w+) prfaas.test (.*)")
 
@@ -87,3 +88,19 @@ def test_a_stream_that_is_closed_ends_nothing() -> None:
     with logger(stream) as log:
         stream.close()
         log.warning("nobody reads this")
+
+
+def test_each_record_is_an_object() -> None:
+    stream = io.StringIO()
+    log, writer = logging.Logger("prfaas.test"), LineWriter(stream, JsonFormatter())
+    log.addHandler(writer)
+    try:
+        log.info('a "quoted"\nline of %s', "ä")
+        raise ValueError("odd")
+    except ValueError:
+        log.exception("it broke")
+    finally:
+        writer.close()
+    first, second = (json.loads(line) for line in stream.getvalue().splitlines())
+    assert (first["level"], first["logger"], first["message"]) == ("INFO", "prfaas.test", 'a "quoted"\nline of ä')
+    assert "ValueError: odd" in second["exception"]

@@ -74,6 +74,34 @@ def test_formats_are_told_apart(tmp_path, name, text, arrivals, prompts):
     assert read_trace(tmp_path / f"{name}.xz").arrival_s == pytest.approx(arrivals, abs=1e-5)
 
 
+def test_a_request_log_is_a_folder_of_files(tmp_path):
+    def line(unix_s: float, total: int, output: int, status: int = 200) -> str:
+        fields = {
+            "arrived_s": 5.0,
+            "unix_s": unix_s,
+            "total": total,
+            "output_tokens": output,
+            "cached": 0,
+            "status": status,
+        }
+        return json.dumps({**fields, "block_tokens": 64, "hash_ids": list(range(-(-total // 64)))}) + "\n"
+
+    (tmp_path / "requests-1-1.jsonl").write_text(line(1e9, 200, 10) + line(1e9 + 3, 100, 30) + '{"arrived_s": 5')
+    (tmp_path / "requests-1-2.jsonl").write_text(line(1e9 + 1, 0, 0, 401) + line(1e9 + 2, 300, 0, 429))
+    (tmp_path / "other.txt").write_text("not ours")
+    trace = read_trace(tmp_path)
+    assert list(trace.arrival_s) == [0, 2, 3]
+    assert list(trace.prompt_tokens) == [200, 300, 100]
+    assert list(trace.output_tokens) == [10, 20, 30]  # of what was refused: as of what was answered
+    assert (trace.block_size, trace.blocks[2]) == (64, (0, 1))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"no files called requests-\*"):
+        read_trace(tmp_path / "empty")
+    (tmp_path / "requests-2-1.jsonl").write_text(line(1e9, 200, 10).replace("64", "128"))
+    with pytest.raises(InputError, match="blocks of 128 tokens, of 64 before"):
+        read_trace(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
