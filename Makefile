@@ -48,7 +48,7 @@ $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (first run only, about a minute; torch is the largest part) ..."
 	@$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	@$(BIN)/python -m pip install --quiet --editable ".[embedded,fast,otlp,plots,zstd]" --group dev
+	@$(BIN)/python -m pip install --quiet --editable ".[embedded,fast,oidc,otlp,plots,zstd]" --group dev
 	@touch $(STAMP)
 
 demo: $(STAMP)   ## Build a tiny hybrid model, start both clusters, replay real traffic, check every claim

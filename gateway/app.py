@@ -28,6 +28,7 @@ from gateway.dispatch import Dispatcher
 from gateway.errors import ApiError, InternalError, Unavailable
 from gateway.keys import EVERYBODY, Keyring, Tenant
 from gateway.metrics import Metrics
+from gateway.oidc import Tokens
 from gateway.openai import Endpoint, request_id_or
 from gateway.pages import Pages
 from gateway.prompts import SEVERAL_PROMPTS
@@ -100,7 +101,8 @@ class FrontDoor:
         self.clusters = clusters
         self.metrics = metrics
         self.classes = Classes(config.classes, config.admission.default_class)
-        self.keyring = Keyring(config.tenants, config.operator_keys)
+        self.tokens = Tokens(config.oidc) if config.oidc.issuer else None
+        self.keyring = Keyring(config.tenants, config.operator_keys, self.tokens, unix_s)
         self.allowances = allowances
         self._tasks = tasks
         self._clock = clock

@@ -20,6 +20,7 @@ from typing import Any, Final, Self
 from gateway.classes import AdmissionConfig, ClassConfig, check_classes
 from gateway.errors import ConfigError
 from gateway.keys import TenantConfig, check_digest, check_tenants
+from gateway.oidc import OidcConfig
 from gateway.plan import PlanConfig
 from gateway.request_log import RequestLogConfig
 from gateway.traces import TracesConfig
@@ -238,6 +239,7 @@ class GatewayConfig:
     classes: Mapping[str, ClassConfig] = field(default_factory=dict)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
     operator_keys: tuple[str, ...] = ()
+    oidc: OidcConfig = field(default_factory=OidcConfig)
     open: bool = False
 
     def __post_init__(self) -> None:
@@ -262,7 +264,7 @@ class GatewayConfig:
         require_one_of("log_format", self.log_format, LOG_FORMATS)
         require(self.threshold_tokens >= 0, "threshold_tokens", self.threshold_tokens, "a number of at least 0")
         check_classes(self.classes, self.admission.default_class)
-        check_tenants(self.tenants)
+        check_tenants(self.tenants, has_tokens=bool(self.oidc.issuer))
         for key in self.operator_keys:
             check_digest("operator_keys", key)
         if not (self.tenants or self.open or is_loopback(self.host)):

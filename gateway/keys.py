@@ -13,12 +13,13 @@ one of `operator_keys`.
 import base64
 import binascii
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from typing import Final
 
 from gateway.errors import BadRequest, Unauthorised
+from gateway.oidc import Holder, Tokens, looks_like_a_token
 from planner.decisions.limits import NO_LIMITS, Bucket, Limits
 from planner.decisions.waiting import EVERYBODYS, Share
 from transport.control.settings import require, require_range
@@ -35,10 +36,12 @@ LEAST_WEIGHT, MOST_WEIGHT = 0.01, 100.0
 class TenantConfig:
     """`[gateway.tenants.NAME]`. `keys` are SHA-256 digests in hexadecimal; several while one replaces another.
 
+    `subjects` are what tokens of an identity provider call it (`gateway.oidc`), beside its name here.
     A limit of 0 is none. Of what tenants wait for together each gets a part by its `weight`.
     """
 
-    keys: tuple[str, ...]
+    keys: tuple[str, ...] = ()
+    subjects: tuple[str, ...] = ()
     group: str = ""
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
@@ -46,7 +49,6 @@ class TenantConfig:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        require(bool(self.keys), "keys", self.keys, "at least one SHA-256 digest of a key")
         for key in self.keys:
             check_digest("keys", key)
         require(not self.group or bool(NAME.fullmatch(self.group)), "group", self.group, WHAT_NAMES_ARE)
@@ -72,13 +74,18 @@ def check_digest(name: str, key: str) -> None:
     require(bool(DIGEST.fullmatch(key)), name, "…", "a list of SHA-256 digests, 64 lower-case hex digits each")
 
 
-def check_tenants(tenants: Mapping[str, TenantConfig]) -> None:
-    """Raises SettingsError for names that are none, and keys that two have."""
+def check_tenants(tenants: Mapping[str, TenantConfig], has_tokens: bool = False) -> None:
+    """Raises SettingsError for names that are none, keys that two have, and tenants that nothing can be said to be of."""
     require(len(tenants) <= MAX_TENANTS, "tenants", len(tenants), f"{MAX_TENANTS} at most")
     for name in tenants:
         require(bool(NAME.fullmatch(name)), "tenants", name, WHAT_NAMES_ARE)
     keys = [key for each in tenants.values() for key in each.keys]
     require(len(set(keys)) == len(keys), "keys", "…", "each key with one tenant")
+    subjects = [subject for name, each in tenants.items() for subject in {name, *each.subjects}]
+    require(len(set(subjects)) == len(subjects), "subjects", sorted(subjects), "each name and subject with one tenant")
+    if not has_tokens:
+        for name, each in tenants.items():
+            require(bool(each.keys), f"tenants.{name}.keys", each.keys, "at least one SHA-256 digest of a key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,47 +102,68 @@ class Tenant:
 class Keyring:
     """The keys of a gateway's file, which may change while it runs."""
 
-    def __init__(self, tenants: Mapping[str, TenantConfig], operator_keys: Sequence[str]) -> None:
+    def __init__(
+        self,
+        tenants: Mapping[str, TenantConfig],
+        operator_keys: Sequence[str],
+        tokens: Tokens | None = None,
+        unix_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """Of who shows a token, `tokens` says whom it names; at `unix_s`."""
+        self._tokens = tokens
+        self._unix_s = unix_s
         self.configure(tenants, operator_keys)
 
     def configure(self, tenants: Mapping[str, TenantConfig], operator_keys: Sequence[str]) -> None:
         """What holds from the next request on."""
-        self._tenants = {
-            key: Tenant(name, group, _memory(group), each.limits, Share(name, each.weight))
+        self._named = {
+            name: Tenant(name, group, _memory(group), each.limits, Share(name, each.weight))
             for name, each in tenants.items()
             for group in [each.group or name]
-            for key in each.keys
+        }
+        self._by_key = {key: self._named[name] for name, each in tenants.items() for key in each.keys}
+        self._by_subject = {
+            subject: self._named[name] for name, each in tenants.items() for subject in (name, *each.subjects)
         }
         self._operators = frozenset(operator_keys)
 
     @property
     def has_tenants(self) -> bool:
-        return bool(self._tenants)
+        return bool(self._named)
 
     @property
     def tenants(self) -> tuple[str, ...]:
         """Their names."""
-        return tuple(sorted({tenant.name for tenant in self._tenants.values()}))
+        return tuple(sorted(self._named))
 
     def tenant(self, headers: Mapping[str, str]) -> Tenant:
-        """Whose key a client shows. Raises Unauthorised."""
+        """Whose key or token a client shows. Raises Unauthorised, and Unavailable while tokens cannot be checked."""
         authorisation = headers.get("Authorization", "")
-        if not self._tenants:
+        if not self._named:
             return Tenant(memory=_digest(authorisation)) if authorisation else EVERYBODY
         key = bearer(authorisation) or headers.get(API_KEY_HEADER, "")
         if not key:
             raise Unauthorised(
                 "You didn't provide an API key: send it as `Authorization: Bearer KEY`.", "missing_api_key"
             )
-        found = self._tenants.get(digest_of(key))  # by digest: how long this takes says nothing of the key
+        digest = digest_of(key)
+        found = self._by_key.get(digest)  # by digest: how long this takes says nothing of the key
+        if found is None and self._tokens is not None and looks_like_a_token(key):
+            return self._of_token(self._tokens.holder(key, digest, self._unix_s()))
         if found is None:
             raise Unauthorised("Incorrect API key provided.", "invalid_api_key")
         return found
 
+    def _of_token(self, holder: Holder) -> Tenant:
+        found = self._by_subject.get(holder.subject)
+        if found is None:
+            raise Unauthorised("The token names nobody who is served here.", "unknown_tenant")
+        return found
+
     def named(self, name: str) -> Tenant:
         """The tenant of that name, for an operator who asks what would become of its request; "" for none. Raises BadRequest."""
-        found = next((each for each in self._tenants.values() if each.name == name), EVERYBODY)
-        if found.name != name:
+        found = self._named.get(name) if name else EVERYBODY
+        if found is None:
             raise BadRequest(f"There is no tenant '{name}'.", param="tenant", code="unknown_tenant")
         return found
 
@@ -146,7 +174,7 @@ class Keyring:
 
     def check_operator(self, headers: Mapping[str, str]) -> None:
         """Raises Unauthorised for who may not see operators' pages."""
-        if not (self._operators or self._tenants) or self.is_operator(headers):
+        if not (self._operators or self._named) or self.is_operator(headers):
             return
         missing = "" if self._operators else " The gateway's file has no operator_keys."
         raise Unauthorised(

@@ -167,6 +167,10 @@ class Metrics:
             "prfaas_request_log_lost", "Finished requests that are not in the request log, by reason", ["reason"],
             registry=registry,
         )  # fmt: skip
+        self._keys_asked = Counter(
+            "prfaas_identity_provider_questions", "Times that the identity provider was asked for its keys, by outcome",
+            ["outcome"], registry=registry,
+        )  # fmt: skip
         self._by_grpc = Counter(
             "prfaas_calls_by_grpc",
             "Reservations and aborts that went by gRPC, by why not over a kept connection",
@@ -331,6 +335,9 @@ class Metrics:
 
     def not_logged(self, reason: str, requests: int) -> None:
         self._not_logged.labels(reason).inc(requests)
+
+    def keys_asked(self, outcome: str) -> None:
+        self._keys_asked.labels(outcome).inc()
 
     def node_lost(self, reason: str) -> None:
         self._lost.labels(reason).inc()

@@ -34,6 +34,7 @@ from gateway.links import Links
 from gateway.listen import OPERATORS, Listener, client_connections, descriptor_limit, raise_descriptor_limit
 from gateway.moves import Moves
 from gateway.offered import LoadReport
+from gateway.oidc import Provider
 from gateway.pages import Pages
 from gateway.plan import Follower
 from gateway.probes import Probes
@@ -215,6 +216,8 @@ async def running(
         Gate("operators", OPERATORS, strangers, metrics, now),
     ]
     clusters.start()
+    if door.tokens is not None:
+        chores.keep(Provider(config.oidc, door.tokens, metrics.keys_asked).run, "oidc")
     if config.plan.url:
         chores.keep(follower.run, "plan")
     if config.routing.share_egress:
