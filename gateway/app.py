@@ -455,7 +455,7 @@ async def _framed(door: FrontDoor, http: web.Request, handler: Handler) -> web.S
         raise asyncio.CancelledError from error
     except Exception:
         log.exception("id=%s failed in a way nobody thought of", http[REQUEST_ID])
-        door.metrics.unforeseen("http")
+        door.metrics.upkeep.unforeseen("http")
         response = error_response(InternalError())
     if not response.prepared:
         response.headers["x-request-id"] = http[REQUEST_ID]

@@ -69,6 +69,102 @@ def forget_gauges(directory: Path, worker: int) -> None:
     mark_process_dead(worker, str(directory))  # type: ignore[no-untyped-call]
 
 
+class Upkeep:
+    """Counts what goes on around requests: nodes, links, moves, plans, what the gateway does for itself."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._link_failures = Counter(
+            "prfaas_link_failures", "Times that a link between clusters was found dead", ["source", "destination"],
+            registry=registry,
+        )  # fmt: skip
+        self._plans = Counter(
+            "prfaas_plans", "Plans that were applied, or refused with a reason", ["outcome"], registry=registry
+        )
+        self._plan_polls = Counter(
+            "prfaas_plan_polls", "Questions to the plan service, by what came of them", ["outcome"], registry=registry
+        )
+        self._lost = Counter(
+            "prfaas_node_watch_failures", "Times that an agent could not be watched (on), by reason", ["reason"],
+            registry=registry,
+        )  # fmt: skip
+        self._not_logged = Counter(
+            "prfaas_request_log_lost", "Finished requests that are not in the request log, by reason", ["reason"],
+            registry=registry,
+        )  # fmt: skip
+        self._keys_asked = Counter(
+            "prfaas_identity_provider_questions", "Times that the identity provider was asked for its keys, by outcome",
+            ["outcome"], registry=registry,
+        )  # fmt: skip
+        self._by_grpc = Counter(
+            "prfaas_calls_by_grpc",
+            "Reservations and aborts that went by gRPC, by why not over a kept connection",
+            ["reason"],
+            registry=registry,
+        )
+        self._unforeseen = Counter(
+            "prfaas_unforeseen_errors", "Errors of the gateway's own, by the work that they ended", ["work"],
+            registry=registry,
+        )  # fmt: skip
+        self._reloads = Counter(
+            "prfaas_config_reloads", "SIGHUPs, by what came of them", ["outcome"], registry=registry
+        )
+        self._moves = Counter(
+            "prfaas_prefix_moves", "Prefixes sent from node to node, by what for and outcome", ["reason", "outcome"],
+            registry=registry,
+        )  # fmt: skip
+        self._moved_bytes = Counter(
+            "prfaas_prefix_moved_bytes", "KVCache sent to move prefixes", ["reason"], registry=registry
+        )
+        self._shares = Counter(
+            "prfaas_egress_shares", "Parts of a line's egress budget dealt out to its senders, by outcome", ["outcome"],
+            registry=registry,
+        )  # fmt: skip
+        self._drops = Counter(
+            "prfaas_prefix_drops", "Cold copies of prefixes that nodes were told to give up, by outcome", ["outcome"],
+            registry=registry,
+        )  # fmt: skip
+
+    def plan_polled(self, outcome: str) -> None:
+        self._plan_polls.labels(outcome).inc()
+
+    def plan_offered(self, outcome: str) -> None:
+        self._plans.labels(outcome).inc()
+
+    def link_failed(self, source: str, destination: str) -> None:
+        self._link_failures.labels(source, destination).inc()
+
+    def not_logged(self, reason: str, requests: int) -> None:
+        self._not_logged.labels(reason).inc(requests)
+
+    def keys_asked(self, outcome: str) -> None:
+        self._keys_asked.labels(outcome).inc()
+
+    def node_lost(self, reason: str) -> None:
+        self._lost.labels(reason).inc()
+
+    def called_by_grpc(self, reason: str) -> None:
+        self._by_grpc.labels(reason).inc()
+
+    def unforeseen(self, work: str) -> None:
+        self._unforeseen.labels(work).inc()
+
+    def reloaded(self, outcome: str) -> None:
+        self._reloads.labels(outcome).inc()
+
+    def moved(self, reason: str, outcome: str, size: int = 0) -> None:
+        """Counts a prefix move that has ended, or was not begun."""
+        self._moves.labels(reason, outcome).inc()
+        self._moved_bytes.labels(reason).inc(size)
+
+    def shared(self, outcome: str) -> None:
+        """Counts a part of a line's egress budget that a sender was told to keep to."""
+        self._shares.labels(outcome).inc()
+
+    def dropped(self, outcome: str) -> None:
+        """Counts a cold copy whose node was told to give it up."""
+        self._drops.labels(outcome).inc()
+
+
 class Metrics:
     """The gateway's instruments, in a registry of their own.
 
@@ -82,6 +178,7 @@ class Metrics:
         if directory is not None:
             self._page = CollectorRegistry()
             MultiProcessCollector(self._page, str(directory))  # type: ignore[no-untyped-call]
+        self.upkeep = Upkeep(registry)
         self._seen = _Seen()
         self._page.register(self._seen)
         self._requests = Children(
@@ -159,31 +256,6 @@ class Metrics:
             "prfaas_takeover_gap_seconds", "From an engine's failure in a stream to the next one's first bytes",
             registry=registry, buckets=GAP_BUCKETS_S,
         )  # fmt: skip
-        self._lost = Counter(
-            "prfaas_node_watch_failures", "Times that an agent could not be watched (on), by reason", ["reason"],
-            registry=registry,
-        )  # fmt: skip
-        self._not_logged = Counter(
-            "prfaas_request_log_lost", "Finished requests that are not in the request log, by reason", ["reason"],
-            registry=registry,
-        )  # fmt: skip
-        self._keys_asked = Counter(
-            "prfaas_identity_provider_questions", "Times that the identity provider was asked for its keys, by outcome",
-            ["outcome"], registry=registry,
-        )  # fmt: skip
-        self._by_grpc = Counter(
-            "prfaas_calls_by_grpc",
-            "Reservations and aborts that went by gRPC, by why not over a kept connection",
-            ["reason"],
-            registry=registry,
-        )
-        self._unforeseen = Counter(
-            "prfaas_unforeseen_errors", "Errors of the gateway's own, by the work that they ended", ["work"],
-            registry=registry,
-        )  # fmt: skip
-        self._reloads = Counter(
-            "prfaas_config_reloads", "SIGHUPs, by what came of them", ["outcome"], registry=registry
-        )
         self._turned_away = Counter(
             "prfaas_connections_turned_away", "Connections that the gateway closed, by listener and reason",
             ["listener", "reason"], registry=registry,
@@ -191,21 +263,6 @@ class Metrics:
         self.connections = Gauge(
             "prfaas_connections", "Open connections, by listener", ["listener"], registry=registry,
             multiprocess_mode="livesum",
-        )  # fmt: skip
-        self._moves = Counter(
-            "prfaas_prefix_moves", "Prefixes sent from node to node, by what for and outcome", ["reason", "outcome"],
-            registry=registry,
-        )  # fmt: skip
-        self._moved_bytes = Counter(
-            "prfaas_prefix_moved_bytes", "KVCache sent to move prefixes", ["reason"], registry=registry
-        )
-        self._shares = Counter(
-            "prfaas_egress_shares", "Parts of a line's egress budget dealt out to its senders, by outcome", ["outcome"],
-            registry=registry,
-        )  # fmt: skip
-        self._drops = Counter(
-            "prfaas_prefix_drops", "Cold copies of prefixes that nodes were told to give up, by outcome", ["outcome"],
-            registry=registry,
         )  # fmt: skip
         self._refused = Children(
             Counter(
@@ -228,16 +285,6 @@ class Metrics:
         self._lag = Histogram(
             "prfaas_event_loop_lag_seconds", "Delay of the event loop", registry=registry, buckets=LAG_BUCKETS_S
         )
-        self._link_failures = Counter(
-            "prfaas_link_failures", "Times that a link between clusters was found dead", ["source", "destination"],
-            registry=registry,
-        )  # fmt: skip
-        self._plans = Counter(
-            "prfaas_plans", "Plans that were applied, or refused with a reason", ["outcome"], registry=registry
-        )
-        self._plan_polls = Counter(
-            "prfaas_plan_polls", "Questions to the plan service, by what came of them", ["outcome"], registry=registry
-        )
         self.in_flight = Gauge(
             "prfaas_requests_in_flight", "Requests being served", registry=registry, multiprocess_mode="livesum"
         )
@@ -247,12 +294,6 @@ class Metrics:
             registry=registry,
             multiprocess_mode="livesum",
         )
-
-    def plan_polled(self, outcome: str) -> None:
-        self._plan_polls.labels(outcome).inc()
-
-    def plan_offered(self, outcome: str) -> None:
-        self._plans.labels(outcome).inc()
 
     def finished(self, request: Request, status: int, code: str = "none") -> None:
         """Counts a request that is over, however it ended; `code` is why, if it was not even routed."""
@@ -330,42 +371,8 @@ class Metrics:
         if gap_s is not None:
             self._gaps.observe(gap_s)
 
-    def link_failed(self, source: str, destination: str) -> None:
-        self._link_failures.labels(source, destination).inc()
-
-    def not_logged(self, reason: str, requests: int) -> None:
-        self._not_logged.labels(reason).inc(requests)
-
-    def keys_asked(self, outcome: str) -> None:
-        self._keys_asked.labels(outcome).inc()
-
-    def node_lost(self, reason: str) -> None:
-        self._lost.labels(reason).inc()
-
-    def called_by_grpc(self, reason: str) -> None:
-        self._by_grpc.labels(reason).inc()
-
-    def unforeseen(self, work: str) -> None:
-        self._unforeseen.labels(work).inc()
-
-    def reloaded(self, outcome: str) -> None:
-        self._reloads.labels(outcome).inc()
-
     def turned_away(self, listener: str, reason: str) -> None:
         self._turned_away.labels(listener, reason).inc()
-
-    def moved(self, reason: str, outcome: str, size: int = 0) -> None:
-        """Counts a prefix move that has ended, or was not begun."""
-        self._moves.labels(reason, outcome).inc()
-        self._moved_bytes.labels(reason).inc(size)
-
-    def shared(self, outcome: str) -> None:
-        """Counts a part of a line's egress budget that a sender was told to keep to."""
-        self._shares.labels(outcome).inc()
-
-    def dropped(self, outcome: str) -> None:
-        """Counts a cold copy whose node was told to give it up."""
-        self._drops.labels(outcome).inc()
 
     def loop_lag(self, seconds: float) -> None:
         self._lag.observe(seconds)

@@ -82,7 +82,7 @@ class Moves:
 
     def left_out(self, move: Move, why: str) -> None:
         """A move that could have been made is not; it is counted."""
-        self._metrics.moved(move.reason, why)
+        self._metrics.upkeep.moved(move.reason, why)
 
     async def make(self, move: Move, patience_s: float) -> str:
         """How it ended: OK, LATE, or the reason to count. Requests for one prefix share one move."""
@@ -96,7 +96,7 @@ class Moves:
     def start(self, move: Move) -> "asyncio.Task[str] | None":
         """The same without waiting; None if there are too many, or it is under way already."""
         if len(self._running) >= self._limit or move.key in self._running:
-            self._metrics.moved(move.reason, "busy")
+            self._metrics.upkeep.moved(move.reason, "busy")
             return None
         self._running[move.key] = task = self._tasks.start(self._run(move), "move")
         return task
@@ -112,7 +112,7 @@ class Moves:
             outcome = OK if pages else "in_use"
         except NodeError as error:
             outcome = error.reason
-        self._metrics.dropped(outcome)
+        self._metrics.upkeep.dropped(outcome)
         log.info("cold copy dropped node=%s blocks=%d pages=%d outcome=%s", node.id, len(hashes), pages, outcome)
 
     async def _run(self, move: Move) -> str:
@@ -134,7 +134,7 @@ class Moves:
         else:
             self._on_failed(move, seconds)
         self._on_ended(move, outcome, sent, seconds)
-        self._metrics.moved(move.reason, outcome, sent)
+        self._metrics.upkeep.moved(move.reason, outcome, sent)
         self._metrics.sent_for(move.tenant, move.source.cluster, move.target.cluster, "move", sent)
         log.info(
             "prefix moved from=%s to=%s tokens=%d bytes=%d reason=%s outcome=%s seconds=%.3f",

@@ -116,9 +116,9 @@ async def running(
     tokenizer.encoder.report_to(lambda reason: metrics.fallback(f"tokenizer_{reason}"))
     strangers = config.strangers.divided(seat.workers)
     now = asyncio.get_running_loop().time
-    chores, watches, afterwards, requests = (TaskSet(metrics.unforeseen) for _ in range(4))
+    chores, watches, afterwards, requests = (TaskSet(metrics.upkeep.unforeseen) for _ in range(4))
     agents = [
-        AgentClient(node.agent, config.timeouts.rpc_s, config.identity, node.name, metrics.called_by_grpc)
+        AgentClient(node.agent, config.timeouts.rpc_s, config.identity, node.name, metrics.upkeep.called_by_grpc)
         for node in config.nodes
     ]
     steps = LearnedSteps()
@@ -134,23 +134,25 @@ async def running(
         served_model=config.served_model,
         decode_slots=config.routing.decode_slots,
         tasks=watches,
-        on_lost=metrics.node_lost,
+        on_lost=metrics.upkeep.node_lost,
         on_renamed=on_renamed,
         catch_up=seat.catch_up,
     )
     seat.join(clusters.nodes)
     refusals = Refusals(config, clusters, steps, clock)
-    links = Links(clusters.nodes, clock, config.routing.link_bytes_per_s, metrics.link_failed)
+    links = Links(clusters.nodes, clock, config.routing.link_bytes_per_s, metrics.upkeep.link_failed)
     records = seat.records(config.kept_records)
     flows = Flows(seat.next_seq, clock)
     kept: dict[str, Kept] = {"requests": records, "flows": flows}
     with _named(config):
-        request_log = RequestLog(config.request_log, metrics.not_logged) if config.request_log.directory else None
+        request_log = (
+            RequestLog(config.request_log, metrics.upkeep.not_logged) if config.request_log.directory else None
+        )
         traces = Traces(config.traces) if config.traces.endpoint else None
     on_ended = [each.ended for each in (request_log, traces) if each is not None]
     accounts = Accounts(metrics, records, seat.offered, clock, on_ended)
     decider = Decider(config, clusters, links, cost, clock)
-    follower = Follower(config.plan, decider.follow, metrics)
+    follower = Follower(config.plan, decider.follow, metrics.upkeep)
     follower.begin()
     legs = Legs(config.timeouts, config.max_in_flight)
     moves = Moves(
@@ -217,11 +219,11 @@ async def running(
     ]
     clusters.start()
     if door.tokens is not None:
-        chores.keep(Provider(config.oidc, door.tokens, metrics.keys_asked).run, "oidc")
+        chores.keep(Provider(config.oidc, door.tokens, metrics.upkeep.keys_asked).run, "oidc")
     if config.plan.url:
         chores.keep(follower.run, "plan")
     if config.routing.share_egress:
-        chores.keep(Shares(clusters.nodes, metrics, clock, uuid.uuid4().hex).run, "shares")
+        chores.keep(Shares(clusters.nodes, metrics.upkeep, clock, uuid.uuid4().hex).run, "shares")
     chores.keep(Probes(links, afterwards, PROBE_TIMEOUT_S, clock, flows.probed).run, "probes")
     if replicas:
         chores.keep(replicas.run, "replicas")
@@ -354,10 +356,10 @@ def _reload(gateway: Gateway, read_again: Callable[[], GatewayConfig]) -> None:
     try:
         refused = gateway.reload(read_again())
     except ConfigError as error:
-        gateway.door.metrics.reloaded("refused")
+        gateway.door.metrics.upkeep.reloaded("refused")
         log.error("SIGHUP: the configuration stays as it was: %s", error)
         return
-    gateway.door.metrics.reloaded("partial" if refused else "ok")
+    gateway.door.metrics.upkeep.reloaded("partial" if refused else "ok")
     if refused:
         log.warning("SIGHUP: reloaded, but for what only a restart changes: %s", ", ".join(refused))
     else:

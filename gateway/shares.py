@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from gateway.errors import NodeError
-from gateway.metrics import Metrics
+from gateway.metrics import Upkeep
 from gateway.node import Node
 from planner.decisions.shares import Grant, Sender, SharedBudget
 
@@ -24,10 +24,10 @@ Line = tuple[str, str]
 class Shares:
     """Deals out the budgets of all lines that have several senders, each with a budget of its own."""
 
-    def __init__(self, nodes: Sequence[Node], metrics: Metrics, clock: Callable[[], float], holder: str) -> None:
+    def __init__(self, nodes: Sequence[Node], upkeep: Upkeep, clock: Callable[[], float], holder: str) -> None:
         """`holder` names this process: a sender listens to one at a time."""
         self._nodes = nodes
-        self._metrics = metrics
+        self._upkeep = upkeep
         self._clock = clock
         self._holder = holder
         self._serials = itertools.count()
@@ -80,9 +80,9 @@ class Shares:
                 until_clock_s=until_clock_s,
             )
         except NodeError as error:
-            self._metrics.shared(error.reason)
+            self._upkeep.shared(error.reason)
             return False
-        self._metrics.shared("ok")
+        self._upkeep.shared("ok")
         return True
 
 

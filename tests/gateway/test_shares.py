@@ -32,7 +32,7 @@ async def report(w: World, *queued: int, own: float = OWN) -> None:
 async def test_who_has_nothing_to_send_lends_to_who_has() -> None:
     async with world(remote=2) as w:
         metrics = Metrics()
-        shares = Shares(w.gateway.clusters.nodes, metrics, time.monotonic, "g")
+        shares = Shares(w.gateway.clusters.nodes, metrics.upkeep, time.monotonic, "g")
         busy, idle = w.nodes.remote
         await report(w, 0, 0)
         await shares.tick()
@@ -52,7 +52,7 @@ async def test_who_has_nothing_to_send_lends_to_who_has() -> None:
 async def test_nobody_is_given_what_has_not_been_lent(own: float) -> None:
     async with world(remote=2) as w:
         metrics = Metrics()
-        shares = Shares(w.gateway.clusters.nodes, metrics, time.monotonic, "g")
+        shares = Shares(w.gateway.clusters.nodes, metrics.upkeep, time.monotonic, "g")
         busy, idle = w.nodes.remote
         await report(w, 90_000_000, 0, own=own)
         idle.script.share = list(itertools.repeat("FAILED_PRECONDITION", 2))
