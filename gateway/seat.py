@@ -1,5 +1,6 @@
 """What a process of a gateway shares with others: nothing when it is `Alone`; a worker's `Seat` says with whom."""
 
+import os
 import signal
 import uuid
 from collections import Counter
@@ -34,6 +35,7 @@ class Alone:
     """A gateway of one process."""
 
     workers = 1
+    parent: int | None = None  # the process that started it and its like
     port: int | None = None  # instead of the configuration's
 
     def __init__(self) -> None:
@@ -82,6 +84,7 @@ class Seat:
     def __init__(self, directory: Path, number: int, port: int) -> None:
         """To be taken once by a process, before anything else counts there. Raises OSError."""
         self.port = port
+        self.parent: int | None = os.getppid()
         self._directory = directory
         self._number = number
         self._board = Board(directory / BOARD, number)

@@ -5,9 +5,9 @@ import contextlib
 import logging
 import signal
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final
 
@@ -42,6 +42,7 @@ from gateway.read import Reader
 from gateway.receive import Receiver
 from gateway.refuse import Refusals
 from gateway.relay import Relay
+from gateway.reload import Reloads
 from gateway.replicas import Replicas
 from gateway.request_log import RequestLog
 from gateway.reserve import Reservations
@@ -79,9 +80,10 @@ class Gateway:
     clusters: Clusters
     links: Links
     replicas: Replicas | None
-    url: str
-    metrics_url: str
-    listeners: Sequence[Listener]
+    reloads: Reloads = field(init=False)
+    url: str = ""
+    metrics_url: str = ""
+    listeners: list[Listener] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return f"<Gateway {self.url} [{self.admission.in_flight} in flight]>"
@@ -108,9 +110,16 @@ class Gateway:
 
 @asynccontextmanager
 async def running(
-    config: GatewayConfig, tokenizer: TextTokenizer, clock: Callable[[], float], seat: Alone | Seat | None = None
+    config: GatewayConfig,
+    tokenizer: TextTokenizer,
+    clock: Callable[[], float],
+    seat: Alone | Seat | None = None,
+    read_again: Callable[[], GatewayConfig] | None = None,
 ) -> AsyncIterator[Gateway]:
-    """A gateway that answers inside the block, or the worker of one that has this seat."""
+    """A gateway that answers inside the block, or the worker of one that has this seat.
+
+    `read_again` gives its configuration as it is now, when somebody wants that taken over.
+    """
     seat = seat or Alone()
     metrics = seat.metrics
     tokenizer.encoder.report_to(lambda reason: metrics.fallback(f"tokenizer_{reason}"))
@@ -227,6 +236,10 @@ async def running(
     chores.keep(Probes(links, afterwards, PROBE_TIMEOUT_S, clock, flows.probed).run, "probes")
     if replicas:
         chores.keep(replicas.run, "replicas")
+    gateway = Gateway(config, door, admission, decider, refusals, legs, line, clusters, links, replicas)
+    gateway.reloads = Reloads(
+        read_again or (lambda: config), lambda: gateway.config, gateway.reload, metrics.upkeep.reloaded, seat.parent
+    )
     async with AsyncExitStack() as stack:
         for each in (request_log, traces):
             if each is not None:
@@ -247,6 +260,7 @@ async def running(
             Explanations(door, rooms.receiver, clusters, decider, refusals, line),
             PlanDesk(config.plan),
             LinkSwitch(links, seat.drained),
+            gateway.reloads,
         )  # fmt: skip
         pages = Pages(
             clusters,
@@ -274,32 +288,19 @@ async def running(
         app, straight = build_app(door, pages, desk), straight_ways(door)
         clients = await Listener.start(app, gates[0], config.host, port, idle_s, straight=straight, is_shared=is_shared)
         stack.push_async_callback(clients.close)
-        metrics_url, listeners = f"{clients.url}/metrics", [clients]
+        gateway.url, gateway.metrics_url = clients.url, f"{clients.url}/metrics"
+        gateway.listeners.append(clients)
         if config.metrics_port:
             app = build_operators_app(door, pages)
             operators = await Listener.start(
                 app, gates[1], config.host, config.metrics_port, idle_s, is_shared=is_shared
             )
             stack.push_async_callback(operators.close)
-            metrics_url = f"{operators.url}/metrics"
-            listeners.append(operators)
+            gateway.metrics_url = f"{operators.url}/metrics"
+            gateway.listeners.append(operators)
         seat.be(_state(door))
         chores.keep(lambda: _heartbeat(door, gates, links, clock, seat), "heartbeat")
-        yield Gateway(
-            config,
-            door,
-            admission,
-            decider,
-            refusals,
-            legs,
-            line,
-            clusters,
-            links,
-            replicas,
-            clients.url,
-            metrics_url,
-            listeners,
-        )
+        yield gateway
 
 
 async def serve(
@@ -327,8 +328,8 @@ async def serve(
         gateway.leave_ports()
         stop.set()
 
-    async with running(config, tokenizer, loop.time, seat) as gateway:
-        loop.add_signal_handler(signal.SIGHUP, _reload, gateway, read_again)
+    async with running(config, tokenizer, loop.time, seat, read_again) as gateway:
+        loop.add_signal_handler(signal.SIGHUP, gateway.reloads.run)
         loop.add_signal_handler(ORPHANED, on_orphaned, gateway)
         announce(f"gateway ready url={gateway.url}")
         await stop.wait()
@@ -349,21 +350,6 @@ def _named(config: GatewayConfig) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"request_log.directory = {str(config.request_log.directory)!r}: {error.strerror}") from error
-
-
-def _reload(gateway: Gateway, read_again: Callable[[], GatewayConfig]) -> None:
-    """SIGHUP: what can change while the gateway runs does; the log says what cannot."""
-    try:
-        refused = gateway.reload(read_again())
-    except ConfigError as error:
-        gateway.door.metrics.upkeep.reloaded("refused")
-        log.error("SIGHUP: the configuration stays as it was: %s", error)
-        return
-    gateway.door.metrics.upkeep.reloaded("partial" if refused else "ok")
-    if refused:
-        log.warning("SIGHUP: reloaded, but for what only a restart changes: %s", ", ".join(refused))
-    else:
-        log.info("SIGHUP: configuration reloaded")
 
 
 async def _heartbeat(

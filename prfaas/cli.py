@@ -114,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_flows(commands.add_parser("flows", help="follow what goes over links, and why"))
     _add_drain(commands.add_parser("drain", help="have nothing new go over a link, for maintenance"))
+    _add_reload(commands.add_parser("reload", help="have a gateway take over what its file says by now"))
     _add_convert(commands.add_parser("convert", help="have a node of a PD cluster change its role, while it serves"))
 
     add_preparations(commands)
@@ -181,6 +182,12 @@ def _add_drain(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--undo", action="store_true", help="use it again")
     parser.set_defaults(run=_drain)
+
+
+def _add_reload(parser: argparse.ArgumentParser) -> None:
+    _add_gateway(parser)
+    parser.add_argument("--dry-run", action="store_true", help="only say what differs")
+    parser.set_defaults(run=_reload)
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
@@ -387,6 +394,22 @@ def _drain(arguments: argparse.Namespace) -> int:
         for each in found:
             state = "drained" if each["drained"] else "in use" if each["up"] else "down"
             print(f"{each['source']} → {each['destination']}: {state}")
+    return 0
+
+
+def _reload(arguments: argparse.Namespace) -> int:
+    from prfaas.asking import Gateway
+
+    gateway = Gateway(arguments.url)
+    found = (gateway.get("/prfaas/config") if arguments.dry_run else gateway.post("/prfaas/config", b""))["data"]
+    if arguments.json:
+        print(json.dumps(found))
+        return 0
+    for each in found:
+        note = "  (only a restart changes that)" if each["needs_restart"] else ""
+        print(f"{each['key']}: {each['is_now']} → {each['will_be']}{note}")
+    if not found:
+        print("nothing differs")
     return 0
 
 

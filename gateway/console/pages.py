@@ -13,6 +13,7 @@ from gateway.console.plans import PlanDesk
 from gateway.console.switch import LinkSwitch
 from gateway.errors import ApiError
 from gateway.explain import Explanations
+from gateway.reload import Reloads
 from gateway.snapshot import Snapshots
 
 JSON: Final = "application/json"
@@ -25,8 +26,16 @@ News = Callable[[int], Awaitable[tuple[list[bytes], list[bytes]]]]
 class Console:
     """Its pages, by path."""
 
-    def __init__(self, snapshots: Snapshots, explanations: Explanations, desk: PlanDesk, switch: LinkSwitch) -> None:
+    def __init__(
+        self,
+        snapshots: Snapshots,
+        explanations: Explanations,
+        desk: PlanDesk,
+        switch: LinkSwitch,
+        reloads: Reloads,
+    ) -> None:
         """Raises OSError when its files are not where they were installed."""
+        self._reloads = reloads
         self._snapshots = snapshots
         self._explanations = explanations
         self._desk = desk
@@ -44,10 +53,25 @@ class Console:
             "/console": partial(_sent, self._files[INDEX]),
             "/prfaas/console": snapshot,
             "/prfaas/plan": self._plan,
+            "/prfaas/config": self._config,
         }
 
     def to_post(self) -> dict[str, Page]:
-        return {"/prfaas/explain": self._explain, "/prfaas/plan": self._change_plan, "/prfaas/links": self._switch_link}
+        return {
+            "/prfaas/explain": self._explain,
+            "/prfaas/plan": self._change_plan,
+            "/prfaas/links": self._switch_link,
+            "/prfaas/config": self._reload,
+        }
+
+    async def _config(self, http: web.Request) -> web.Response:
+        """What the file says by now that the gateway does not do."""
+        return _json(msgspec.json.encode({"data": self._reloads.pending()}))
+
+    async def _reload(self, http: web.Request) -> web.Response:
+        """The same, and what can change has changed."""
+        check_is_meant(http)
+        return _json(msgspec.json.encode({"data": self._reloads.ask()}))
 
     async def _explain(self, http: web.Request) -> web.Response:
         """Where the request in the body would go now, and why."""

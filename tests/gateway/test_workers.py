@@ -351,7 +351,7 @@ def _is_free(port: int) -> bool:
 
 
 @on_loop
-async def test_sighup_has_every_worker_read_the_file_again(tmp_path: Path) -> None:
+async def test_sighup_or_an_operator_has_every_worker_read_the_file_again(tmp_path: Path) -> None:
     async with system(tmp_path) as s:
         clients = await s.clients(each=1)
         path = tmp_path / "gateway.toml"
@@ -360,6 +360,13 @@ async def test_sighup_has_every_worker_read_the_file_again(tmp_path: Path) -> No
         async with asyncio.timeout(PATIENCE_S):
             some = next(iter(clients.values()))[0]
             while await series(some, "prfaas_config_reloads_total") < WORKERS:  # noqa: ASYNC110 in other processes
+                await asyncio.sleep(0.01)
+        # And so does whoever asks any of them.
+        path.write_text(path.read_text().replace("max_in_flight = 3", "max_in_flight = 4"))
+        async with some.post("/prfaas/config", headers={"Content-Type": "application/json"}) as answer:
+            assert [each["key"] for each in (await answer.json())["data"]] == ["max_in_flight"]
+        async with asyncio.timeout(PATIENCE_S):
+            while await series(some, "prfaas_config_reloads_total") < 2 * WORKERS:  # noqa: ASYNC110 in other processes
                 await asyncio.sleep(0.01)
         assert s.workers == set(clients)
 

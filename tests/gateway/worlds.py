@@ -5,7 +5,7 @@ import functools
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,12 @@ def config_for(nodes: Topology, **fields: Any) -> GatewayConfig:
     return replace(config, **fields)
 
 
+def _gateway(
+    config: GatewayConfig, clock: Callable[[], float], read_again: Callable[[GatewayConfig], GatewayConfig]
+) -> AbstractAsyncContextManager[Gateway]:
+    return running(config, text_tokenizer(), clock, read_again=lambda: read_again(config))
+
+
 @asynccontextmanager
 async def world(
     remote: int = 1,
@@ -147,12 +153,13 @@ async def world(
     clusters: tuple[str, ...] = ("west",),
     wait: bool = True,
     clock: Callable[[], float] = time.monotonic,
+    read_again: Callable[[GatewayConfig], GatewayConfig] = lambda config: config,
     **fields: Any,
 ) -> AsyncIterator[World]:
     """A gateway before that many scripted nodes."""
     async with (
         topology(remote, local, decode, remote_clusters, clusters) as nodes,
-        running(config_for(nodes, **fields), text_tokenizer(), clock) as gateway,
+        _gateway(config_for(nodes, **fields), clock, read_again) as gateway,
         aiohttp.ClientSession(gateway.url) as http,
     ):
         if wait:
