@@ -401,7 +401,7 @@ async def test_workers_that_end_as_often_as_they_are_started_are_given_up(tmp_pa
     ("change", "said"),
     [
         ("[[[", "the configuration stays as it was"),
-        ('[[gateway.nodes]]\nagent = "127.0.0.1:1"', "but for what only a restart changes: nodes, workers"),
+        ('[[gateway.nodes]]\nagent = "127.0.0.1:1"', "workers = 2: only a restart makes it 3"),
     ],
     ids=["wrong", "other nodes"],
 )
