@@ -205,6 +205,7 @@ class GatewayConfig:
     `workers` processes answer on one port, and are one gateway: limits, metrics and records are those of all of them.
     `kept_answer_bytes` of the names of each answer's tokens are kept, about six a token, so that another decode node can go on
     when one fails in the middle of a stream; 0: no answer is continued.
+    `drained_dir` remembers which links are drained when the gateway is started anew.
     `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS.
     Without `tenants` nobody needs a key; a gateway that other machines reach then starts only if it is `open`.
     """
@@ -224,6 +225,7 @@ class GatewayConfig:
     kept_answer_bytes: int = 1 << 20
     tokenise_threads: int = 2
     kept_records: int = 4096
+    drained_dir: Path | None = None
     log_level: str = "info"
     log_format: str = "text"
     certificate: Path | None = None

@@ -1,4 +1,4 @@
-"""Links that operators have drained, of one process or of all workers of a gateway; forgotten with the gateway."""
+"""Links that operators have drained: of one process, of all workers of a gateway, or of whoever is given the same folder."""
 
 import os
 from pathlib import Path
@@ -32,13 +32,13 @@ class OwnDrained:
 
 
 class SharedDrained:
-    """Of all workers: an empty file for each link in a folder of theirs, so that nobody undoes what another is told."""
+    """Of all who have this folder: an empty file for each link, so that nobody undoes what another is told."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def set(self, link: Link, is_drained: bool) -> None:
-        self._folder.mkdir(exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         file = self._folder / " ".join(quote(name, safe="") for name in link)
         if is_drained:
             file.touch()

@@ -26,6 +26,7 @@ from gateway.console.switch import LinkSwitch
 from gateway.decide import Decider
 from gateway.desk import Desk
 from gateway.dispatch import Dispatcher
+from gateway.drained import Drained, SharedDrained
 from gateway.errors import ConfigError
 from gateway.explain import Explanations
 from gateway.flows import Flows
@@ -150,6 +151,8 @@ async def running(
     seat.join(clusters.nodes)
     refusals = Refusals(config, clusters, steps, clock)
     links = Links(clusters.nodes, clock, config.routing.link_bytes_per_s, metrics.upkeep.link_failed)
+    drained = SharedDrained(config.drained_dir) if config.drained_dir is not None else seat.drained
+    links.drain(drained.links())
     records = seat.records(config.kept_records)
     flows = Flows(seat.next_seq, clock)
     kept: dict[str, Kept] = {"requests": records, "flows": flows}
@@ -259,7 +262,7 @@ async def running(
             ),
             Explanations(door, rooms.receiver, clusters, decider, refusals, line),
             PlanDesk(config.plan),
-            LinkSwitch(links, seat.drained),
+            LinkSwitch(links, drained),
             gateway.reloads,
         )  # fmt: skip
         pages = Pages(
@@ -299,7 +302,7 @@ async def running(
             gateway.metrics_url = f"{operators.url}/metrics"
             gateway.listeners.append(operators)
         seat.be(_state(door))
-        chores.keep(lambda: _heartbeat(door, gates, links, clock, seat), "heartbeat")
+        chores.keep(lambda: _heartbeat(door, gates, links, drained, clock, seat), "heartbeat")
         yield gateway
 
 
@@ -353,7 +356,7 @@ def _named(config: GatewayConfig) -> Iterator[None]:
 
 
 async def _heartbeat(
-    door: FrontDoor, gates: list[Gate], links: Links, clock: Callable[[], float], seat: Alone | Seat
+    door: FrontDoor, gates: list[Gate], links: Links, drained: Drained, clock: Callable[[], float], seat: Alone | Seat
 ) -> None:
     """Measures how late the event loop is, and ends what nobody reads and connections nobody uses."""
     while True:
@@ -364,7 +367,7 @@ async def _heartbeat(
         for gate in gates:
             gate.sweep()
         seat.be(_state(door))
-        links.drain(seat.drained.links())
+        links.drain(drained.links())
 
 
 def _state(door: FrontDoor) -> State:

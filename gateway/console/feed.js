@@ -71,8 +71,9 @@ export class Feed {
     return this.call(path, { method: "POST", body: JSON.stringify(body), headers: { "Content-Type": "application/json", ...headers } });
   }
 
-  async call(path, options, patienceMs = PATIENCE_MS) {
-    const headers = { ...options.headers, ...(this.token ? { Authorization: `Bearer ${this.token}` } : {}) };
+  // `isOperator`: asked with the operator's own key, if one is known.
+  async call(path, options, patienceMs = PATIENCE_MS, isOperator = true) {
+    const headers = { ...options.headers, ...(this.token && isOperator ? { Authorization: `Bearer ${this.token}` } : {}) };
     const answer = await fetch(path, { ...options, headers, cache: "no-store", signal: AbortSignal.timeout(patienceMs) });
     const found = await answer.json().catch(() => null);
     if (!answer.ok) throw new Refused(answer.status, found?.error?.message ?? `status ${answer.status}`);

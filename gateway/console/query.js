@@ -18,6 +18,9 @@ export class Query {
     this.service = h("select", { id: "class" });
     this.tenant = h("select", { id: "tenant" });
     this.tenantLabel = h("label", { for: "tenant", hidden: true }, "Tenant");
+    // Its key is the tenant's own, which nobody else can spell out: it stays in this page, and is sent with this request alone.
+    this.key = h("input", { id: "key", type: "password", autocomplete: "off", placeholder: "to send it as this tenant", oninput: () => this.offer() });
+    this.keyLabel = h("label", { for: "key", hidden: true }, "Its API key");
     this.send = h("button", { type: "button", onclick: () => this.act(() => this.really()) }, "Send it");
     this.result = h("div", { role: "status", "aria-live": "polite" });
     const explain = (event) => {
@@ -68,6 +71,7 @@ export class Query {
           h("label", { for: "answer" }, "Answer, tokens"), this.answer,
           h("label", { for: "class" }, "Class"), this.service,
           this.tenantLabel, this.tenant,
+          this.keyLabel, this.key,
           h("span", {}), h("span", {}, h("button", {}, "Explain"), " ", this.send)),
         this.result),
       panel("Its path", h("div", { class: "canvas" }, this.topology.element)),
@@ -78,8 +82,9 @@ export class Query {
   update(history) {
     const snapshot = history.latest;
     this.snapshot = snapshot;
-    this.send.hidden = !snapshot.serves_clients || snapshot.tenants.length > 0; // an operator's key is no tenant's
     this.tenant.hidden = this.tenantLabel.hidden = !snapshot.tenants.length;
+    this.key.hidden = this.keyLabel.hidden = !snapshot.serves_clients || !snapshot.tenants.length;
+    this.offer();
     if (snapshot.tenants.join() !== this.tenants) {
       this.tenants = snapshot.tenants.join();
       this.tenant.replaceChildren(...snapshot.tenants.map((name) => h("option", { value: name }, name)));
@@ -90,6 +95,12 @@ export class Query {
       this.service.replaceChildren(...names.map((name) => h("option", { value: name }, name)));
     }
     this.topology.update(snapshot, this.lit.size ? this.lit : null);
+  }
+
+  // An operator's key is no tenant's: where there are tenants, one's own is needed.
+  offer() {
+    const { serves_clients: serves, tenants } = this.snapshot;
+    this.send.hidden = !serves || (tenants.length > 0 && !this.key.value);
   }
 
   body() {
@@ -136,8 +147,10 @@ export class Query {
   async really() {
     const id = `console-${crypto.randomUUID?.() ?? Math.random().toString(36).slice(2)}`;
     const began = performance.now();
-    const answer = { method: "POST", body: JSON.stringify(this.body()), headers: { "Content-Type": "application/json", "x-request-id": id, ...this.headers() } };
-    const found = await this.feed.call("v1/completions", answer, 120000);
+    const headers = { "Content-Type": "application/json", "x-request-id": id, ...this.headers() };
+    if (this.key.value) headers["x-api-key"] = this.key.value;
+    const answer = { method: "POST", body: JSON.stringify(this.body()), headers };
+    const found = await this.feed.call("v1/completions", answer, 120000, !this.key.value);
     const took = (performance.now() - began) / 1000;
     const record = await this.recordOf(id);
     this.tables.hidden = true;

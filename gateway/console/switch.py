@@ -1,7 +1,8 @@
 """The switch for maintenance: `POST /prfaas/links {"source": "east", "destination": "west", "drained": true}`.
 
 Nothing new goes over a drained link: requests, moves either way, copies. What is under way goes on. All workers know within a
-beat of each. The switch is forgotten when the gateway is started anew.
+beat of each. The switch is forgotten when the gateway is started anew, but with
+`drained_dir`.
 """
 
 import logging

@@ -300,3 +300,18 @@ def test_what_the_page_makes_of_snapshots(tmp_path: Path) -> None:
     (tmp_path / "test.mjs").write_text((Path(__file__).parent / "console_model.mjs").read_text())
     done = subprocess.run(["node", "--test", "test.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
+
+
+@on_loop
+async def test_a_drained_link_stays_drained_when_the_gateway_is_started_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "state" / "drained"
+    east_west = {"source": "east", "destination": "west"}
+    async with world(drained_dir=folder) as w:
+        async with w.http.post("/prfaas/links", json={**east_west, "drained": True}) as answer:
+            assert answer.status == 200
+    async with world(drained_dir=folder) as w:
+        assert (await w.complete(LONG)).status == 200
+        assert [each["reason"] for each in await w.records()] == ["link_down"]
+        async with w.http.post("/prfaas/links", json={**east_west, "drained": False}) as answer:
+            assert answer.status == 200
+    assert list(folder.iterdir()) == []

@@ -1,6 +1,7 @@
 """Every view of the console in a real browser, before nodes whose link has failed: Chromium, by its DevTools protocol."""
 
 import asyncio
+import base64
 import json
 import shutil
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from gateway.keys import TenantConfig, digest_of
 from tests.gateway.test_refuse import LONG
 from tests.gateway.worlds import PATIENCE_S, on_loop, world
 
@@ -42,12 +44,17 @@ class Page:
                 found: dict[str, Any] = said["result"]
                 return found
 
-    async def open(self, url: str) -> None:
+    async def open(self, url: str, key: str = "") -> None:
+        """With an operator's `key`, sent as a browser sends what its user was asked for."""
         target = await self.call("Target.createTarget", url="about:blank")
         attached = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = attached["sessionId"]
         for domain in ("Runtime", "Log", "Page"):
             await self.call(f"{domain}.enable")
+        if key:
+            basic = base64.b64encode(f"op:{key}".encode()).decode()
+            await self.call("Network.enable")
+            await self.call("Network.setExtraHTTPHeaders", headers={"Authorization": f"Basic {basic}"})
         await self.call("Page.navigate", url=url)
 
     async def says(self, expression: str) -> Any:
@@ -150,4 +157,21 @@ async def test_every_view_shows_a_system_whose_link_has_failed(tmp_path: Path) -
         await page.says("location.hash = 'plan'")
         await page.until_told("No plan service is configured")
         assert not await page.says("document.body.textContent.includes('[object')")
+        assert page.complaints == []
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium to show the page in")
+@on_loop
+async def test_where_there_are_tenants_a_test_request_is_sent_with_ones_key(tmp_path: Path) -> None:
+    tenants = {"acme": TenantConfig(keys=(digest_of("sk-acme"),))}
+    async with world(tenants=tenants, operator_keys=(digest_of("sk-op"),)) as w, browser(tmp_path) as page:
+        await page.open(f"{w.gateway.url}/console#try", key="sk-op")
+        await page.until_told("A test request")
+        hidden = "[...document.querySelectorAll('button')].find((each) => each.textContent === 'Send it').hidden"
+        await page.until(f"{hidden} && !document.getElementById('key').hidden")
+        await page.says(
+            "const key = document.getElementById('key'); key.value = 'sk-acme'; key.dispatchEvent(new Event('input'))"
+        )
+        await page.press("Send it")
+        await page.until_told("Answered in", "tokens cached")
         assert page.complaints == []
