@@ -306,9 +306,9 @@ def test_what_the_page_makes_of_snapshots(tmp_path: Path) -> None:
 async def test_a_drained_link_stays_drained_when_the_gateway_is_started_anew(tmp_path: Path) -> None:
     folder = tmp_path / "state" / "drained"
     east_west = {"source": "east", "destination": "west"}
-    async with world(drained_dir=folder) as w:
-        async with w.http.post("/prfaas/links", json={**east_west, "drained": True}) as answer:
-            assert answer.status == 200
+    drain = {**east_west, "drained": True}
+    async with world(drained_dir=folder) as w, w.http.post("/prfaas/links", json=drain) as answer:
+        assert answer.status == 200
     async with world(drained_dir=folder) as w:
         assert (await w.complete(LONG)).status == 200
         assert [each["reason"] for each in await w.records()] == ["link_down"]
