@@ -15,6 +15,7 @@ from gateway.errors import LegFailed
 
 JSON: Final = "application/json"
 ANSWERED: Final = b"x-prfaas-answered"
+NOT_RESUMABLE: Final = b"x-prfaas-not-resumable"
 # What may come without a byte of a body in it: heads (most servers take 8 to 64 KiB), chunk extensions, trailers.
 MAX_QUIET_BYTES: Final = 64 * 1024
 MAX_UNREAD_BYTES: Final = 256 * 1024  # then the engine has to wait until the client has read
@@ -27,13 +28,14 @@ class Answer:
 
     __slots__ = (
         "_chunks", "_connection", "_error", "_idle_s", "_loop", "_size", "_timer", "_waiter", "_waiting_since",
-        "answered", "content_type", "is_whole", "status",
+        "answered", "content_type", "is_whole", "not_resumable", "status",
     )  # fmt: skip
 
     def __init__(self, connection: "EngineConnection", loop: asyncio.AbstractEventLoop, due: float) -> None:
         self.status = 0
         self.content_type = JSON
         self.answered = b""  # after how many tokens of an answer it goes on
+        self.not_resumable = b""  # why no other engine could go on with it, if this one says so
         self.is_whole = False  # all of it has come
         self._connection = connection
         self._loop = loop
@@ -293,6 +295,8 @@ class EngineConnection(asyncio.Protocol):
             self._ends_by_closing = False
         elif name == ANSWERED and self._answer is not None:
             self._answer.answered = value
+        elif name == NOT_RESUMABLE and self._answer is not None:
+            self._answer.not_resumable = value
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None

@@ -66,6 +66,7 @@ class DecodeAnswer:
     def __init__(self, node: Node, answer: Answer, first: bytes) -> None:
         self.status = answer.status
         self.content_type = answer.content_type
+        self.not_resumable = _fit(answer.not_resumable.decode("ascii", "replace"))
         self.first = first
         self._node = node
         self._answer = answer
@@ -236,5 +237,10 @@ def _error(body: bytes) -> _EngineError:
 
 
 def _label(error: _EngineError, status: int) -> str:
-    """The engine's code as a metric label: short, and of few characters."""
-    return _UNFIT.sub("_", str(error.code or status))[:MAX_LABEL_CHARS]
+    """The engine's code as a metric label."""
+    return _fit(str(error.code or status))
+
+
+def _fit(reason: str) -> str:
+    """A reason of an engine's as a metric label: short, and of few characters."""
+    return _UNFIT.sub("_", reason)[:MAX_LABEL_CHARS]

@@ -231,7 +231,8 @@ class _Continued:
         request, seam = self._request, self._seam
         self._accounts.fell_back(request, f"decode_{error.reason}", error)
         if seam.is_too_long or not seam.knows_tokens:
-            self._accounts.not_taken_over(request, "too_long" if seam.is_too_long else "tokens_unknown")
+            why = self._answering.attempt.answer.not_resumable or "tokens_unknown"
+            self._accounts.not_taken_over(request, "too_long" if seam.is_too_long else why)
             raise error
         asked, cached = request.asked.num_tokens, known_cached_tokens(request)
         missing = seam.ending(asked, cached, request.call.options.wants_usage)

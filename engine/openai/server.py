@@ -17,6 +17,7 @@ from engine.errors import EngineError, RequestError
 from engine.model.scheduler import NewToken
 from engine.openai.answers import AnswerShape, Usage, error_body
 from engine.openai.api import (
+    ANSWERED_HEADER,
     ChatRequest,
     CompletionRequest,
     OpenAIRequest,
@@ -36,7 +37,6 @@ MAX_BODY_BYTES: Final = 10 << 20
 LONG_BODY_BYTES: Final = 16 << 10  # beyond it, parsing and tokenising leave the event loop
 RETRY_AFTER_S: Final = 1
 REQUEST_ID_HEADER: Final = "x-request-id"
-ANSWERED_HEADER: Final = "x-prfaas-answered"  # after how many tokens a stream goes on; who ignores them does not say so
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 _REQUEST_ID = re.compile(r"[\w.:\-]{1,128}")
 

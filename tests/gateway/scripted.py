@@ -45,6 +45,7 @@ class Script:
     finish_reason: str = "stop"  # of chats
     is_resumable: bool = False  # names its tokens (one a word: its number), and goes on after those that it is told
     forgets: bool = False  # that it is told them
+    not_resumable: str = ""  # why it names none, as it says itself
     ends_before_usage: bool = False  # its streams end after their last word
     word_interval_s: float = 0.0
     prefill_s: float = 0.0
@@ -392,6 +393,8 @@ class ScriptedNode(NodeAgentServicer):
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         if answered:
             response.headers["x-prfaas-answered"] = str(len(answered))
+        if script.not_resumable:
+            response.headers["x-prfaas-not-resumable"] = script.not_resumable
         await response.prepare(http)
         is_chat = "messages" in body
         chunk = {"object": "chat.completion.chunk", "created": 0, "model": "scripted"} if is_chat else {}

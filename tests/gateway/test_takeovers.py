@@ -190,6 +190,16 @@ async def test_engines_that_name_no_tokens_cannot_be_continued() -> None:
 
 
 @on_loop
+async def test_an_engine_that_cannot_go_on_says_why() -> None:
+    async with world() as w:
+        resumable(w, "die_after 3")
+        for node in w.nodes.decode:
+            node.script.is_resumable, node.script.not_resumable = False, "penalties"
+        assert error_of(await streamed(w)) == "stream_broken"
+        assert (await takeovers(w)) == {"penalties": 1}
+
+
+@on_loop
 async def test_of_a_long_answer_no_more_is_kept_than_is_allowed() -> None:
     async with world(kept_answer_bytes=6) as w:
         resumable(w, "die_after 2")

@@ -170,6 +170,46 @@ def test_an_engine_is_found_while_it_makes_its_connector():
     assert Maker().make()(), "unknown: as if there were always some"
 
 
+def test_answers_go_on_through_what_the_front_end_has():
+    """What `internals.continue_answers` stands on: how answers are asked for, what they are made of, and who spells them."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    assert tuple(inspect.signature(AsyncLLM.generate).parameters)[:4] == (
+        "self",
+        "prompt",
+        "sampling_params",
+        "request_id",
+    )
+    assert hasattr(AsyncLLM, "get_tokenizer")
+    assert {"prompt_token_ids", "outputs", "finished", "num_cached_tokens"} <= {
+        *inspect.signature(RequestOutput.__init__).parameters
+    }
+    assert {"text", "token_ids", "finish_reason", "stop_reason"} <= set(CompletionOutput.__dataclass_fields__)
+    params = SamplingParams(max_tokens=9, min_tokens=3, stop=["x"], extra_args={"kv_transfer_params": {}}).clone()
+    assert (params.max_tokens, params.min_tokens, params.stop, params.detokenize) == (9, 3, ["x"], True)
+    for name in ("from_new_request", "update", "get_next_output_text", "output_token_ids", "num_output_tokens"):
+        assert hasattr(IncrementalDetokenizer, name), f"IncrementalDetokenizer.{name} is gone"
+    VLLMValidationError("text", parameter="name")
+
+
+def test_streams_name_their_tokens_where_the_middleware_looks():
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponseStreamChoice
+
+    from engine.vllm.answers import NOT_DONE, named_tokens
+
+    choice = CompletionResponseStreamChoice(index=0, text="x", prompt_token_ids=[7], token_ids=[5, 6])
+    event = choice.model_dump_json(exclude_unset=True).encode()
+    assert named_tokens(event) == 2
+    assert b'"prompt_token_ids":[7]' in event
+    known = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}
+    assert {"return_token_ids", "kv_transfer_params", *NOT_DONE} - known <= {"logits_processors"}
+
+
 def test_this_version_is_one_that_was_tested():
     from engine.vllm.connector import check_version
     from engine.vllm.version import TESTED_VERSIONS

@@ -6,6 +6,7 @@ with a cache salt of its own: nothing cached fits, and the connector leaves salt
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import uuid
@@ -235,6 +236,74 @@ def test_what_a_model_is_not_for_is_said(bench: Bench) -> None:
             assert (await answer.json())["error"]["message"]
 
     bench.run(scenario())
+
+
+async def events_of(bench: Bench, path: str, body: dict[str, Any], most: int = 1 << 20) -> list[dict[str, Any]]:
+    """The events of a stream of one server, until they name `most` tokens or more."""
+    events: list[dict[str, Any]] = []
+    async with bench.session.post(f"{one_server(bench)}/v1/{path}", json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        answered = body["kv_transfer_params"].get("answered", [])
+        assert answer.headers.get("x-prfaas-answered", "0") == str(len(answered))
+        async for line in answer.content:
+            if line.startswith(b"data: {"):
+                events.append(json.loads(line[6:]))
+            if sum(len(ids_of(event)) for event in events) >= most:
+                break
+    return events
+
+
+def ids_of(event: dict[str, Any]) -> list[int]:
+    return [token for choice in event.get("choices", []) for token in choice.get("token_ids") or []]
+
+
+def text_of(events: list[dict[str, Any]]) -> str:
+    choices = [choice for event in events for choice in event.get("choices", [])]
+    return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+
+
+@pytest.mark.dimensions(path=None)
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_an_answer_goes_on_wherever_it_was_cut(bench: Bench, path: str) -> None:
+    """Random tokens are half characters more often than not: what one server held back, the next one says."""
+
+    async def scenario() -> None:
+        prompt = {"prompt": bench.prompt(90, seed=71)}
+        if "chat" in path:
+            prompt = {"messages": [{"role": "user", "content": "Tell me of your ways, and of those of others."}]}
+        asked = {"model": "tiny", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True, **prompt}
+        asked |= {"stream_options": {"include_usage": True}, "kv_transfer_params": {"resumable": True}}
+        unstopped = text_of(await events_of(bench, path, asked))
+        for stop in (None, unstopped[-9:-5]):
+            asked["stop"] = stop
+            whole = await events_of(bench, path, asked)
+            tokens = [token for event in whole for token in ids_of(event)]
+            assert not any(event.get("prompt_token_ids") for event in whole)
+            assert (len(tokens) == 60) == (stop is None)
+            for cut in range(1, len(tokens) - 1, 6):
+                had = await events_of(bench, path, asked, cut)
+                answered = [token for event in had for token in ids_of(event)]
+                if len(answered) == len(tokens):
+                    break  # a late reader gets several tokens at once
+                rest = await events_of(
+                    bench, path, asked | {"kv_transfer_params": {"resumable": True, "answered": answered}}
+                )
+                assert answered + [token for event in rest for token in ids_of(event)] == tokens
+                assert text_of(had) + text_of(rest) == text_of(whole)
+                assert counted(rest) == counted(whole)
+                assert reasons(rest) == reasons(whole)
+
+    bench.run(scenario())
+
+
+def counted(events: list[dict[str, Any]]) -> tuple[int, int]:
+    usage = events[-1]["usage"]
+    return usage["prompt_tokens"], usage["completion_tokens"]
+
+
+def reasons(events: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
+    choices = [choice for event in events for choice in event.get("choices", [])]
+    return [(c["finish_reason"], c.get("stop_reason")) for c in choices if c.get("finish_reason")]
 
 
 async def is_sending(bench: Bench) -> bool:
