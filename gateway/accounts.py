@@ -13,6 +13,7 @@ from gateway.offered import Offered
 from gateway.records import Records
 from gateway.request import PrefillOutcome, Request, RequestRecord
 from gateway.usage import recompute_reason
+from planner.decisions.retries import Stage
 from planner.decisions.routing import Route, Target
 from planner.decisions.views import ClusterKind
 
@@ -100,6 +101,11 @@ class Accounts:
         """Nobody goes on with its answer, of which the client has had a part; "ended": but for its end it was whole."""
         self._metrics.taken_over(reason)
         log.warning("no takeover id=%s reason=%s", request.id, reason)
+
+    def not_tried_again(self, request: Request, stage: Stage) -> None:
+        """What failed would have been asked of another node, had that not happened too often of late."""
+        self._metrics.retry_refused(stage)
+        log.warning("not tried again id=%s stage=%s: the budget is spent", request.id, stage)
 
     def answering(self, request: Request) -> None:
         """The decode node has begun to answer."""

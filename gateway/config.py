@@ -203,6 +203,8 @@ class GatewayConfig:
     `port` 0 takes any free port; `metrics_port` 0 serves /metrics and /prfaas/requests on the API port, any other value on
     that port alone, with descriptors of its own.
     `workers` processes answer on one port, and are one gateway: limits, metrics and records are those of all of them.
+    A request is tried on `max_attempts` nodes. Of the requests of the last ten seconds or so `retry_share` may be tried again
+    after failures that cost nodes work, and `least_retries` more.
     `kept_answer_bytes` of the names of each answer's tokens are kept, about six a token, so that another decode node can go on
     when one fails in the middle of a stream; 0: no answer is continued.
     `drained_dir` remembers which links are drained when the gateway is started anew.
@@ -222,6 +224,8 @@ class GatewayConfig:
     max_in_flight: int = 1024
     max_waiting: int = 256
     max_attempts: int = 3
+    retry_share: float = 0.2
+    least_retries: int = 10
     kept_answer_bytes: int = 1 << 20
     tokenise_threads: int = 2
     kept_records: int = 4096
@@ -256,6 +260,8 @@ class GatewayConfig:
             "kept_records",
         ):
             require(getattr(self, name) > 0, name, getattr(self, name), "an integer above 0")
+        require(self.retry_share >= 0, "retry_share", self.retry_share, "a number of at least 0")
+        require(self.least_retries >= 0, "least_retries", self.least_retries, "an integer of at least 0")
         require(self.kept_answer_bytes >= 0, "kept_answer_bytes", self.kept_answer_bytes, "an integer of at least 0")
         require_range("workers", self.workers, 1, MAX_WORKERS)
         for name in DIVIDED:

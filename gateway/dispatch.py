@@ -34,7 +34,7 @@ from gateway.request import Request
 from gateway.reserve import Reservations
 from gateway.run import Attempt, Runner
 from gateway.waiting import ASK_AGAIN_S, Place, WaitingLine
-from planner.decisions.retries import MAX_DEATHS, Failure, Next, Stage, rule_after, tries_of
+from planner.decisions.retries import MAX_DEATHS, Failure, Next, RetryBudget, Stage, tries_of
 from planner.decisions.routing import Route, Target
 
 
@@ -79,6 +79,7 @@ class Dispatcher:
         line: WaitingLine,
         clock: Callable[[], float],
         max_tries: int,
+        budget: RetryBudget,
     ) -> None:
         self._clusters = clusters
         self._decider = decider
@@ -91,6 +92,7 @@ class Dispatcher:
         self._line = line
         self._clock = clock
         self._max_tries = max_tries
+        self._budget = budget
 
     @asynccontextmanager
     async def answered(self, request: Request) -> AsyncIterator[Answering]:
@@ -122,6 +124,7 @@ class Dispatcher:
             chosen = self._decider.route(request)
         self._refusals.check(request, chosen)
         self._refusals.accepted(request, chosen)
+        self._budget.request(self._clock())
         return await self._answer(request, chosen, place, Tried(), held)
 
     async def rest(
@@ -235,7 +238,11 @@ class Dispatcher:
         """
         tried.failed[chosen.decode_node] = error.failure
         tries, deaths = tries_of(tried.failed.values()), len(request.deaths)
-        rule = rule_after(stage, error.failure, tries=tries, max_tries=self._max_tries, deaths=deaths)
+        rule = self._budget.rule_after(
+            self._clock(), stage, error.failure, tries=tries, max_tries=self._max_tries, deaths=deaths
+        )
+        if rule.is_over_budget:
+            self._accounts.not_tried_again(request, stage)
         if rule.otherwise is Next.ALONE:
             tried.full[chosen.decode_node] = chosen
         if stage is not Stage.RESERVE:  # it has computed the prompt itself, or was to: it is not asked for that again
@@ -248,6 +255,8 @@ class Dispatcher:
             return _alone(chosen) if error.failure is Failure.REQUEST else self._alone_if_spared(chosen)
         if deaths >= MAX_DEATHS:
             raise KillsEngines(request.deaths)
+        if rule.is_over_budget:
+            raise Unavailable("A decode node failed, as many do now. Please retry.", "retry_budget_spent")
         raise Unavailable(f"{tries} decode nodes failed in turn.", "attempts_exhausted")
 
     def _elsewhere(self, request: Request, tried: Tried) -> Route | None:

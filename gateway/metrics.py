@@ -252,6 +252,10 @@ class Metrics:
             "prfaas_takeovers", "Streams whose engine failed, by whether another one went on, or why not", ["outcome"],
             registry=registry,
         )  # fmt: skip
+        self._retries_refused = Counter(
+            "prfaas_retries_refused", "Failures that were not tried elsewhere, as too many were of late", ["stage"],
+            registry=registry,
+        )  # fmt: skip
         self._gaps = Histogram(
             "prfaas_takeover_gap_seconds", "From an engine's failure in a stream to the next one's first bytes",
             registry=registry, buckets=GAP_BUCKETS_S,
@@ -364,6 +368,9 @@ class Metrics:
 
     def fallback(self, reason: str) -> None:
         self._fallbacks.labels(reason).inc()
+
+    def retry_refused(self, stage: str) -> None:
+        self._retries_refused.labels(stage).inc()
 
     def taken_over(self, outcome: str, gap_s: float | None = None) -> None:
         """Counts a stream whose engine failed: "continued" after `gap_s`, or why not."""

@@ -6,7 +6,7 @@ node is told to compute the prompt itself, or the request ends here and now.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -24,7 +24,7 @@ from gateway.refuse import Refusals
 from gateway.request import PrefillOutcome, Request
 from gateway.reserve import Hold
 from gateway.tasks import TaskSet
-from planner.decisions.retries import Failure, Next, Stage, rule_after, tries_of
+from planner.decisions.retries import Failure, Next, RetryBudget, Stage, tries_of
 from planner.decisions.routing import Route
 
 log = logging.getLogger("prfaas.gateway.run")
@@ -65,7 +65,9 @@ class Runner:
         refusals: Refusals,
         accounts: Accounts,
         tasks: TaskSet,
+        clock: Callable[[], float],
         max_tries: int,
+        budget: RetryBudget,
         room_s: float,
     ) -> None:
         self._clusters = clusters
@@ -76,7 +78,9 @@ class Runner:
         self._refusals = refusals
         self._accounts = accounts
         self._tasks = tasks
+        self._clock = clock
         self._max_tries = max_tries
+        self._budget = budget
         self._max_pauses = int(room_s / PAUSE_S)
 
     @asynccontextmanager
@@ -176,13 +180,16 @@ class Runner:
     ) -> Route | None:
         """Who prefills next, None for nobody. Raises KillsEngines."""
         self._accounts.fell_back(request, f"prefill_{error.reason}", error)
-        rule = rule_after(
+        rule = self._budget.rule_after(
+            self._clock(),
             Stage.PREFILL,
             error.failure,
             tries=tries_of(failed.values()),
             max_tries=self._max_tries,
             deaths=len(request.deaths),
         )
+        if rule.is_over_budget:
+            self._accounts.not_tried_again(request, Stage.PREFILL)
         if rule.suspect:
             self._clusters.suspect(error.node)
         match rule.next:

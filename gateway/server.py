@@ -57,6 +57,7 @@ from gateway.traces import Traces
 from gateway.waiting import WaitingLine
 from planner.decisions.decoding import LearnedSteps
 from planner.decisions.estimates import LearnedCost
+from planner.decisions.retries import RetryBudget
 from prompts.tokenizer import TextTokenizer
 
 log = logging.getLogger("prfaas.gateway")
@@ -188,6 +189,7 @@ async def running(
         room=seat.waiting,
     )
     reader = Reader(tokenizer, afterwards, threads=config.tokenise_threads, timeout_s=config.timeouts.read_s)
+    budget = RetryBudget(config.retry_share, config.least_retries / seat.workers)
     rooms = Rooms(
         receiver=Receiver(strangers, config.max_body_bytes, config.timeouts.body_s, now),
         admission=admission,
@@ -205,7 +207,9 @@ async def running(
                 refusals,
                 accounts,
                 requests,
+                clock,
                 config.max_attempts,
+                budget,
                 config.timeouts.room_s,
             ),
             reader,
@@ -215,6 +219,7 @@ async def running(
             line,
             clock,
             config.max_attempts,
+            budget,
         ),
         relay=Relay(accounts, requests, clock),
         accounts=accounts,

@@ -11,14 +11,21 @@
 A node that has left its role, or the system, since it was chosen has not failed: that is no try. A failure that every node
 would repeat is tried nowhere else. An engine that dies under a request may have died of it: such a request is tried once more
 elsewhere, whatever the stage, and then refused.
+
+A system that is sick must not be asked twice as much as it can do. So tries that repeat work of nodes that are still there (they
+were too slow, or in trouble) are a share of the requests of late, and a few: a budget, as Finagle's and Envoy's. Who has lost
+its node has nobody who is asked twice: that is counted, and never refused. Nor is the rest of a stream; who was sent away by a
+full node, or one that leaves, has had nothing done, which is not even counted.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import exp
 from types import MappingProxyType
 from typing import Final
 
+BUDGET_WINDOW_S: Final = 10.0  # Finagle's
 MAX_DEATHS: Final = 2  # a request under which that many engines have died is not carried to another one
 
 
@@ -60,6 +67,7 @@ class Rule:
     next: Next
     otherwise: Next
     suspect: bool = False
+    is_over_budget: bool = False  # there might have been another try
 
 
 RULES: Final[Mapping[tuple[Stage, Failure], Rule]] = MappingProxyType(
@@ -138,3 +146,41 @@ def rule_after(stage: Stage, failure: Failure, *, tries: int, max_tries: int, de
     if rule.next is Next.ELSEWHERE and tries >= max_tries:
         return Rule(rule.otherwise, rule.otherwise, rule.suspect)
     return rule
+
+
+REPEATING: Final = frozenset({Failure.LOST, Failure.TIMEOUT, Failure.TROUBLE})  # what was done is done again
+
+
+class RetryBudget:
+    """Tries again of late, beside requests of late: both fade with a time constant of `BUDGET_WINDOW_S`.
+
+    At most `share` of a request's worth of tries for each request, and `least` more. `now` never goes back.
+    """
+
+    def __init__(self, share: float, least: float) -> None:
+        self._share = share
+        self._least = least
+        self._requests = self._tries = self._at = 0.0
+
+    def request(self, now: float) -> None:
+        """A request begins."""
+        self._fade(now)
+        self._requests += 1.0
+
+    def rule_after(
+        self, now: float, stage: Stage, failure: Failure, *, tries: int, max_tries: int, deaths: int
+    ) -> Rule:
+        """As the function of that name; another try is counted, or is not to be."""
+        rule = rule_after(stage, failure, tries=tries, max_tries=max_tries, deaths=deaths)
+        if rule.next is not Next.ELSEWHERE or failure is Failure.AWAY or failure is Failure.FULL:
+            return rule
+        self._fade(now)
+        is_bound = failure in REPEATING and stage is not Stage.STREAM
+        if is_bound and self._tries + 0.5 > self._least + self._share * self._requests:  # to the nearest whole try
+            return replace(rule, next=rule.otherwise, is_over_budget=True)
+        self._tries += 1.0
+        return rule
+
+    def _fade(self, now: float) -> None:
+        kept = exp((self._at - now) / BUDGET_WINDOW_S) if now > self._at else 1.0
+        self._requests, self._tries, self._at = self._requests * kept, self._tries * kept, max(now, self._at)

@@ -175,3 +175,38 @@ async def test_an_error_of_ours_in_a_stream_is_its_last_event(monkeypatch: pytes
 
 def _fails(*args: object) -> None:
     raise RuntimeError("nobody thought of this")
+
+
+@on_loop
+async def test_a_sick_cluster_is_not_asked_again_for_every_request() -> None:
+    async with world(decode=4, retry_share=0.0, least_retries=3) as w:
+        for node in w.nodes.decode:
+            node.script.decode = ["500 internal"] * 99
+        codes = [(await (await w.complete(LONG)).json())["error"]["code"] for _ in range(5)]
+        assert codes == ["attempts_exhausted", *["retry_budget_spent"] * 4]
+        assert sum(len(node.bodies) for node in w.nodes.decode) == 3 + 2 + 3
+        assert 'prfaas_retries_refused_total{stage="decode"} 4.0' in await w.metrics()
+        await w.settled()
+
+
+@on_loop
+async def test_prefills_and_answers_share_the_budget() -> None:
+    async with world(remote=3, retry_share=0.0, least_retries=1) as w:
+        for node in w.nodes.remote:
+            node.script.prefill = ["500 internal"] * 99
+        assert (await w.complete(LONG)).status == 200
+        assert (await w.fallbacks())["prefill_internal"] == 2
+        assert 'prfaas_retries_refused_total{stage="prefill"} 1.0' in await w.metrics()
+        w.nodes.decode[0].script.decode = w.nodes.decode[1].script.decode = ["500 internal"]
+        response = await w.complete(LONG)
+        assert (response.status, (await response.json())["error"]["code"]) == (503, "retry_budget_spent")
+        await w.settled()
+
+
+@on_loop
+async def test_nodes_that_have_died_are_done_without_however_many_requests_they_had() -> None:
+    async with world(decode=3, retry_share=0.0, least_retries=0) as w:
+        w.nodes.decode[0].script.decode = ["die"] * 9
+        for _ in range(3):
+            assert (await w.complete(LONG)).status == 200
+        await w.settled()

@@ -1,8 +1,21 @@
 """What follows a failure: the whole table."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from planner.decisions.retries import RULES, Failure, Next, Stage, failure_of, rule_after, tries_of
+from planner.decisions.retries import (
+    REPEATING,
+    RULES,
+    Failure,
+    Next,
+    RetryBudget,
+    Rule,
+    Stage,
+    failure_of,
+    rule_after,
+    tries_of,
+)
 
 
 def test_every_failure_that_a_stage_can_have_has_a_rule() -> None:
@@ -27,3 +40,64 @@ def test_who_is_away_has_tried_nothing() -> None:
         assert failure_of(reason) is Failure.AWAY
     assert tries_of([Failure.AWAY, Failure.TROUBLE, Failure.AWAY]) == 1
     assert not any(rule.suspect for (_, failure), rule in RULES.items() if failure is Failure.AWAY)
+
+
+def again(budget: RetryBudget, now: float, failure: Failure = Failure.TIMEOUT, stage: Stage = Stage.DECODE) -> Rule:
+    return budget.rule_after(now, stage, failure, tries=1, max_tries=3, deaths=0)
+
+
+def test_a_few_are_always_tried_again_and_then_a_share() -> None:
+    budget = RetryBudget(0.2, 3)
+    found = [again(budget, 0.0) for _ in range(5)]
+    assert [rule.next for rule in found] == [Next.ELSEWHERE] * 3 + [Next.REFUSE] * 2
+    assert [rule.is_over_budget for rule in found] == [False] * 3 + [True] * 2
+    for _ in range(10):
+        budget.request(0.0)
+    assert [again(budget, 0.0).is_over_budget for _ in range(3)] == [False, False, True]
+
+
+def test_what_was_tried_is_forgotten() -> None:
+    budget = RetryBudget(0.0, 1)
+    assert not again(budget, 0.0).is_over_budget
+    assert again(budget, 0.0).is_over_budget
+    assert not again(budget, 100.0).is_over_budget
+
+
+@pytest.mark.parametrize("stage", Stage)
+@pytest.mark.parametrize("failure", Failure)
+def test_only_what_repeats_work_and_has_shown_nothing_is_refused(stage: Stage, failure: Failure) -> None:
+    if (stage, failure) not in RULES:
+        return
+    budget = RetryBudget(0.0, 0)
+    is_bound = failure in REPEATING and stage is not Stage.STREAM
+    rule = again(budget, 0.0, failure, stage)
+    assert rule.is_over_budget == is_bound
+    assert rule.next is (RULES[stage, failure].otherwise if is_bound else RULES[stage, failure].next)
+
+
+def test_those_that_lost_their_nodes_leave_less_to_others() -> None:
+    budget = RetryBudget(0.0, 3)
+    for _ in range(3):
+        again(budget, 0.0, Failure.DIED)
+    assert again(budget, 0.0).is_over_budget
+    assert not again(budget, 0.0, Failure.DIED).is_over_budget
+
+
+@given(
+    share=st.floats(0, 1),
+    least=st.integers(0, 5),
+    steps=st.lists(st.tuples(st.booleans(), st.floats(0, 30)), max_size=60),
+)
+def test_a_sick_system_is_asked_little_more_than_a_well_one(
+    share: float, least: int, steps: list[tuple[bool, float]]
+) -> None:
+    budget, now, requests, tries = RetryBudget(share, least), 0.0, 0, 0
+    for is_request, pause_s in steps:
+        now += pause_s
+        if is_request:
+            budget.request(now)
+            requests += 1
+        else:
+            tries += not again(budget, now).is_over_budget
+    windows = 1 + now / 10.0
+    assert tries <= share * requests + (least + 1) * windows
