@@ -391,10 +391,9 @@ class ScriptedNode(NodeAgentServicer):
         params, script = body["kv_transfer_params"], self.script
         answered = params.get("answered", []) if script.is_resumable and not script.forgets else []
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        response.headers["x-prfaas-not-resumable"] = script.not_resumable
         if answered:
             response.headers["x-prfaas-answered"] = str(len(answered))
-        if script.not_resumable:
-            response.headers["x-prfaas-not-resumable"] = script.not_resumable
         await response.prepare(http)
         is_chat = "messages" in body
         chunk = {"object": "chat.completion.chunk", "created": 0, "model": "scripted"} if is_chat else {}
