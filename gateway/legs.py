@@ -110,6 +110,8 @@ class Legs:
         if request.answered:
             params["answered"] = request.answered
         values = _common(request, params) | {"stream": _FALSE, "max_tokens": 1}
+        if "truncate_prompt_tokens" in request.call.fields:  # to which length may depend on what else is asked for
+            values["truncate_prompt_tokens"] = request.asked.num_tokens
         body = request.call.body(values, drop=NOT_FOR_PREFILL)
         try:
             answer = await self._post(node, request, body, self.timeouts.prefill_s)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta, Raw
@@ -80,6 +80,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: Annotated[int, Meta(ge=-1)] | None = None
     cache_salt: str | None = None
     response_format: ResponseFormat | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
 
     def check(self) -> None:
         """Raises BadRequest for fields that do not go together."""
@@ -119,6 +121,11 @@ class ChatOptions(Options, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
+    reasoning_effort: str | None = None
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        return bool(self.add_special_tokens)
 
     def check(self) -> None:
         Options.check(self)
@@ -140,6 +147,10 @@ class CompletionOptions(Options, frozen=True, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_ANSWERS)] | None = None
     add_special_tokens: bool | None = None
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        return self.add_special_tokens is not False
 
     def check(self) -> None:
         Options.check(self)

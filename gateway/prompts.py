@@ -19,12 +19,14 @@ from hybrid_cache.chains import ChainCache
 from hybrid_cache.hashing import NAMESPACE, namespaced
 from prompts.conversations import Conversations
 from prompts.errors import BadPrompt, TakesLonger
-from prompts.reading import Chat, chat_tokens, completion_tokens
+from prompts.reading import Chat, chat_tokens, completion_tokens, truncated
 from prompts.segments import TokenArray, token_array
 from prompts.tokenizer import TextTokenizer
 
 # What the text of a chat depends on, beside its messages.
-SAID: Final[tuple[str, ...]] = ("tools", "documents", "chat_template_kwargs", "add_generation_prompt")
+SAID: Final[tuple[str, ...]] = (
+    "tools", "documents", "chat_template_kwargs", "add_generation_prompt", "reasoning_effort",
+)  # fmt: skip
 SEVERAL_PROMPTS: Final = "several_prompts"  # the code of a refusal that `gateway.several` makes good
 _PROMPT: Final = msgspec.json.Decoder(str | list[int | str | list[int]])
 _MESSAGES: Final = msgspec.json.Decoder(list[dict[str, Any]])
@@ -120,7 +122,30 @@ def prompt_of(
     With `most_new`, TakesLonger for all but a chat that goes on, by so many bytes at most.
     """
     check_name(call, model)
+    tokens, how = tokens_of_prompt(call, model, memory, tenant, most_new)
+    return prompt_from(call, tokens, how, model, memory, tenant, answered)
+
+
+def tokens_of_prompt(
+    call: Call, model: Model, memory: PromptMemory, tenant: bytes, most_new: int | None = None
+) -> tuple[TokenArray, str]:
+    """As `prompt_tokens`, and no more of them than the call wants to be left."""
     tokens, how = prompt_tokens(call, memory, tenant, most_new)
+    if call.options.truncate_prompt_tokens is not None:
+        tokens = _truncated(call, tokens, memory.tokenizer, model.max_model_len)
+    return tokens, how
+
+
+def prompt_from(
+    call: Call,
+    tokens: TokenArray,
+    how: str,
+    model: Model,
+    memory: PromptMemory,
+    tenant: bytes = b"",
+    answered: Sequence[int] = (),
+) -> Prompt:
+    """The prompt of `call` that has `tokens`, with what has been `answered` after it. Raises BadRequest."""
     if not len(tokens):
         raise _invalid(call.endpoint.prompt_field, "the prompt is empty")
     check_length(call, len(tokens), model.max_model_len)
@@ -143,7 +168,8 @@ def check_name(call: Call, model: Model) -> None:
 
 def check_length(call: Call, num_tokens: int, max_model_len: int) -> None:
     """Raises BadRequest when prompt and answer do not fit into the model's context."""
-    wanted = call.options.output_tokens or 1
+    # Who has a prompt cut to what fits gets as many tokens as are left, of engines, too.
+    wanted = 1 if call.options.truncate_prompt_tokens is not None else call.options.output_tokens or 1
     if num_tokens + wanted <= max_model_len:
         return
     raise BadRequest(
@@ -180,6 +206,7 @@ def _chat(call: Call, memory: PromptMemory, tenant: bytes, most_new: int | None)
         continue_final_message=options.continue_final_message,
         add_special_tokens=options.add_special_tokens,
         chat_template_kwargs=_field(call, "chat_template_kwargs", _OBJECT),
+        reasoning_effort=options.reasoning_effort,
     )
     raw = call.fields.get("messages")
     said = {name: bytes(call.fields[name]) for name in SAID if name in call.fields}
@@ -202,6 +229,20 @@ def _completion(call: Call, tokenizer: TextTokenizer, tenant: bytes) -> TokenArr
     if len(tokens) and int(np.max(tokens)) > tokenizer.max_token_id:
         raise _invalid("prompt", f"token ids must be in [0, {tokenizer.max_token_id}]")
     return tokens
+
+
+def _truncated(call: Call, tokens: TokenArray, tokenizer: TextTokenizer, max_model_len: int) -> TokenArray:
+    """`tokens` cut as `truncate_prompt_tokens` says, by vLLM's rules. Raises BadRequest."""
+    options = call.options
+    most = options.truncate_prompt_tokens
+    assert most is not None
+    if most > max_model_len:
+        raise _invalid("truncate_prompt_tokens", f"this model's context has {max_model_len} tokens")
+    if most < 0:
+        most = max_model_len - 1 if options.output_tokens else max_model_len
+    is_text = call.endpoint is Endpoint.CHAT or b'"' in bytes(call.fields["prompt"])
+    added = tokenizer.added if is_text and options.adds_special_tokens else (0, 0)
+    return truncated(tokens, most, options.truncation_side, added)
 
 
 def _invalid(param: str, what: str) -> BadRequest:

@@ -21,9 +21,9 @@ from xxhash import xxh3_128
 
 from prompts.appending import Parts
 from prompts.errors import BadPrompt, TakesLonger
-from prompts.reading import Chat, check_kwargs, plain_messages
+from prompts.form import Message, in_form, in_form_from
+from prompts.reading import Chat, check_kwargs
 from prompts.segments import TokenArray
-from prompts.template import Message
 from prompts.tokenizer import TextTokenizer
 
 STRIDE_BYTES: Final = 16 * 1024
@@ -46,6 +46,7 @@ class _Known(NamedTuple):
     tail: str  # text of messages behind the cut
     after: str
     rest: TokenArray  # of tail and after
+    by_developer: bool = False  # the first message was a developer's
 
 
 class Read(NamedTuple):
@@ -103,14 +104,23 @@ class Conversations:
         known, place = self._known(places, messages, tenant)
         if most_new is not None and (known is None or self._is_more(messages, known, most_new, bool(chat.tools))):
             raise TakesLonger
-        new = _continuation(messages, known) if known is not None else None
-        if known is None or new is None:
+        said_new = _continuation(messages, known) if known is not None else None
+        if known is None or said_new is None:
             if most_new is not None:
                 raise TakesLonger
-            decoded = plain_messages(_MESSAGES.decode(messages))
-            known, new, how = _Known(b"", 0, decoded[0], "", _NONE, "", "", _NONE), decoded, "new"
+            said_new, how = _MESSAGES.decode(messages), "new"
+            known = _NOTHING
+            if not said_new:
+                return Read(None, "refused")
         else:
-            new, how = plain_messages(new) if new else [], "continued"
+            how = "continued"
+        form = self._tokenizer.form(bool(chat.tools))
+        continued = in_form_from(said_new, known.num_messages, known.by_developer, form)
+        if continued is None:
+            return Read(None, "developer")
+        new = continued.messages
+        if not known.num_messages:
+            known = known._replace(first=new[0], by_developer=continued.by_developer)
         parts = self._render(known, new, chat)
         if parts is None or (known.num_messages and parts.before != known.before):
             return Read(None, "unlike_before")
@@ -131,10 +141,7 @@ class Conversations:
             known.num_messages,
             known.first,
             new,
-            tools=chat.tools,
-            documents=chat.documents,
-            add_generation_prompt=chat.add_generation_prompt is not False,
-            kwargs=chat.chat_template_kwargs,
+            **chat.rendering,
         )
 
     def _learned(self, known: _Known, json: bytes, num_messages: int, parts: Parts, tenant: bytes) -> _Known:
@@ -144,7 +151,15 @@ class Conversations:
         lasting = self._tokenizer.encode_rendered(text[:cut], tenant) if cut else _NONE
         rest = self._tokenizer.encode_rendered(text[cut:] + parts.after, tenant)
         tokens = np.concatenate([known.tokens, lasting])
-        return _Known(json, num_messages, known.first, parts.before, tokens, text[cut:], parts.after, rest)
+        return known._replace(
+            json=json,
+            num_messages=num_messages,
+            before=parts.before,
+            tokens=tokens,
+            tail=text[cut:],
+            after=parts.after,
+            rest=rest,
+        )
 
     def _is_more(self, messages: bytes, known: _Known, most_new: int, has_tools: bool) -> bool:
         new_bytes = _end(messages) - len(known.json)
@@ -160,11 +175,8 @@ class Conversations:
         if not _is_checked(number):
             return True
         text = self._tokenizer.render(
-            plain_messages(_MESSAGES.decode(messages)),
-            tools=chat.tools,
-            documents=chat.documents,
-            add_generation_prompt=chat.add_generation_prompt is not False,
-            kwargs=chat.chat_template_kwargs,
+            in_form(_MESSAGES.decode(messages), self._tokenizer.form(has_tools)),
+            **chat.rendering,
         )
         if np.array_equal(tokens, self._tokenizer.encode_rendered(text)):
             return True
@@ -207,6 +219,7 @@ class Conversations:
 
 
 _NONE: Final[TokenArray] = np.empty(0, np.uint32)
+_NOTHING: Final = _Known(b"", 0, {}, "", _NONE, "", "", _NONE)
 
 
 def _is_checked(number: int) -> bool:

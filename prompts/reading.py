@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from prompts.errors import BadPrompt
+from prompts.form import Message, in_form, invalid, tools_in_form, variables
 from prompts.segments import TokenArray, token_array
-from prompts.template import Message
 from prompts.tokenizer import TextTokenizer
 
 # What templates are rendered with, and what `apply_chat_template` of transformers and vLLM takes: fields of the request
@@ -29,6 +30,17 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+    @property
+    def rendering(self) -> dict[str, Any]:
+        """What a template is rendered with, beside messages, and whether the last of these is left open."""
+        return {
+            "tools": tools_in_form(self.tools),
+            "documents": self.documents,
+            "add_generation_prompt": self.add_generation_prompt is not False,
+            "kwargs": variables(self.chat_template_kwargs, self.reasoning_effort),
+        }
 
 
 def check_kwargs(chat: Chat) -> None:
@@ -41,15 +53,14 @@ def check_kwargs(chat: Chat) -> None:
 def chat_tokens(chat: Chat, tokenizer: TextTokenizer, tenant: bytes = b"") -> TokenArray:
     """The tokens of a rendered chat, which spells its special tokens out itself. Raises BadPrompt."""
     check_kwargs(chat)
-    text = tokenizer.render(
-        plain_messages(chat.messages),
-        tools=chat.tools,
-        documents=chat.documents,
-        add_generation_prompt=chat.add_generation_prompt is not False and not chat.continue_final_message,
-        continue_final_message=bool(chat.continue_final_message),
-        kwargs=chat.chat_template_kwargs,
-    )
+    text = tokenizer.render(in_form(chat.messages, tokenizer.form(bool(chat.tools))), **_whole(chat))
     return tokenizer.encode(text) if chat.add_special_tokens else tokenizer.encode_rendered(text, tenant)
+
+
+def _whole(chat: Chat) -> dict[str, Any]:
+    if not chat.continue_final_message:
+        return chat.rendering
+    return chat.rendering | {"add_generation_prompt": False, "continue_final_message": True}
 
 
 def completion_tokens(
@@ -62,39 +73,23 @@ def completion_tokens(
     if isinstance(prompt, str):
         return tokenizer.encode_rendered(prompt, tenant) if add_special_tokens is False else tokenizer.encode(prompt)
     if not isinstance(prompt, list) or not {int}.issuperset(map(type, prompt)):
-        raise _invalid("prompt", "expected one string or one list of token ids")
+        raise invalid("prompt", "expected one string or one list of token ids")
     try:
         return token_array(prompt)
     except OverflowError as error:
-        raise _invalid("prompt", "token ids must be in [0, 2**32)") from error
+        raise invalid("prompt", "token ids must be in [0, 2**32)") from error
 
 
-def plain_messages(messages: Sequence[Message]) -> list[Message]:
-    """Messages checked as far as every template relies on it, each content one string. Raises BadPrompt."""
-    if not messages:
-        raise _invalid("messages", "at least one message is needed")
-    return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+def truncated(tokens: TokenArray, most: int, side: str | None, added: tuple[int, int] = (0, 0)) -> TokenArray:
+    """At most `most` of `tokens`: as vLLM cuts prompts, the last ones unless `side` is "right".
 
-
-def _plain(message: Message, where: str) -> Message:
-    """`message` with its text parts put together, as vLLM does it: the template sees one string."""
-    if not isinstance(message.get("role"), str):
-        raise _invalid(f"{where}.role", "expected a string")
-    content = message.get("content")
-    if isinstance(content, str):
-        return message
-    if content is None:
-        return {**message, "content": ""}
-    if not isinstance(content, list):
-        raise _invalid(f"{where}.content", "expected a string or a list of parts")
-    return {**message, "content": "".join(_text(part, f"{where}.content[{i}]") for i, part in enumerate(content))}
-
-
-def _text(part: Any, where: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise _invalid(where, "this model takes text parts only")
-
-
-def _invalid(param: str, what: str) -> BadPrompt:
-    return BadPrompt(f"Invalid value for '{param}': {what}.", param=param, code="invalid_value")
+    Where no `side` is said, the special tokens stay that the tokenizer has `added` before and after the text.
+    """
+    if len(tokens) <= most:
+        return tokens
+    if side == "right":
+        return tokens[:most]
+    before, after = (0, 0) if side else added
+    kept = max(0, most - before - after)
+    text = tokens[before : len(tokens) - after]
+    return np.concatenate([tokens[:before], text[len(text) - kept :], tokens[len(tokens) - after :]])

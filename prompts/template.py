@@ -13,15 +13,16 @@ from datetime import datetime
 from typing import Any, Final, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from prompts.appending import NEW, START, NotAppending, Parts, in_parts, split
+from prompts.content_format import wants_parts
 from prompts.errors import TemplateError
+from prompts.form import Form, Message
 
-Message = dict[str, Any]
 CONTINUE_TAG: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 # A template is a program, run on what a client sent: whatever it raises says that the two do not fit.
 TEMPLATE_ERRORS: Final = (
@@ -56,7 +57,7 @@ def tojson(
 
 
 class ChatTemplate:
-    """A compiled chat template with the special tokens it may name (`bos_token`, …)."""
+    """A compiled chat template with the special tokens it may name (`bos_token`, …); `form` is what it wants messages to be."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], clock: Callable[[], datetime]) -> None:
         self.source = source
@@ -64,6 +65,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
         )
+        self.form, self._variables = _read(environment, source)
         environment.filters["tojson"] = tojson
         environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = lambda form: clock().strftime(form)
@@ -115,12 +117,24 @@ class ChatTemplate:
 
     def _render(self, template: jinja2.Template, given: Mapping[str, Any], kwargs: Mapping[str, Any] | None) -> str:
         try:
-            text = template.render({**self.special_tokens, **(kwargs or {}), **given})
+            said = {name: value for name, value in (kwargs or {}).items() if name in self._variables}
+            text = template.render({**self.special_tokens, **said, **given})
             if not text.isascii():
                 text.encode()  # half a surrogate pair is no text
         except TEMPLATE_ERRORS as error:
             raise TemplateError(str(error) or type(error).__name__) from error
         return text
+
+
+def _read(environment: jinja2.Environment, source: str) -> tuple[Form, frozenset[str]]:
+    """What `source` wants of messages, and the variables that a client can set in it: those that it names."""
+    knows_developer = '"developer"' in source or "'developer'" in source  # vLLM's rule, to the letter
+    try:
+        tree = environment.parse(source)
+        names = frozenset(meta.find_undeclared_variables(tree))
+    except jinja2.TemplateError:
+        return Form(knows_developer=knows_developer), frozenset()
+    return Form(wants_parts(tree), knows_developer), names
 
 
 def _with_plain_globals(template: jinja2.Template) -> jinja2.Template:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -15,8 +16,9 @@ from prompts.appending import Parts
 from prompts.encoder import Encoder
 from prompts.errors import BadPrompt, TokenizerUnreadable
 from prompts.fair_cache import FairCache
+from prompts.form import Form, Message
 from prompts.segments import TokenArray, cuts
-from prompts.template import ChatTemplate, Message
+from prompts.template import ChatTemplate
 
 MIN_CACHED_CHARS: Final = 64  # a shorter segment costs less to tokenise than to remember
 SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -121,6 +123,14 @@ class TextTokenizer:
     def vocab_size(self) -> int:
         return int(self._tokenizer.get_vocab_size())
 
+    @cached_property
+    def added(self) -> tuple[int, int]:
+        """How many special tokens `encode` puts before a text, and behind it."""
+        text, whole = (self._tokenizer.encode("a", add_special_tokens=each).ids for each in (False, True))
+        count = len(whole) - len(text)
+        before = next((at for at in range(count + 1) if whole[at : at + len(text)] == text), count)
+        return before, count - before
+
     @property
     def is_incremental(self) -> bool:
         """Whether text seen before is not tokenised again."""
@@ -149,6 +159,10 @@ class TextTokenizer:
     ) -> Parts | None:
         """The same in parts, of messages only the text of `new`, from number `start` on. Raises BadPrompt."""
         return self._template_for(bool(tools)).render_from(start, first, new, tools=tools, **options)
+
+    def form(self, has_tools: bool) -> Form:
+        """What the template wants messages to be. Raises BadPrompt where there is none."""
+        return self._template_for(has_tools).form
 
     def not_appending(self, has_tools: bool) -> str:
         """Why the text of a longer conversation may be another from its beginning on; "": it is not."""

@@ -49,7 +49,7 @@ def test_blocks_are_those_before_the_last_token(length: int) -> None:
 
 
 def test_text_parts_are_put_together_and_null_is_empty() -> None:
-    plain = [{"role": "user", "content": "hello there"}, {"role": "assistant", "content": ""}]
+    plain = [{"role": "user", "content": "hello \nthere"}, {"role": "assistant", "content": ""}]
     parts = [{"type": "text", "text": "hello "}, {"type": "text", "text": "there"}]
     spelled = [{"role": "user", "content": parts}, {"role": "assistant", "content": None}]
     assert tokens_of(Endpoint.CHAT, messages=plain) == tokens_of(Endpoint.CHAT, messages=spelled)

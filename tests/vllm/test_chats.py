@@ -1,0 +1,84 @@
+"""Gateway and engine read the same tokens: chats of all shapes, over templates that models really have, as vLLM reads them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.dialects.translation import call_in
+from gateway.errors import BadRequest
+from gateway.openai import Endpoint
+from gateway.prompts import Hashing, Model, PromptMemory, tokens_of_prompt
+from prompts.conversations import Conversations
+from prompts.tokenizer import TextTokenizer
+from tests.vllm.chats import HISTORIES, MAX_MODEL_LEN, TEMPLATES, TOOLS, VllmReader, bodies, save_model
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore"),  # what vLLM's import warns of is not ours to mend
+]
+MODEL = Model(names=("m",), max_model_len=MAX_MODEL_LEN, hashing=Hashing(16, b""))
+REFUSED_HERE = {"tools: no type"}  # as OpenAI does
+LEAST_TEMPLATES, LEAST_CHATS = 12, 500
+LEAST_READ = 25  # of a template's chats; some refuse what others take
+
+
+class Both:
+    """One template, read by both. Its cases share what was read before, as those of a gateway do."""
+
+    def __init__(self, directory: Path) -> None:
+        self.vllm = VllmReader(directory)
+        self.tokenizer = TextTokenizer.load(directory)
+        self.memory = PromptMemory(self.tokenizer)
+
+    def ours(self, fields: dict[str, Any]) -> list[int] | None:
+        """The tokens that the gateway goes by, None where it refuses."""
+        body = json.dumps({"model": "m"} | fields, ensure_ascii=False).encode()
+        try:
+            call = call_in(Endpoint.CHAT, body)
+            read = tokens_of_prompt(call, MODEL, self.memory, b"")
+        except BadRequest:
+            return None
+        tokens: list[int] = read[0].tolist()
+        return tokens
+
+
+@pytest.fixture(scope="module", params=TEMPLATES, ids=lambda path: path.stem)
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    made = Both(save_model(tmp_path_factory.mktemp("chats") / "model", request.param))
+    yield made
+    made.vllm.close()
+
+
+def test_every_chat_has_the_tokens_that_vllm_reads(both: Both) -> None:
+    read, unlike = 0, []
+    for name, fields in bodies().items():
+        expected = both.vllm.tokens(fields)
+        if expected is None or name in REFUSED_HERE:
+            continue  # refused, so that nobody computes it
+        read += 1
+        if both.ours(fields) != expected:
+            unlike.append(name)
+    assert not unlike
+    assert read >= LEAST_READ
+
+
+def test_a_chat_that_goes_on_has_them_too(both: Both) -> None:
+    """What was read before is not read again: turn by turn it is still what vllm reads of the whole."""
+    both.memory.conversations = Conversations(both.tokenizer, stride_bytes=64)
+    for number, (name, history) in enumerate(HISTORIES.items()):
+        fields: dict[str, Any] = {"tools": TOOLS["another order"]} if number % 2 else {}
+        said = [*history, *HISTORIES["compact arguments"][:3], *HISTORIES["parts"]]
+        for length in range(1, len(said) + 1):
+            chat = fields | {"messages": said[:length]}
+            expected = both.vllm.tokens(chat)
+            if expected is not None:
+                assert both.ours(chat) == expected, (name, length)
+
+
+def test_the_corpus_is_large() -> None:
+    assert len(TEMPLATES) >= LEAST_TEMPLATES
+    assert len(bodies()) * len(TEMPLATES) >= LEAST_CHATS
