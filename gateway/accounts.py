@@ -107,6 +107,12 @@ class Accounts:
         self._metrics.retry_refused(stage)
         log.warning("not tried again id=%s stage=%s: the budget is spent", request.id, stage)
 
+    def killed_engines(self, request: Request, shape: str, is_refused: bool) -> None:
+        """As many engines died under a request as may; others of its shape are refused from now on, or not."""
+        self._metrics.upkeep.poisoned("refused" if is_refused else "answered_before")
+        note = "others like it are refused" if is_refused else "others like it have been answered, and are not refused"
+        log.error("poison id=%s engines of %s died: %s (%s)", request.id, ", ".join(request.deaths), note, shape)
+
     def answering(self, request: Request) -> None:
         """The decode node has begun to answer."""
         request.timeline.first_token = self._clock()

@@ -26,14 +26,24 @@ from gateway.accounts import Accounts
 from gateway.bookings import booked
 from gateway.clusters import Clusters
 from gateway.decide import Decider
-from gateway.errors import DecodeFailed, KillsEngines, NoDecodeNode, NodeError, NodeFailure, Unavailable
+from gateway.errors import (
+    DecodeFailed,
+    KillsEngines,
+    NoDecodeNode,
+    NodeError,
+    NodeFailure,
+    ShapeKillsEngines,
+    Unavailable,
+)
 from gateway.read import Reader
 from gateway.refuse import Refusals
 from gateway.replicas import Replicas
 from gateway.request import Request
 from gateway.reserve import Reservations
 from gateway.run import Attempt, Runner
+from gateway.shapes import Shape, shape_of
 from gateway.waiting import ASK_AGAIN_S, Place, WaitingLine
+from planner.decisions.poison import Poison
 from planner.decisions.retries import MAX_DEATHS, Failure, Next, RetryBudget, Stage, tries_of
 from planner.decisions.routing import Route, Target
 
@@ -81,6 +91,7 @@ class Dispatcher:
         max_tries: int,
         budget: RetryBudget,
     ) -> None:
+        self._poison = Poison()
         self._clusters = clusters
         self._decider = decider
         self._reservations = reservations
@@ -100,8 +111,12 @@ class Dispatcher:
 
         Raises ApiError.
         """
+        shape = shape_of(request.call, request.prompt.num_tokens)
+        if wait_s := self._poison.let_in(shape, self._clock()):
+            raise ShapeKillsEngines(str(shape), wait_s)
         async with AsyncExitStack() as all_held, AsyncExitStack() as held:
             all_held.callback(self._refusals.left, request)
+            all_held.callback(self._judge, request, shape)
             attempt = await self._first_answer(request, held)
             self._accounts.answering(request)
             if request.route is not None:  # whoever computed the prompt
@@ -110,6 +125,14 @@ class Dispatcher:
             yield answering
             if request.is_answered and answering.attempt.answer.status == 200:
                 self._decider.learn_answer(request)
+                self._poison.answered(shape, self._clock())
+
+    def _judge(self, request: Request, shape: Shape) -> None:
+        """After a request, however it ended: what the engines that died under it say of its kind."""
+        if len(request.deaths) < MAX_DEATHS:
+            self._poison.ended(shape, self._clock())
+        elif not request.is_answered:
+            self._accounts.killed_engines(request, str(shape), self._poison.killed(shape, self._clock()))
 
     async def _first_answer(self, request: Request, held: AsyncExitStack) -> Attempt:
         """The first attempt whose decode node answers; what it holds is handed to `held`."""

@@ -10,7 +10,8 @@ GatewayError
 │   ├── Overloaded            429: too many requests in flight, or too much from one address
 │   │   └── TenantLimited     more than this tenant may ask for
 │   ├── Unavailable           503: nothing can serve this now, `retry_after_s` says when to ask again
-│   │   └── NoDecodeNode      no decode node takes requests at the moment
+│   │   ├── NoDecodeNode      no decode node takes requests at the moment
+│   │   └── ShapeKillsEngines engines died under requests of this kind
 │   ├── ReaderDied            500: the process that read the body did not survive it
 │   ├── KillsEngines          500: neither did two engines
 │   └── InternalError         500: an error of ours
@@ -126,6 +127,14 @@ class NoDecodeNode(Unavailable):
 
     def __init__(self) -> None:
         super().__init__("No decode node is ready.", "no_decode_node")
+
+
+class ShapeKillsEngines(Unavailable):
+    """Engines died under a request with these options, one after the other: for a while no other such request is tried."""
+
+    def __init__(self, shape: str, retry_after_s: float) -> None:
+        message = f"Engines died under a request of this kind ({shape}); such requests are not tried for a while."
+        super().__init__(message, "shape_kills_engines", retry_after_s=retry_after_s)
 
 
 class ReaderDied(ApiError):

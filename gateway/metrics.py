@@ -95,6 +95,10 @@ class Upkeep:
             "prfaas_identity_provider_questions", "Times that the identity provider was asked for its keys, by outcome",
             ["outcome"], registry=registry,
         )  # fmt: skip
+        self._poisoned = Counter(
+            "prfaas_engine_killers", "Requests under which engines died in turn, by what became of others of their shape",
+            ["outcome"], registry=registry,
+        )  # fmt: skip
         self._by_grpc = Counter(
             "prfaas_calls_by_grpc",
             "Reservations and aborts that went by gRPC, by why not over a kept connection",
@@ -138,6 +142,9 @@ class Upkeep:
 
     def keys_asked(self, outcome: str) -> None:
         self._keys_asked.labels(outcome).inc()
+
+    def poisoned(self, outcome: str) -> None:
+        self._poisoned.labels(outcome).inc()
 
     def node_lost(self, reason: str) -> None:
         self._lost.labels(reason).inc()

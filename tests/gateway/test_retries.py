@@ -77,6 +77,40 @@ async def test_a_request_that_kills_two_decode_engines_is_not_carried_to_a_third
 
 @pytest.mark.usefixtures("patient")
 @on_loop
+async def test_after_that_no_other_request_of_its_kind_is_tried_for_a_while() -> None:
+    async with world(decode=6) as w:
+        for node in w.nodes.decode:
+            node.script.decode = ["die"]
+        assert (await w.complete(LONG, seed=1)).status == 500
+        asked = sum(len(node.bodies) for node in w.nodes.decode)
+        for node in w.nodes.decode:
+            node.script.decode = []
+        response = await w.complete(LONG, seed=2)
+        assert (response.status, (await response.json())["error"]["code"]) == (503, "shape_kills_engines")
+        assert float(response.headers["retry-after"]) > 1
+        assert sum(len(node.bodies) for node in w.nodes.decode) == asked == 2
+        assert (await w.complete(LONG)).status == 200
+        assert (await w.complete("short", seed=3)).status == 200
+        assert 'prfaas_engine_killers_total{outcome="refused"} 1.0' in await w.metrics()
+        await w.settled()
+
+
+@pytest.mark.usefixtures("patient")
+@on_loop
+async def test_a_kind_that_was_answered_before_is_not_refused_for_engines_that_died_beside_it() -> None:
+    async with world(decode=6) as w:
+        assert (await w.complete(LONG)).status == 200
+        for node in w.nodes.decode:
+            node.script.decode = ["die"]
+        await refused(w)
+        for node in w.nodes.decode:
+            node.script.decode = []
+        assert (await w.complete(LONG)).status == 200
+        assert 'prfaas_engine_killers_total{outcome="answered_before"} 1.0' in await w.metrics()
+
+
+@pytest.mark.usefixtures("patient")
+@on_loop
 async def test_deaths_of_prefill_engines_count_and_the_client_hears_at_once() -> None:
     async with world(remote=3) as w:
         for node in w.nodes.remote:
