@@ -25,6 +25,7 @@ from gateway.decide import tie_of
 from gateway.desk import Desk
 from gateway.dialects.translation import error_told, telling_of
 from gateway.dispatch import Dispatcher
+from gateway.engine_reading import EngineReadings
 from gateway.errors import ApiError, InternalError, Unavailable
 from gateway.keys import EVERYBODY, Keyring, Tenant
 from gateway.metrics import Metrics
@@ -40,6 +41,7 @@ from gateway.rules import MAX_ANSWERS
 from gateway.seam import why_not
 from gateway.settle import settle
 from gateway.several import Merged, Part, bodies_of, calls_of, too_many
+from gateway.styles import Reading
 from gateway.tasks import TaskSet
 from gateway.trace_context import TRACEPARENT, TRACESTATE, Trace
 from gateway.traces import Traces
@@ -76,6 +78,7 @@ class Rooms:
     receiver: Receiver
     admission: Admission
     reader: Reader
+    engine_readings: EngineReadings
     dispatcher: Dispatcher  # decide, reserve, run
     relay: Relay
     accounts: Accounts
@@ -253,16 +256,20 @@ class FrontDoor:
         model = served.as_read(tenant.group)
         call, prompt = await self.rooms.reader.read(visit.endpoint, visit.body, model, tenant.memory)
         served.not_done.check(call.fields)
+        understood = await self.rooms.engine_readings.understood(call, prompt, model, tenant.memory)
+        prompt = understood.prompt
         self.metrics.read(prompt.how)
         visit.body = b""
         request_id = visit.http[REQUEST_ID]
         trace, trace_headers = self._trace(headers)
-        return Request(
+        request = Request(
             id=request_id,
             leg_id=f"{request_id}-{self.next_id()}",
             call=call,
             prompt=prompt,
             model=model,
+            reading=understood.reading,
+            token_ids=understood.token_ids,
             served=served,
             timeline=Timeline(visit.arrived),
             service=service,
@@ -272,6 +279,9 @@ class FrontDoor:
             trace=trace,
             telling=telling_of(call, self.next_id(), prompt.num_tokens, unix_s()) if call.dialect else None,
         )
+        if request.reading is Reading.ALONE:
+            self.rooms.accounts.fell_back(request, f"engine_reading_{understood.failure or 'differs'}")
+        return request
 
     def _trace(self, headers: Mapping[str, str]) -> tuple[Trace | None, dict[str, str]]:
         """Where a request with these headers stands in a trace, if traces are wanted; and what its legs are told."""

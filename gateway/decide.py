@@ -131,7 +131,7 @@ class Decider:
             tie=tie_of(request.leg_id),
             answer_tokens=self._answers.tokens(request.call.options.output_tokens),
             home=home or self._home,
-            unshared=request.call.options.is_unshared,
+            unshared=request.is_unshared,
         )
 
     def pressure(self, link: LinkView) -> float:

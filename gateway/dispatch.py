@@ -26,6 +26,7 @@ from gateway.accounts import Accounts
 from gateway.bookings import booked
 from gateway.clusters import Clusters
 from gateway.decide import Decider
+from gateway.engine_reading import EngineReadings
 from gateway.errors import (
     DecodeFailed,
     KillsEngines,
@@ -83,6 +84,7 @@ class Dispatcher:
         reservations: Reservations,
         runner: Runner,
         reader: Reader,
+        engine_readings: EngineReadings,
         accounts: Accounts,
         replicas: Replicas | None,
         refusals: Refusals,
@@ -97,6 +99,7 @@ class Dispatcher:
         self._reservations = reservations
         self._runner = runner
         self._reader = reader
+        self._engine_readings = engine_readings
         self._accounts = accounts
         self.replicas = replicas
         self._refusals = refusals
@@ -158,7 +161,11 @@ class Dispatcher:
         The request has been accepted: it is not asked again whether it will be served as promised.
         """
         call, model = request.call, request.model or request.served.as_read()
-        _, prompt = await self._reader.read(call.endpoint, call.body({}), model, request.tenant.memory, answered)
+        memory = request.tenant.memory
+        if request.token_ids is not None:
+            prompt = await self._engine_readings.longer(request.token_ids, call, model, memory, answered)
+        else:
+            _, prompt = await self._reader.read(call.endpoint, call.body({}), model, memory, answered)
         request.first_prompt = request.asked
         request.prompt, request.answered = prompt, answered
         if error.failure is Failure.LOST:

@@ -110,7 +110,7 @@ class Explanations:
             num_tokens=request.prompt.num_tokens,
             max_output_tokens=request.call.options.output_tokens,
             service_class=request.service.name,
-            is_unshared=request.call.options.is_unshared,
+            is_unshared=request.is_unshared,
             plan=self._decider.plan_version,
             decision=decision,
             verdict=verdict,

@@ -208,6 +208,8 @@ def _beginning(told: bytes) -> str:
 
 
 def _common(request: Request, params: dict[str, Any]) -> dict[str, Any]:
+    if request.token_ids is not None:  # an engine's own: vLLM takes them in the place of the messages
+        params["prompt_token_ids"] = request.token_ids
     values: dict[str, Any] = {"kv_transfer_params": params}
     if request.prompt.namespace:  # of caches that engines keep for themselves
         values["cache_salt"] = request.prompt.namespace

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,8 @@ from prompts.errors import TakesLonger
 from prompts.tokenizer import TextTokenizer
 
 log = logging.getLogger("prfaas.gateway.read")
+
+T = TypeVar("T")
 
 TINY_BODY_BYTES: Final = 4 * 1024  # read in 0.1 ms, at worst in 2
 SHORT_BODY_BYTES: Final = 128 * 1024  # the worst JSON of this length is decoded in 3 ms
@@ -85,7 +87,7 @@ class Reader:
         asking = self._tasks.start(self._ask(asked, body), "read", expected=(ApiError,))
         return await asyncio.shield(asking)
 
-    async def think(self, work: Callable[[PromptMemory], bytes]) -> bytes:
+    async def think(self, work: Callable[[PromptMemory], T]) -> T:
         """What `work` comes to in a thread. It must not hold the interpreter's lock for long."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, self._memory)
 

@@ -11,6 +11,7 @@ from gateway.keys import EVERYBODY, Tenant
 from gateway.node import Node
 from gateway.openai import Call
 from gateway.prompts import Model, Prompt
+from gateway.styles import Reading
 from gateway.trace_context import Trace
 from planner.decisions.classes import UNPROMISED, ServiceClass
 from planner.decisions.routing import Route
@@ -118,6 +119,8 @@ class Request:
     gap_s: float = 0.0  # the longest time that it took one, from the failure to its first bytes
     broken: list[tuple[Node, tuple[str, int]]] = field(default_factory=list, repr=False)  # engines that may have died
     model: Model | None = None  # as its prompt was read, should it be read again
+    reading: Reading = Reading.OWN  # by whom
+    token_ids: msgspec.Raw | None = field(default=None, repr=False)  # as JSON, where an engine has read it
     first_prompt: Prompt | None = None  # the client's, once `prompt` goes on with what has been answered
     is_recomputed: bool = False  # the decode node computed a prompt whose KVCache should have come
 
@@ -130,6 +133,11 @@ class Request:
     def asked(self) -> Prompt:
         """The client's prompt; `prompt` goes on with what has been answered, once an engine has failed."""
         return self.first_prompt or self.prompt
+
+    @property
+    def is_unshared(self) -> bool:
+        """Whether KVCache computed elsewhere is of no use to it."""
+        return self.call.options.is_unshared or self.reading is Reading.ALONE
 
     @property
     def output_tokens(self) -> int:

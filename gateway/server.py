@@ -27,6 +27,7 @@ from gateway.decide import Decider
 from gateway.desk import Desk
 from gateway.dispatch import Dispatcher
 from gateway.drained import Drained, SharedDrained
+from gateway.engine_reading import EngineReadings
 from gateway.errors import ConfigError
 from gateway.explain import Explanations
 from gateway.flows import Flows
@@ -52,6 +53,7 @@ from gateway.seat import ORPHANED, Alone, Seat
 from gateway.shares import Shares
 from gateway.siblings import Kept
 from gateway.snapshot import Snapshots
+from gateway.styles import Styles
 from gateway.tasks import TaskSet
 from gateway.traces import Traces
 from gateway.waiting import WaitingLine
@@ -162,12 +164,14 @@ async def running(
             RequestLog(config.request_log, metrics.upkeep.not_logged) if config.request_log.directory else None
         )
         traces = Traces(config.traces) if config.traces.endpoint else None
-    on_ended = [each.ended for each in (request_log, traces) if each is not None]
+    legs = Legs(config.timeouts, config.max_in_flight)
+    reader = Reader(tokenizer, afterwards, threads=config.tokenise_threads, timeout_s=config.timeouts.read_s)
+    engine_readings = EngineReadings(Styles(), clusters, legs, reader, afterwards, clock, config.timeouts.read_s)
+    on_ended = [each.ended for each in (request_log, traces, engine_readings) if each is not None]
     accounts = Accounts(metrics, records, seat.offered, clock, on_ended)
     decider = Decider(config, clusters, links, cost, clock)
     follower = Follower(config.plan, decider.follow, metrics.upkeep)
     follower.begin()
-    legs = Legs(config.timeouts, config.max_in_flight)
     moves = Moves(
         metrics,
         afterwards,
@@ -188,12 +192,12 @@ async def running(
         on_change=metrics.waiting.set,
         room=seat.waiting,
     )
-    reader = Reader(tokenizer, afterwards, threads=config.tokenise_threads, timeout_s=config.timeouts.read_s)
     budget = RetryBudget(config.retry_share, config.least_retries / seat.workers)
     rooms = Rooms(
         receiver=Receiver(strangers, config.max_body_bytes, config.timeouts.body_s, now),
         admission=admission,
         reader=reader,
+        engine_readings=engine_readings,
         dispatcher=Dispatcher(
             clusters,
             decider,
@@ -213,6 +217,7 @@ async def running(
                 config.timeouts.room_s,
             ),
             reader,
+            engine_readings,
             accounts,
             replicas,
             refusals,

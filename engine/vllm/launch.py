@@ -40,6 +40,7 @@ MAX_SEQUENCES: Final = 256  # of one step; a chunk must have room for a token of
 CPU_FLAGS: Final = ("--enforce-eager",)  # compiling takes minutes there, and gains little
 CPU_KVCACHE_GIB: Final = 1
 EVENTS_SOCKET: Final = "kv-events"
+RENDER: Final = "entrypoints/scale_out/render"  # in vLLM
 EXIT_USAGE: Final = 2
 
 
@@ -74,12 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not is_tested(version):
         print(f"engine: {untested(version)}", file=sys.stderr)
     is_cpu = "cpu" in version
-    command = server_command(options, is_cpu=is_cpu)
+    command = server_command(options, is_cpu=is_cpu, renders=can_render())
     sys.stderr.flush()
     os.execve(sys.executable, [sys.executable, *command], environment(options, os.environ, is_cpu=is_cpu))
 
 
-def server_command(options: ServerOptions, *, is_cpu: bool) -> list[str]:
+def server_command(options: ServerOptions, *, is_cpu: bool, renders: bool = True) -> list[str]:
     """The arguments for a Python that becomes the server. vLLM's flags come last: where one is given twice, it wins."""
     # `vllm serve` asks for a distribution named vllm, which the CPU build is not.
     command = ["-m", "vllm.entrypoints.openai.api_server", "--model", options.model]
@@ -91,6 +92,8 @@ def server_command(options: ServerOptions, *, is_cpu: bool) -> list[str]:
     command += ["--kv-events-config", json.dumps(_kv_events(options))]
     command += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     command += ["--middleware", MIDDLEWARE]
+    if renders:
+        command += ["--enable-scale-out"]  # `/render`: gateways ask which tokens a request stands for
     if options.block_size is not None:
         command += ["--block-size", str(options.block_size)]
     if options.max_model_len is not None:
@@ -130,6 +133,12 @@ def installed_version() -> str | None:
             continue
         return f"{version}+cpu" if name.endswith("-cpu") and "+" not in version else version
     return "unknown"
+
+
+def can_render() -> bool:
+    """Whether the vLLM that this Python would import tells which tokens a request stands for."""
+    found = importlib.util.find_spec("vllm")
+    return any((Path(place) / RENDER).is_dir() for place in (found and found.submodule_search_locations) or ())
 
 
 def _kv_transfer(options: ServerOptions) -> dict[str, object]:

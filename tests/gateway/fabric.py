@@ -1,12 +1,19 @@
-"""What stands for the transport between scripted nodes."""
+"""What stands for the transport between scripted nodes, and what their engines say of prompts."""
 
 import asyncio
+import json
+from typing import Any
+
+from aiohttp import web
 
 
 class Fabric:
     """Transfers by id: unsettled, landed (with the tokens that the prefill reused) or given up (with a reason)."""
 
     def __init__(self) -> None:
+        self.rendered: Any = None  # what engines say that a request stands for; None: they do not say such things
+        self.render_status = 200
+        self.asked_to_render: list[dict[str, Any]] = []
         self._transfers: dict[str, asyncio.Future[str]] = {}
 
     def open(self, transfer_id: str) -> None:
@@ -21,3 +28,9 @@ class Fabric:
         """ "" once the KVCache is there, else why it never will be."""
         future = self._transfers.get(transfer_id)
         return await asyncio.shield(future) if future else "unknown_transfer"
+
+    async def render(self, http: web.Request) -> web.Response:
+        self.asked_to_render.append(json.loads(await http.read()))
+        if self.rendered is None:
+            raise web.HTTPNotFound
+        return web.json_response(self.rendered, status=self.render_status)

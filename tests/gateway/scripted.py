@@ -125,8 +125,8 @@ class ScriptedNode(NodeAgentServicer):
 
     async def start_engine(self, port: int = 0) -> None:
         app = web.Application(client_max_size=64 << 20)
-        app.router.add_post("/v1/chat/completions", self._generate)
-        app.router.add_post("/v1/completions", self._generate)
+        app.router.add_post("/v1/{chat:(chat/)?}completions", self._generate)
+        app.router.add_post("/v1/{chat:(chat/)?}completions/render", self.fabric.render)
         app.router.add_post("/v1/embeddings", self._embed)
         self._engine = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._engine.setup()

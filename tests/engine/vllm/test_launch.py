@@ -56,6 +56,11 @@ def test_what_is_left_to_vllm_is_not_said() -> None:
     assert "--enforce-eager" in command
 
 
+def test_a_server_says_which_tokens_it_reads_where_it_can() -> None:
+    assert "--enable-scale-out" in server_command(options(), is_cpu=False)
+    assert "--enable-scale-out" not in server_command(options(), is_cpu=False, renders=False)
+
+
 def test_flags_of_the_operator_come_last_and_so_win() -> None:
     flags = ("--max-num-batched-tokens", "8192", "--tensor-parallel-size", "2")
     assert server_command(options(vllm_flags=flags), is_cpu=True)[-4:] == list(flags)
