@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import uuid
 from collections.abc import Iterator, Sequence
@@ -26,12 +27,20 @@ from prfaas.client import complete
 from tests.e2e.harness import Bench, free_port
 from tests.transport.proxy import Proxy
 from tests.vllm.cases import build
+from tests.vllm.chats import HISTORIES, TOOLS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200), pytest.mark.dimensions(start="servers")]
 
 ARCH = "gemma3"  # sliding windows and full attention. (LFM2, scaled as it is, changes its mind with the batch that it runs in.)
 CHUNK = 256
 LINK_BYTES_PER_S = 12.5e6  # 100 Mbit/s for each connection
+# What real ones look at; and what a critic says depends on a flag of the server's that no gateway knows.
+TEMPLATE = """{% if tools %}{{ tools | tojson }}
+{% endif %}{% for m in messages %}<{{ m.role }}>{% if m.role == 'critic' %}{{ critic | default('') }}{% endif %}
+{%- if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}{% for call in m.tool_calls or [] %}
+{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}
+{% endfor %}{% if add_generation_prompt %}<assistant>{% if enable_thinking is false %}()
+{% endif %}{% endif %}"""
 
 
 def document(model: str, relay: Proxy) -> dict[str, Any]:
@@ -45,7 +54,14 @@ def document(model: str, relay: Proxy) -> dict[str, Any]:
         "gateway": {"port": 0, "threshold_tokens": 300, "routing": {"prefill_tokens_per_s": 1000.0}},
         "node": {
             "engine": "vllm",
-            "engine_args": ["--dtype", "float32", "--num-gpu-blocks-override", "512"],
+            "engine_args": [
+                "--dtype",
+                "float32",
+                "--num-gpu-blocks-override",
+                "512",
+                "--default-chat-template-kwargs",
+                '{"critic": "of nothing: "}',
+            ],
             "chunk_tokens": CHUNK,
             "max_model_len": 4096,
             "cache_bytes": 128 << 20,
@@ -60,7 +76,9 @@ def document(model: str, relay: Proxy) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def bench(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    model = build(ARCH, models)
+    model = tmp_path_factory.mktemp("model") / ARCH
+    shutil.copytree(build(ARCH, models), model)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
     with (
         Proxy(f"127.0.0.1:{free_port()}", LINK_BYTES_PER_S) as relay,
         Bench(document(str(model), relay), model, tmp_path_factory.mktemp("serving")) as running,
@@ -234,6 +252,64 @@ def test_what_a_model_is_not_for_is_said(bench: Bench) -> None:
         async with bench.session.post(url, json={"model": "tiny", "input": "x"}) as answer:
             assert 400 <= answer.status < 500
             assert (await answer.json())["error"]["message"]
+
+    bench.run(scenario())
+
+
+# What agents send, each of which used to be read otherwise by the gateway.
+AGENTS_SEND: dict[str, dict[str, Any]] = {
+    "a bare tool": {"tools": TOOLS["bare"], "tool_choice": "none"},
+    "a tool in another order": {"tools": TOOLS["another order"], "tool_choice": "none"},
+    "compact arguments": {"messages": HISTORIES["compact arguments"]},
+    "developer": {"messages": HISTORIES["developer"]},
+    "developer before system": {"messages": HISTORIES["developer before system"]},
+    "parts": {"messages": HISTORIES["parts everywhere"]},
+    "reasoning": {"messages": HISTORIES["reasoning and calls"], "reasoning_effort": "none"},
+    "cut": {"truncate_prompt_tokens": 500},
+    "cut on the right": {"truncate_prompt_tokens": 500, "truncation_side": "right"},
+}
+
+
+async def chat(bench: Bench, name: str, fields: dict[str, Any]) -> tuple[Any, Any]:
+    """A long chat's answers: by the gateway, and by one server that has nothing of it cached."""
+    long = {"role": "user", "content": f"{name}: " + "the rain in the plain " * 30}
+    body = {"model": "tiny", "max_tokens": 8, "temperature": 0, "ignore_eos": True} | fields
+    body["messages"] = [*fields.get("messages", []), long]
+    told = []
+    for url, extra in ((bench.system.api_url, {}), (one_server(bench), {"cache_salt": uuid.uuid4().hex})):
+        headers = {"x-request-id": name}
+        async with bench.session.post(f"{url}/v1/chat/completions", json=body | extra, headers=headers) as answer:
+            told.append(await answer.json())
+            assert answer.status == 200, told[-1]
+    ours, alone = ((each["choices"][0]["message"], each["usage"]["prompt_tokens"]) for each in told)
+    return ours, alone
+
+
+def test_what_agents_send_is_prefilled_remotely(bench: Bench) -> None:
+    async def scenario() -> None:
+        for what, fields in AGENTS_SEND.items():
+            name = bench.name()
+            ours, alone = await chat(bench, name, fields)
+            assert ours == alone, what
+            record = await bench.record(name)
+            assert (record["route"], record["fallbacks"], record["total"]) == ("remote", [], ours[1]), what
+            assert record["bytes"], what
+
+    bench.run(scenario())
+
+
+def test_a_chat_that_vllm_reads_otherwise_is_read_by_vllm_the_next_time(bench: Bench) -> None:
+    async def scenario() -> None:
+        seen = []
+        for number in range(3):
+            name = bench.name()
+            said = {"messages": [{"role": "critic", "content": f"I saw {number}."}]}
+            ours, alone = await chat(bench, name, said)
+            assert ours == alone
+            record = await bench.record(name)
+            seen.append((record["fallbacks"], record["total"] == ours[1]))
+        assert seen[0] == (["prefill_digest_mismatch", "recompute_no_prefill"], False)
+        assert seen[1:] == [([], True)] * 2
 
     bench.run(scenario())
 
