@@ -39,6 +39,7 @@ BASES = {
     "Dynamo": "dynamo",
     "its fast": "dynamo_fastokens",
     "marked": "dynamo_marked",
+    "unkept": "ours_unkept",
 }
 LAG = re.compile(r'prfaas_event_loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)')
 

@@ -170,6 +170,7 @@ ROLES = {"ours": ("decode", "decode"), "ours_pd": ("prefill", "decode")}
 STARTS: dict[str, Start] = {
     **{name: _ours(roles, CHECKOUT) for name, roles in ROLES.items()},
     "ours_workers": _ours(ROLES["ours"], CHECKOUT, "workers = 2\n"),
+    "ours_unkept": _ours(ROLES["ours"], CHECKOUT, "kept_answer_bytes = 0\n"),  # no stream is continued elsewhere
     "ours_marked": _ours(ROLES["ours"], CHECKOUT, marked=True),
     "aiohttp": _bare_proxy,
     "vllm_router": _vllm_router,

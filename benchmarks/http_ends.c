@@ -6,7 +6,7 @@
 //
 // The engine reads of a body what it must: max_tokens, whether it streams, whether it is a prefill leg, and "seed", which is
 // the pause between two tokens in ms (0: none). A stream is one write per token, its tokens in turns with those of others, as a
-// batch decodes. Bodies come with a Content-Length; answers may have one or be chunked.
+// batch decodes; each names its token where that is asked for ("resumable"). Bodies come with a Content-Length; answers may have one or be chunked.
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -23,8 +23,9 @@
 
 #define MAX_CONNECTIONS 1024
 #define PATH "/v1/chat/completions"
-#define TOKEN "data: {\"id\":\"chatcmpl-1\",\"object\":\"chat.completion.chunk\",\"created\":1,\"model\":\"mock\"," \
-  "\"choices\":[{\"index\":0,\"delta\":{\"content\":\" token\"},\"finish_reason\":null}]}\n\n"
+#define TOKEN(ids) "data: {\"id\":\"chatcmpl-1\",\"object\":\"chat.completion.chunk\",\"created\":1,\"model\":\"mock\"," \
+  "\"choices\":[{\"index\":0,\"delta\":{\"content\":\" token\"},\"finish_reason\":null" ids "}]}\n\n"
+#define NAMED TOKEN(",\"token_ids\":[6634]")
 #define WHOLE "{\"id\":\"chatcmpl-1\",\"object\":\"chat.completion\",\"created\":1,\"model\":\"mock\",\"choices\":[{\"index\":0," \
   "\"message\":{\"role\":\"assistant\",\"content\":\" token\"},\"finish_reason\":\"stop\"}],\"usage\":{\"prompt_tokens\":7," \
   "\"completion_tokens\":1,\"total_tokens\":8}%s}"
@@ -36,7 +37,7 @@ typedef struct {
   char *in; size_t used, room;       // what has come and is not dealt with yet
   const char *out; size_t left;      // load: what is still to be sent
   char *owned;                       // load: where `out` began
-  int tokens; double due, pause_s;   // engine: of the stream under way
+  int tokens, named; double due, pause_s;  // engine: of the stream under way
   double asked, first; int status, chunked; long long body; // load: of the answer under way
 } Conn;
 
@@ -112,6 +113,7 @@ static void answer(Conn *c, const char *body, size_t size) {
   char text[2048], all[4096];
   if (memmem(body, size, "\"stream\":true", 13)) {
     c->tokens = number(body, size, "\"max_tokens\":", 1) + 1;  // one more: the end
+    c->named = memmem(body, size, "\"resumable\":true", 16) != NULL;
     c->pause_s = number(body, size, "\"seed\":", 0) * 1e-3;
     c->due = now_s();
     const char *head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n";
@@ -137,15 +139,18 @@ static void serve(Conn *c) {
 
 // One token of every stream that is due; how long nothing will be, in ms.
 static int stream_tokens(void) {
-  static char event[512];
-  static int size;
-  if (!size) size = snprintf(event, sizeof event, "%zx\r\n%s\r\n", sizeof TOKEN - 1, TOKEN);
+  static char event[2][512];
+  static int size[2];
+  if (!size[0]) {
+    size[0] = snprintf(event[0], sizeof event[0], "%zx\r\n%s\r\n", sizeof TOKEN("") - 1, TOKEN(""));
+    size[1] = snprintf(event[1], sizeof event[1], "%zx\r\n%s\r\n", sizeof NAMED - 1, NAMED);
+  }
   double now = now_s(), next = now + 1;
   for (int i = 0; i < MAX_CONNECTIONS; i++) {
     Conn *c = &conns[i];
     if (c->fd == -1 || !c->tokens) continue;
     if (c->due <= now) {
-      if (--c->tokens) send_all(c, event, size);
+      if (--c->tokens) send_all(c, event[c->named], size[c->named]);
       else send_all(c, "e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n", 24);
       c->due += c->pause_s;
       if (!c->tokens) { serve(c); continue; }

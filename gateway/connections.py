@@ -31,7 +31,8 @@ JSON: Final = "application/json"
 PORTS: Final = 1 << 16
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 TCP_CLOSE: Final = 7  # include/net/tcp_states.h
-FIRST_LOOK_S: Final = 0.005
+MOMENT_S: Final = 0.005
+FIRST_LOOK_S: Final = 0.0005  # after asking; the next ones after twice as long each
 LAST_LOOK_S: Final = 1.0
 
 
@@ -237,26 +238,34 @@ class Connection(RequestHandler):
 
         Both a half-closed client and one that is gone send FIN. Another byte makes the second answer with RST.
         """
-        # Its request may have come in the same packet, and begin to be handled in a moment.
-        self._look_again_in(FIRST_LOOK_S)
+        is_served = self._current is not None
+        # Else its request may have come in the same packet, and begins to be handled in a moment.
+        self._looking = self._loop.call_later(0.0 if is_served else MOMENT_S, self._ask)
         return True
 
-    def _look_again_in(self, seconds: float) -> None:
-        self._looking = self._loop.call_later(seconds, self._look, seconds)
-
-    def _look(self, after_s: float) -> None:
+    def _ask(self) -> None:
+        """Whether it still listens. Who is no longer there says so a round trip later."""
         transport, http = self.transport, self._current
         if transport is None or transport.is_closing():
             return
-        if http is None:
-            transport.close()  # what is left of its answer is still sent
+        if http is not None and not http.content.is_eof():
+            transport.abort()  # the rest of its body will not come
             return
-        if not http.content.is_eof() or _is_reset(transport):
-            transport.abort()
-            return
-        if after_s == FIRST_LOOK_S:
+        if http is not None:
             self._probe(transport, http)
-        self._look_again_in(min(2 * after_s, LAST_LOOK_S))
+        self._look(FIRST_LOOK_S / 2)
+
+    def _look(self, after_s: float) -> None:
+        transport = self.transport
+        if transport is None or transport.is_closing():
+            return
+        if self._current is None:
+            transport.close()  # what is left of its answer is still sent
+        elif _is_reset(transport):
+            transport.abort()
+        else:
+            next_s = min(2 * after_s, LAST_LOOK_S)
+            self._looking = self._loop.call_later(next_s, self._look, next_s)
 
     def _probe(self, transport: asyncio.Transport, http: web.BaseRequest) -> None:
         if self.probe_stream is not None:
