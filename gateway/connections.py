@@ -10,17 +10,19 @@ connections. The operators' listener has a gate, and descriptors, of its own.
 import asyncio
 import logging
 import socket
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
+from http import HTTPStatus
 from typing import Any, Final, cast
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from gateway.config import Strangers
-from gateway.errors import RETRY_AFTER_S, ApiError, Overloaded, Unauthorised
+from gateway.errors import ApiError, Overloaded, Unauthorised
 from gateway.metrics import Metrics
 from planner.decisions.admission import spread_s
 
@@ -31,6 +33,7 @@ JSON: Final = "application/json"
 PORTS: Final = 1 << 16
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 TCP_CLOSE: Final = 7  # include/net/tcp_states.h
+BYTES_RECEIVED: Final = 128  # in struct tcp_info, include/uapi/linux/tcp.h
 MOMENT_S: Final = 0.005
 FIRST_LOOK_S: Final = 0.0005  # after asking; the next ones after twice as long each
 LAST_LOOK_S: Final = 1.0
@@ -103,6 +106,10 @@ class Gate:
                 connection, since = next(iter(waiting.items()))
                 if self._now() - since < limit_s:
                     break
+                if state is State.NEW and not connection.has_said_nothing:
+                    connection.refuse(
+                        ApiError(408, "The request's head did not arrive in time.", code="request_timeout")
+                    )
                 self.turn_away(connection, "no_request" if state is State.NEW else "idle")
 
     def turn_away(self, connection: "Connection", reason: str) -> None:
@@ -128,7 +135,7 @@ class Gate:
     def _close_longest_waiting(self, waiting: Any, newcomer: "Connection", reason: str) -> None:
         longest = next((each for each in waiting if each is not newcomer), None)
         if longest is None:
-            newcomer.refuse()
+            newcomer.refuse(Overloaded("Too many connections from this address. Please retry.", "too_many_connections"))
         self.turn_away(longest or newcomer, reason)
 
     def _forget(self, connection: "Connection") -> None:
@@ -201,17 +208,24 @@ class Connection(RequestHandler):
         """Waits until the client has taken most of what was sent. Raises ConnectionResetError."""
         await self._drain_helper()
 
-    def refuse(self) -> None:
-        """Says that there are too many connections, before any request has come."""
-        if self.transport is not None:
-            error = Overloaded("Too many connections from this address. Please retry.", "too_many_connections")
-            body = error.body()
-            head = f"HTTP/1.1 429 Too Many Requests\r\nContent-Type: {JSON}\r\nContent-Length: {len(body)}\r\n"
+    def refuse(self, error: ApiError) -> None:
+        """Says why there is no answer, before any request has come."""
+        if self.transport is None:
+            return
+        body = error.body()
+        head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
+        head += f"Content-Type: {JSON}\r\nContent-Length: {len(body)}\r\n"
+        if error.retry_after_s is not None:
             # Those who are refused at once are told apart by their ports.
             peer = self.transport.get_extra_info("peername")
-            wait_s = spread_s(RETRY_AFTER_S, (peer[1] % PORTS) / PORTS if peer else 0.0)
+            wait_s = spread_s(error.retry_after_s, (peer[1] % PORTS) / PORTS if peer else 0.0)
             head += f"Retry-After: {max(1, round(wait_s))}\r\nretry-after-ms: {round(1000 * wait_s)}\r\n"
-            self.transport.write(f"{head}Connection: close\r\n\r\n".encode() + body)
+        self.transport.write(f"{head}Connection: close\r\n\r\n".encode() + body)
+
+    @property
+    def has_said_nothing(self) -> bool:
+        """Whether not a byte has come from the client, ever."""
+        return self._wire is None or not _tcp_info(self._wire, BYTES_RECEIVED, 8)
 
     def handle_error(
         self,
@@ -275,8 +289,14 @@ class Connection(RequestHandler):
 
 
 def _is_reset(transport: asyncio.Transport) -> bool:
+    return _tcp_info(transport, 0, 1) == TCP_CLOSE
+
+
+def _tcp_info(transport: asyncio.Transport, offset: int, size: int) -> int:
+    """A field of Linux's struct tcp_info; 0 where it has none."""
     connection = transport.get_extra_info("socket")
-    return bool(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE)
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, offset + size)
+    return int.from_bytes(info[offset:], sys.byteorder)
 
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]

@@ -19,24 +19,26 @@ from tests.prompts.builders import TEMPLATE, bpe
 LONG = "the quick brown fox jumps over the lazy dog " * 40
 
 
-def write_config(directory: Path, nodes: Topology) -> Path:
+def write_config(directory: Path, nodes: Topology, more: str = "") -> Path:
     bpe().save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": TEMPLATE}))
     agents = "".join(f'[[gateway.nodes]]\nagent = "{node.agent_address}"\n' for node in nodes.nodes)
     path = directory / "gateway.toml"
-    path.write_text(f'[gateway]\nport = 0\ntokenizer_dir = "."\nthreshold_tokens = 100\n{agents}')
+    path.write_text(f'[gateway]\nport = 0\ntokenizer_dir = "."\nthreshold_tokens = 100\n{more}{agents}')
     return path
 
 
 @asynccontextmanager
-async def process(directory: Path, nodes: Topology) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+async def process(
+    directory: Path, nodes: Topology, more: str = ""
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """A gateway process that has said where it listens."""
     running = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "gateway",
         "-c",
-        str(write_config(directory, nodes)),
+        str(write_config(directory, nodes, more)),
         stdout=asyncio.subprocess.PIPE,
         env=os.environ | {"GRPC_VERBOSITY": "ERROR"},
     )
