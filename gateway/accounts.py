@@ -53,6 +53,7 @@ class Accounts:
 
     def routed(self, request: Request, chosen: Route, tries: int) -> None:
         """A route was chosen, after `tries` that failed."""
+        self._metrics.travelled(request)  # for a try that is over, whose outcome is forgotten below
         if request.timeline.routed is None:
             request.timeline.routed = self._clock()
         request.route = chosen

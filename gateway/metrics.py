@@ -310,8 +310,7 @@ class Metrics:
         """Counts a request that is over, however it ended; `code` is why, if it was not even routed."""
         route = request.route_label
         self._requests[route, request.reason_label if request.route else code, str(status)].inc()
-        if sent := request.outcome:  # it has travelled, whatever came of the answer
-            self._kv_bytes[route, request.destination, sent.link or "unknown"].inc(sent.bytes_total)
+        self.travelled(request)
         if tenant := request.tenant.name:
             self._count_tenant(request, tenant, status)
         if request.wasted_prefill_s:
@@ -332,12 +331,16 @@ class Metrics:
             self._tbt[route,].observe(tbt_s)
         self._count_tokens(request)
 
+    def travelled(self, request: Request) -> None:
+        """Counts the KVCache that a try has had sent, whatever becomes of the answer. To be called once for each try."""
+        if sent := request.outcome:
+            self._kv_bytes[request.route_label, request.destination, sent.link or "unknown"].inc(sent.bytes_total)
+            self.sent_for(request.tenant.name, request.origin, request.destination, "request", sent.bytes_total)
+
     def _count_tenant(self, request: Request, tenant: str, status: int) -> None:
         self._tenant_requests[tenant, str(status)].inc()
-        if (sent := request.outcome) is not None:
-            self.sent_for(tenant, request.origin, request.destination, "request", sent.bytes_total)
         if request.has_cost:
-            self._tenant_tokens[tenant, "prompt"].inc(request.prompt.num_tokens)
+            self._tenant_tokens[tenant, "prompt"].inc(request.asked.num_tokens)
             self._tenant_tokens[tenant, "cached"].inc(cached_tokens(request))
             self._tenant_tokens[tenant, "completion"].inc(request.output_tokens)
 

@@ -221,14 +221,15 @@ def cached_tokens(request: Request) -> int:
     """Prompt tokens that nobody had to compute, as far as is known here."""
     if request.is_recomputed or request.route is None:
         return 0
-    return request.outcome.cached_tokens if request.outcome else request.route.cached_tokens
+    cached = request.outcome.cached_tokens if request.outcome else request.route.cached_tokens
+    return min(cached, request.asked.num_tokens)  # of what has been answered, too, where another engine goes on
 
 
 def record_of(request: Request, seq: int, status: int, error: str = "") -> RequestRecord:
     """The record of `request` once it is over. `cached` is what the prefill reused, `uncached` what it computed."""
     route, outcome, timeline = request.route, request.outcome, request.timeline
     total = request.asked.num_tokens
-    cached = min(total, cached_tokens(request))
+    cached = cached_tokens(request)
     sent = outcome.bytes_total if outcome else 0
     return RequestRecord(
         seq=seq,

@@ -76,3 +76,23 @@ async def test_without_tenants_nobody_has_an_account() -> None:
         await w.idle()
         async with w.http.get("/prfaas/usage") as answer:
             assert await answer.json() == {"data": []}
+
+
+@on_loop
+async def test_of_a_stream_that_another_engine_goes_on_with_the_answer_is_no_prompt_and_both_transfers_count() -> None:
+    async with world(tenants=TENANTS, operator_keys=(digest_of(OPERATOR),)) as w:
+        faults = ["die_after 5"]
+        for node in w.nodes.decode:
+            node.script.words, node.script.is_resumable, node.script.decode = (" w",) * 12, True, faults
+        assert (await w.complete(LONG, headers=key(ACME), stream=True)).status == 200
+        await w.idle()
+        async with w.http.get("/prfaas/requests", headers=key(OPERATOR)) as lines:
+            (record,) = [json.loads(line) async for line in lines.content]
+        assert record["takeovers"] == 1
+        async with w.http.get("/prfaas/usage", headers=key(OPERATOR)) as answer:
+            (acme,) = (await answer.json())["data"]
+        assert acme["prompt_tokens"] == record["total"]
+        assert acme["cached_tokens"] <= acme["prompt_tokens"]
+        legs = [body for node in w.nodes.remote + w.nodes.local for body in node.bodies]
+        assert len(legs) == 2
+        assert sum(each["bytes"] for each in acme["kv_bytes"]) > record["bytes"] > 0
