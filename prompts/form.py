@@ -24,7 +24,7 @@ Message = dict[str, Any]
 TEXTS: Final = {
     "text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking",
 }  # fmt: skip
-MAY_BE_MISSING: Final = ("text", "refusal")  # left out where they are null
+MAY_BE_MISSING: Final = ("text", "refusal")  # left out where they are null, of a list of parts, too
 # Keys of parts that vLLM knows; any other one is kept with a text.
 KNOWN_KEYS: Final = frozenset(
     {"audio_embeds", "audio_url", "closed", "data", "file", "image_embeds", "image_pil", "image_url", "input_audio"}
@@ -114,7 +114,7 @@ def _in_form(message: Message, in_parts: bool, where: str) -> Message:
     if role == "system":
         parts = list(_without_billing(parts))
     found = (_part(part, in_parts, f"{where}.content[{index}]") for index, part in enumerate(parts))
-    pieces = [piece for piece in found if piece is not None]
+    pieces = [piece for piece in found if piece]  # of a text, empty parts leave no line
     made: Message = {"role": role, "content": pieces if in_parts else "\n".join(pieces)}
     more = _MORE.get(role)
     if more is not None:
@@ -138,9 +138,9 @@ def _part(part: Any, in_parts: bool, where: str) -> Any:
     if kind not in TEXTS:
         raise invalid(where, "this model takes text parts only")
     text = part.get(TEXTS[kind])
-    if text is None and kind in MAY_BE_MISSING:
+    if text is None and (kind in MAY_BE_MISSING or not in_parts):
         return None
-    if not isinstance(text, str):
+    if not isinstance(text, str | None):
         raise invalid(where, "this model takes text parts only")
     if not in_parts:
         return text
@@ -173,7 +173,7 @@ def _of_tool(message: Message, made: Message, where: str) -> None:
         made["tool_call_id"] = message["tool_call_id"]
     content = made["content"]
     if isinstance(content, list) and all(part["type"] == "text" for part in content):
-        made["content"] = "\n".join(part["text"] for part in content)
+        made["content"] = _joined(content, where)
 
 
 _MORE: Final[dict[str, Callable[[Message, Message, str], None]]] = {"assistant": _of_assistant, "tool": _of_tool}
@@ -243,4 +243,11 @@ def _with_one_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def _text_of(content: Any) -> str:
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content if "text" in part)
+    return content if isinstance(content, str) else _joined([part for part in content if "text" in part], "messages")
+
+
+def _joined(parts: Sequence[dict[str, Any]], where: str) -> str:
+    texts = [part["text"] for part in parts]
+    if None in texts:  # which vLLM fails at
+        raise invalid(f"{where}.content", "a text is null")
+    return "\n".join(texts)

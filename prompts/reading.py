@@ -92,4 +92,5 @@ def truncated(tokens: TokenArray, most: int, side: str | None, added: tuple[int,
     before, after = (0, 0) if side else added
     kept = max(0, most - before - after)
     text = tokens[before : len(tokens) - after]
-    return np.concatenate([tokens[:before], text[len(text) - kept :], tokens[len(tokens) - after :]])
+    cut = np.concatenate([tokens[:before], text[len(text) - kept :], tokens[len(tokens) - after :]])
+    return cut[len(cut) - min(len(cut), most) :]

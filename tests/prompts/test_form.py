@@ -32,6 +32,7 @@ def calling(arguments: Any) -> dict[str, Any]:
         ([], "", []),
         (parts("a", "b"), "a\nb", parts("a", "b")),
         (["a", "b"], "a\nb", parts("a", "b")),
+        (["", "a", ""], "a", parts("", "a", "")),
         ([{"type": "text", "text": None}, *parts("a")], "a", parts("a")),
         ([{"type": "input_text", "text": "a"}, {"type": "refusal", "refusal": "b"}], "a\nb", parts("a", "b")),
         ([{"text": "a", "type": "text", "cache_control": 1}], "a", [{"type": "text", "text": "a", "cache_control": 1}]),

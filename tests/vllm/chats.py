@@ -60,6 +60,10 @@ HISTORIES: dict[str, list[dict[str, Any]]] = {
         LAST,
     ],
     "empty": [{"role": "system", "content": ""}, {"role": "user", "content": ""}],
+    "empty parts": [{"role": "user", "content": text("", "one", "", "two", "")}],
+    "parts that are null": [
+        {"role": "user", "content": [{"type": "text", "text": None}, {"type": "input_text", "text": None}, *text("a")]}
+    ],
     "null": [USER, {"role": "assistant", "content": None}, LAST],
     "no parts": [{"role": "user", "content": []}],
     "billing header": [

@@ -14,6 +14,7 @@ from gateway.prompts import Hashing, Model, PromptMemory, tokens_of_prompt
 from prompts.conversations import Conversations
 from prompts.tokenizer import TextTokenizer
 from tests.vllm.chats import HISTORIES, MAX_MODEL_LEN, TEMPLATES, TOOLS, VllmReader, bodies, save_model
+from tests.vllm.random_chats import Writer
 
 pytestmark = [
     pytest.mark.vllm,
@@ -23,13 +24,15 @@ pytestmark = [
 MODEL = Model(names=("m",), max_model_len=MAX_MODEL_LEN, hashing=Hashing(16, b""))
 REFUSED_HERE = {"tools: no type"}  # as OpenAI does
 LEAST_TEMPLATES, LEAST_CHATS = 12, 500
+DRAWN = 60  # by chance, for each template
 LEAST_READ = 25  # of a template's chats; some refuse what others take
 
 
 class Both:
     """One template, read by both. Its cases share what was read before, as those of a gateway do."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, template: str = "") -> None:
+        self.template = template
         self.vllm = VllmReader(directory)
         self.tokenizer = TextTokenizer.load(directory)
         self.memory = PromptMemory(self.tokenizer)
@@ -48,7 +51,7 @@ class Both:
 
 @pytest.fixture(scope="module", params=TEMPLATES, ids=lambda path: path.stem)
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
-    made = Both(save_model(tmp_path_factory.mktemp("chats") / "model", request.param))
+    made = Both(save_model(tmp_path_factory.mktemp("chats") / "model", request.param), request.param.stem)
     yield made
     made.vllm.close()
 
@@ -64,6 +67,20 @@ def test_every_chat_has_the_tokens_that_vllm_reads(both: Both) -> None:
             unlike.append(name)
     assert not unlike
     assert read >= LEAST_READ
+
+
+def test_so_has_what_chance_writes(both: Both) -> None:
+    writer, read = Writer(both.template), 0
+    for _ in range(DRAWN):
+        fields = writer.body()
+        try:
+            expected = both.vllm.tokens(fields)
+        except TypeError:
+            continue  # vLLM's own: an error 500
+        if expected is not None:
+            read += 1
+            assert both.ours(fields) == expected, json.dumps(fields)
+    assert read
 
 
 def test_a_chat_that_goes_on_has_them_too(both: Both) -> None:
