@@ -235,9 +235,13 @@ class FrontDoor:
         )
         failed: ApiError | None = None
         with ExitStack() as places:
-            for _ in requests[1:]:
-                self.rooms.admission.take()
-                places.callback(self.rooms.admission.give_back)
+            try:
+                for _ in requests[1:]:
+                    self.rooms.admission.take()
+                    places.callback(self.rooms.admission.give_back)
+            except ApiError as error:
+                self.rooms.accounts.turned_away(error, visit.tenant)
+                raise
             try:
                 async with asyncio.TaskGroup() as group:
                     for number, request in enumerate(requests):

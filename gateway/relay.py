@@ -17,7 +17,7 @@ from gateway.reply import Date, Reply
 from gateway.request import Request
 from gateway.request import cached_tokens as known_cached_tokens
 from gateway.run import Attempt
-from gateway.seam import Seam, names_tokens, why_not
+from gateway.seam import DONE, Seam, names_tokens, why_not
 from gateway.several import Part, PartReply
 from gateway.tasks import TaskSet
 from gateway.usage import RECOMPUTED, UsagePatch, completion_tokens, with_cached_tokens
@@ -25,6 +25,10 @@ from gateway.usage import RECOMPUTED, UsagePatch, completion_tokens, with_cached
 OUTCOME_WAIT_S: Final = 2.0  # the prefill's own report is a round trip behind the KVCache that the answer needed
 EVENT_END: Final = b"\n\n"
 COMMENT: Final = b":\n\n"  # clients of SSE ignore it
+CUT: Final = (
+    "stream_cut",
+    "the stream ended before its end",
+)  # told as an error: nobody is to take a part for the whole
 
 PIECE_BYTES: Final = 128 * 1024  # of a whole answer: more than a transport holds without asking to wait for the client
 
@@ -161,16 +165,20 @@ class Relay:
         """Reads an answer that ends with its engine."""
         answer = attempt.answer
         first: bytes | None = answer.first
+        tail = b""
 
         async def read() -> bytes:
-            nonlocal first
+            nonlocal first, tail
             chunk, first = first, None
             try:
                 chunk = chunk or await answer.read()
+                if not chunk and tail != DONE:
+                    raise DecodeFailed(attempt.decode.id, *CUT)
             except DecodeFailed as error:
                 self._accounts.fell_back(request, f"decode_{error.reason}", error)
                 self._accounts.not_taken_over(request, why_not(request.call) or "off")
                 raise
+            tail = (tail + chunk[-len(DONE) :])[-len(DONE) :]
             if RECOMPUTED in chunk:
                 self._accounts.notice_recompute(request, chunk)
             return chunk
@@ -220,8 +228,8 @@ class _Continued:
         try:
             seam.check()
             chunk = chunk or await answer.read()
-            if not chunk and seam.knows_tokens and not seam.is_whole:
-                raise LegFailed("stream_cut", "the stream ended before its end")
+            if not chunk and not seam.is_whole:
+                raise LegFailed(*CUT)
             return seam.take(chunk) if chunk else None
         except LegFailed as error:
             raise DecodeFailed(self._answering.attempt.decode.id, error.reason, str(error)) from error

@@ -252,3 +252,29 @@ async def test_nothing_is_kept_where_it_is_not_wanted() -> None:
         assert error_of(await streamed(w)) == "stream_broken"
         assert (await takeovers(w)) == {"off": 1}
         assert "resumable" not in w.nodes.decode[0].bodies[-1]["kv_transfer_params"]
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "end"),
+    [
+        ("/v1/completions", {"prompt": "hello there"}, "data: [DONE]"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hello there"}], "max_tokens": 9}, "message_stop"),
+        ("/v1/responses", {"input": "hello there"}, "response.completed"),
+    ],
+)
+@pytest.mark.parametrize("kept_answer_bytes", [0, 1 << 10])
+@on_loop
+async def test_a_stream_that_its_engine_ends_too_early_is_never_told_as_whole(
+    path: str, said: dict[str, Any], end: str, kept_answer_bytes: int
+) -> None:
+    async with world(kept_answer_bytes=kept_answer_bytes) as w:
+        for node in w.nodes.decode:
+            node.script.decode = ["cut_after 2"]
+        async with w.http.post(path, json={"model": "scripted", "stream": True, **said}) as response:
+            told = await response.text()
+        assert "stream_cut" in told
+        assert end not in told
+        (record,) = await w.records()
+        assert record["fallbacks"] == ["decode_stream_cut"]
+        assert record["error"]
+        await w.settled()
