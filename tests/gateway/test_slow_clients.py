@@ -6,9 +6,12 @@
 import asyncio
 import json
 import os
+import re
 import resource
+import signal
 import socket
 import struct
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +30,7 @@ MIB = 1 << 20
 WORD = "x" * 50_000
 WORDS = 400  # 20 MB, more than all buffers on the way
 SLOW = 8
+STREAMS_OF_A_WORKER = 4000  # two descriptors each
 HELD_BYTES = 2 * MIB  # for each slow client at most: what was read of the engine, what waits to be sent
 
 
@@ -67,8 +71,23 @@ def rss_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def cpu_s(pid: int) -> float:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
+def is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def family(pid: int) -> list[int]:
+    """A gateway's process and its workers."""
+    return [pid, *(int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+
+def pss_bytes(pids: list[int]) -> int:
+    """What processes have in memory, each page that they share counted once."""
+    found = (re.search(r"^Pss: +(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.M) for pid in pids)
+    return sum(1024 * int(each[1]) for each in found if each)
+
+
+def cpu_s(pids: list[int]) -> float:
+    tasks = (task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir())
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) * 1e-9
 
 
@@ -174,27 +193,51 @@ async def is_let_in(url: str) -> bool:
         return response.status == 200
 
 
-async def main(streams: int) -> None:
-    limits = f"max_in_flight = {streams}\n[gateway.strangers]\nmax_connections_per_address = {streams}\n"
-    async with gateway(limits) as (pid, url, nodes), AsyncExitStack() as stack:
-        await answer(url)
-        nodes.decode[0].script.word_interval_s = 100.0
-        before, began_s = rss_bytes(pid), cpu_s(pid)
+async def hold(url: str, streams: int) -> None:
+    """Begins so many streams, says so, and holds them until standard input ends."""
+    async with AsyncExitStack() as stack:
         for _ in range(streams):
             reader, writer = await stack.enter_async_context(connection(url))
             writer.write(asking())
             while b"data: " not in await reader.read(65536):
                 pass
-        per_stream = (rss_bytes(pid) - before) / streams
-        idle_at, idle_cpu_s = time.monotonic(), cpu_s(pid)
-        await asyncio.sleep(10.0)
-        share = (cpu_s(pid) - idle_cpu_s) / (time.monotonic() - idle_at)
-        print(
-            f"{streams} idle streams: {per_stream / 1024:.1f} KiB each, {rss_bytes(pid) / MIB:.0f} MiB in all, "
-            f"{1e3 * (idle_cpu_s - began_s) / streams:.2f} ms of CPU to begin each, {share:.1%} of a core while they idle; "
-            f"load {os.getloadavg()[0]:.1f}"
+        print("begun", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+
+async def main(streams: int) -> None:
+    workers = -(-streams // STREAMS_OF_A_WORKER)
+    async with gateway(f"max_in_flight = {streams}\nworkers = {workers}\n") as (pid, url, nodes):
+        await answer(url)
+        nodes.decode[0].script.word_interval_s = 1000.0
+        pids = family(pid)
+        before, began_s = pss_bytes(pids), cpu_s(pids)
+        clients = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", __spec__.name, url, str(streams), stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
+        assert clients.stdin is not None
+        assert clients.stdout is not None
+        assert await clients.stdout.readline() == b"begun\n"
+        held, idle_at, idle_cpu_s = pss_bytes(pids), time.monotonic(), cpu_s(pids)
+        await asyncio.sleep(10.0)
+        share = (cpu_s(pids) - idle_cpu_s) / (time.monotonic() - idle_at)
+        print(
+            f"{streams} idle streams, {workers} workers: {(held - before) / streams / 1024:.1f} KiB each, "
+            f"{held / MIB:.0f} MiB in all, {1e3 * (idle_cpu_s - began_s) / streams:.2f} ms of CPU to begin each, "
+            f"{share:.1%} of a core while they idle; load {os.getloadavg()[0]:.1f}"
+        )
+        clients.stdin.close()
+        await clients.wait()
+        async with asyncio.timeout(PATIENCE_S):
+            await until_running(nodes, 0)
+            os.kill(pid, signal.SIGTERM)  # workers share files, which end with their parent
+            while is_running(pid):  # noqa: ASYNC110 another process ends
+                await asyncio.sleep(0.01)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]) if len(sys.argv) > 1 else 1000))
+    match sys.argv[1:]:
+        case [url, streams]:
+            asyncio.run(hold(url, int(streams)))
+        case arguments:
+            asyncio.run(main(int(arguments[0]) if arguments else 1000))
