@@ -15,6 +15,7 @@ from typing import Final, TypeVar
 from engine.errors import AgentGone, PagesInvalid, TransferError
 from engine.pages import Arena, JobKV
 from hybrid_cache.layout import ModelLayout
+from hybrid_cache.reservation import NO_HINTS, Hints
 from transport.control.messages import (
     BeginPrefill,
     ClaimLanding,
@@ -196,7 +197,13 @@ class AgentLink:
     # Jobs
 
     def begin_prefill(
-        self, request_id: str, hashes: bytes, num_tokens: int, tokens_digest: bytes, ticket: TicketInfo | None
+        self,
+        request_id: str,
+        hashes: bytes,
+        num_tokens: int,
+        tokens_digest: bytes,
+        ticket: TicketInfo | None,
+        hints: Hints = NO_HINTS,
     ) -> AgentJob:
         """Asks for pages. Raises AgentGone when there is no agent."""
         job = self._new_job()
@@ -208,6 +215,9 @@ class AgentLink:
                 num_tokens=num_tokens,
                 tokens_digest=tokens_digest,
                 ticket=ticket,
+                branch_tokens=hints.branch_tokens,
+                category=hints.category,
+                useful_tokens=hints.useful_tokens,
             )
         )
         return job

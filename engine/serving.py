@@ -245,7 +245,8 @@ class Service:
         hashes, digest = await self._identify(request)
         job = None
         try:
-            job = self.link.begin_prefill(request.id, hashes, request.prefill_tokens, digest, None)
+            hints = request.transfer.hints
+            job = self.link.begin_prefill(request.id, hashes, request.prefill_tokens, digest, None, hints)
             await job.pages()
             return job
         except TransferError as exc:
@@ -267,7 +268,7 @@ class Service:
         if ticket.tokens_digest != digest or ticket.num_tokens != request.prefill_tokens:
             raise TransferError("digest_mismatch", "the ticket was made for other tokens")
         asked_s = self.clock()
-        job = link.begin_prefill(request.id, hashes, request.prefill_tokens, digest, ticket)
+        job = link.begin_prefill(request.id, hashes, request.prefill_tokens, digest, ticket, request.transfer.hints)
         try:
             kv = await job.pages()
             request.cached_tokens = kv.cached_tokens

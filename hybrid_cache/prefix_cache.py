@@ -22,7 +22,7 @@ from hybrid_cache.eviction.base import EvictionPolicy, Use
 from hybrid_cache.eviction.choice import default_policy
 from hybrid_cache.layout import ModelLayout
 from hybrid_cache.lookup import PrefixHit, longest_common_hit
-from hybrid_cache.reservation import Hold, Purpose, Reservation
+from hybrid_cache.reservation import NO_HINTS, Hints, Hold, Purpose, Reservation
 from hybrid_cache.snapshots import BranchPoints, Prefill, SnapshotPolicy
 from hybrid_cache.tree import PrefixTree
 
@@ -132,12 +132,12 @@ class PrefixCache:
         *,
         now: float,
         purpose: Purpose,
-        category: str = "",
+        hints: Hints = NO_HINTS,
     ) -> Reservation:
         """Locks the reusable prefix and allocates pages for the rest of `num_tokens` tokens, or changes nothing.
 
-        `hashes` are those of the full blocks; blocks without one stay private to the request. `category` is the kind of
-        request for workload-aware eviction. Raises OutOfPages and DuplicateReservation.
+        `hashes` are those of the full blocks; blocks without one stay private to the request. Raises OutOfPages and
+        DuplicateReservation.
         """
         if request_id in self._holds:
             raise DuplicateReservation(f"request {request_id!r} already holds a reservation")
@@ -150,7 +150,7 @@ class PrefixCache:
         self._tree.lock_prefix(hold, cached, purpose)
         hit_end = hold.nodes[-1].hash if hold.nodes else None
         try:
-            self._allocate_own(hold, cached, self._snapshot_lengths(num_tokens, hit, purpose), now)
+            self._allocate_own(hold, cached, self._snapshot_lengths(num_tokens, hit, purpose, hints), now)
         except OutOfPages:
             self._tree.unlock(hold, now)
             raise
@@ -161,7 +161,7 @@ class PrefixCache:
             if len(self._found) > HITS_REMEMBERED:
                 self._found.popitem(last=False)
         if purpose not in (Purpose.ANSWER, Purpose.PROMOTION, Purpose.ATTENTION):  # the request itself is still to come
-            self._eviction.begin(Use(now, hashes, category))
+            self._eviction.begin(Use(now, hashes, hints.category, self._useful_blocks(hints)))
         return Reservation(hold, self.layout, purpose, cached)
 
     def pin(self, request_id: str, hashes: Sequence[bytes], num_tokens: int) -> int:
@@ -236,7 +236,10 @@ class PrefixCache:
         except KeyError:
             raise UnknownReservation(f"no reservation {request_id!r}") from None
 
-    def _snapshot_lengths(self, num_tokens: int, hit: PrefixHit, purpose: Purpose) -> set[int]:
+    def _useful_blocks(self, hints: Hints) -> int | None:
+        return None if hints.useful_tokens is None else hints.useful_tokens // self.layout.block_size
+
+    def _snapshot_lengths(self, num_tokens: int, hit: PrefixHit, purpose: Purpose, hints: Hints) -> set[int]:
         if purpose is Purpose.ATTENTION:
             return set()
         if purpose not in (Purpose.PREFILL, Purpose.ANSWER) or not self.layout.companion_groups:
@@ -247,7 +250,12 @@ class PrefixCache:
             attention_tokens=hit.attention_tokens,
             block_size=self.layout.block_size,
         )
-        wanted = {length for length in self._snapshots.lengths(prefill) if hit.num_tokens < length <= num_tokens}
+        branches = {length for length in hints.branch_tokens if not length % self.layout.block_size}
+        if hints.useful_tokens is not None:  # the last boundary is no more likely to be of use than any other
+            chosen = {length for length in self._snapshots.lengths(prefill) if length <= hints.useful_tokens}
+        else:
+            chosen = set(self._snapshots.lengths(prefill))
+        wanted = {length for length in chosen | branches if hit.num_tokens < length <= num_tokens}
         if purpose is Purpose.ANSWER:  # a state of the past cannot be had any more
             return wanted & {num_tokens}
         return wanted | ({num_tokens} - {hit.num_tokens})

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate, chain
+from typing import Final
 
 from hybrid_cache.blocks import Companion, Node, Pages
 from hybrid_cache.layout import ModelLayout
@@ -17,6 +18,22 @@ class Purpose(Enum):
     ANSWER = "answer"  # as a landing, but from this node's engine, which holds what it computed while it answered
     PROMOTION = "promotion"  # a landing from a lower tier, ahead of the request that needs it
     ATTENTION = "attention"  # a promotion of full attention alone, ahead of a landing: no window tails, no snapshots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hints:
+    """What is known of a prompt beyond its tokens.
+
+    Later prompts leave it at `branch_tokens` (a state is kept at each of these lengths that a block ends at); `category` is
+    the kind of request, for eviction that is aware of it; nothing after `useful_tokens` is expected to be of use again.
+    """
+
+    branch_tokens: tuple[int, ...] = ()
+    category: str = ""
+    useful_tokens: int | None = None
+
+
+NO_HINTS: Final = Hints()
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from hybrid_cache.eviction.choice import policy_named
 from hybrid_cache.layout import ModelLayout, RangeKey, Segment
 from hybrid_cache.lookup import PrefixHit
 from hybrid_cache.prefix_cache import PrefixCache
-from hybrid_cache.reservation import Purpose, Reservation
+from hybrid_cache.reservation import NO_HINTS, Hints, Purpose, Reservation
 from node.arena import Arena
 from node.broadcast import Broadcast
 from node.config import NodeConfig
@@ -62,6 +62,8 @@ class Pages:
         self._now = now
         self._events = events
         self._freed = asyncio.Event()
+        # A request uses blocks that were cached: their hashes from the prompt's beginning on.
+        self.on_found: Callable[[Sequence[bytes]], None] = lambda hashes: None
 
     async def open_ssd(self) -> None:
         """Opens the SSD tier, however long its directory cannot be used; what lies there can be matched from then on."""
@@ -115,13 +117,20 @@ class Pages:
         """What of a prompt is cached here."""
         return self.cache.match(hashes, num_tokens)
 
-    def reserve(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose) -> Reservation:
+    def reserve(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        num_tokens: int,
+        purpose: Purpose,
+        hints: Hints = NO_HINTS,
+    ) -> Reservation:
         """Locks reusable blocks and allocates the rest. Raises NodeRefusal. New pages may be written into once `settled`.
 
         Without a lease of its own: who reserves must release, because only it knows when threads have let go of the pages.
         """
         self._check(hashes, num_tokens)
-        return self._reserve(request_id, hashes, num_tokens, purpose)
+        return self._reserve(request_id, hashes, num_tokens, purpose, hints)
 
     def _check(self, hashes: Sequence[bytes], num_tokens: int) -> None:
         if not 0 < num_tokens <= MAX_TOKENS:
@@ -133,17 +142,29 @@ class Pages:
         if needed > self.num_pages:
             raise NodeRefusal("no_capacity", f"{needed} pages needed, the arena has {self.num_pages}")
 
-    def _reserve(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose) -> Reservation:
+    def _reserve(
+        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose, hints: Hints
+    ) -> Reservation:
         try:
-            reservation = self.cache.reserve(request_id, hashes, num_tokens, now=self._now(), purpose=purpose)
+            reservation = self.cache.reserve(
+                request_id, hashes, num_tokens, now=self._now(), purpose=purpose, hints=hints
+            )
         except OutOfPages as exc:
             raise NodeRefusal("no_capacity", str(exc)) from exc
         finally:
             self.publish()
+        if purpose in (Purpose.PREFILL, Purpose.LANDING) and reservation.cached_tokens:
+            self.on_found(hashes[: reservation.cached_tokens // self.layout.block_size])
         return reservation
 
     async def reserve_when_free(
-        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose, timeout_s: float
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        num_tokens: int,
+        purpose: Purpose,
+        timeout_s: float,
+        hints: Hints = NO_HINTS,
     ) -> Reservation:
         """`reserve`, waiting up to `timeout_s` for running requests to free pages. Raises NodeRefusal."""
         self._check(hashes, num_tokens)
@@ -152,7 +173,7 @@ class Pages:
         while True:
             self._freed.clear()
             try:
-                reservation = self._reserve(request_id, hashes, num_tokens, purpose)
+                reservation = self._reserve(request_id, hashes, num_tokens, purpose, hints)
                 break
             except NodeRefusal:
                 left_s = deadline - self._now()
@@ -217,6 +238,11 @@ class Pages:
         pages = self.cache.drop(hashes, keep_tokens, unused_since=now - unused_s, now=now)
         self.changed()
         return pages
+
+    def tell(self, event: pb.NodeEvent) -> None:
+        """Tells watchers, after what has changed in the cache."""
+        self.publish()
+        self._events.publish(event)
 
     def changed(self) -> None:
         """Pages may be free now: who waits for some tries again, who watches hears of it."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybrid_cache.layout import ModelLayout, RangeKey, transfer_ranges
-from hybrid_cache.reservation import Purpose, Reservation
+from hybrid_cache.reservation import Hints, Purpose, Reservation
 from node.answers import OK, Answers, JobKey, Reply, job_pages, noting_refusals
 from node.coding import formats_of
 from node.errors import NodeRefusal
@@ -27,6 +27,8 @@ from transport.send.spec import Urgency
 log = logging.getLogger(__name__)
 
 PREFIX_PUSH_TIMEOUT_S = 120.0
+MAX_BRANCHES = 8
+MAX_CATEGORY_CHARS = 64
 # Kinds of jobs: for another node, for the prefix cache here, and what an engine computed while it answered.
 LEG, LOCAL, ANSWER = "leg", "local", "answer"
 
@@ -142,6 +144,17 @@ class ProducerCounts:
     jobs: Counter[tuple[str, str]] = field(default_factory=Counter)  # by kind and outcome
 
 
+def hints_of(message: m.BeginPrefill) -> Hints:
+    """What an engine has been told of a prompt. What makes no sense there is of no use, and does no harm."""
+    branches = tuple(length for length in message.branch_tokens[:MAX_BRANCHES] if length > 0)
+    useful = message.useful_tokens
+    return Hints(
+        branch_tokens=branches,
+        category=message.category[:MAX_CATEGORY_CHARS],
+        useful_tokens=None if useful is None else max(0, useful),
+    )
+
+
 class Producer:
     """All prefill jobs of a node."""
 
@@ -224,7 +237,7 @@ class Producer:
         if message.computed:
             return await self._pages.reserve_now(name, hashes, message.num_tokens, Purpose.ANSWER)
         return await self._pages.reserve_when_free(
-            name, hashes, message.num_tokens, Purpose.PREFILL, self._room_timeout_s
+            name, hashes, message.num_tokens, Purpose.PREFILL, self._room_timeout_s, hints_of(message)
         )
 
     def _check_ticket(self, message: m.BeginPrefill, ticket: m.TicketInfo) -> None:

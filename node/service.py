@@ -10,7 +10,6 @@ import grpc.aio
 
 from node.agent import NodeAgent
 from node.broadcast import WatcherTooSlow
-from node.contexts import as_message
 from node.errors import NodeRefusal
 from node.pages import in_parts, split_hashes
 from transport.control.credentials import server_credentials
@@ -30,6 +29,7 @@ STATUS_OF_REFUSAL = {
     "engine_down": grpc.StatusCode.UNAVAILABLE,
     "starting": grpc.StatusCode.UNAVAILABLE,
     "no_capacity": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "over_budget": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "not_cached": grpc.StatusCode.NOT_FOUND,
     "unknown_context": grpc.StatusCode.NOT_FOUND,
     "context_exists": grpc.StatusCode.ALREADY_EXISTS,
@@ -156,18 +156,18 @@ class NodeService(rpc.NodeAgentServicer):
 
     async def CreateContext(self, request: pb.ContextRequest, context: grpc.aio.ServicerContext) -> pb.Context:
         try:
-            return as_message(await self._agent.any_contexts().create(request), self._now())
+            return await self._agent.any_contexts().create(request)
         except NodeRefusal as exc:
             await _refuse(context, exc)
 
     async def ExtendContext(self, request: pb.ContextRequest, context: grpc.aio.ServicerContext) -> pb.Context:
         try:
-            return as_message(self._agent.any_contexts().extend(request), self._now())
+            return self._agent.any_contexts().extend(request)
         except NodeRefusal as exc:
             await _refuse(context, exc)
 
     async def DeleteContext(self, request: pb.ContextRequest, context: grpc.aio.ServicerContext) -> pb.Done:
-        known = self._agent.contexts is not None and self._agent.contexts.delete(request.context_id)
+        known = self._agent.contexts is not None and self._agent.contexts.delete(request.context_id, request.owner)
         return pb.Done(ok=True, reason="" if known else "unknown")
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.Done:

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from engine.errors import RequestError
 from engine.model.sampling import MAX_TOP_LOGPROBS, SamplingParams
+from hybrid_cache.reservation import NO_HINTS, Hints
 from prompts.errors import BadPrompt
 from prompts.reading import Chat, chat_tokens, completion_tokens
 from prompts.segments import TokenArray
@@ -45,7 +46,8 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """What a gateway says beside the client's words.
 
     `resumable`: the chunks of a stream name their tokens, so that another engine can go on should this one die. `answered`:
-    the tokens of the answer that a client has had from another engine; what follows them is asked for.
+    the tokens of the answer that a client has had from another engine; what follows them is asked for. For `branch_tokens`,
+    `category` and `useful_tokens` see BeginPrefill, which says them to the agent.
     """
 
     do_remote_decode: bool = False
@@ -56,6 +58,9 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: Annotated[float, Meta(gt=0.0)] | None = None
     resumable: bool = False
     answered: list[TokenId] = []
+    branch_tokens: Annotated[tuple[NotNegative, ...], Meta(max_length=8)] = ()
+    category: str = ""
+    useful_tokens: NotNegative | None = None
 
 
 class NotDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,6 +160,7 @@ class Transfer:
     ticket: TicketInfo | None = None
     transfer_id: str | None = None
     timeout_s: float = DEFAULT_LANDING_TIMEOUT_S
+    hints: Hints = NO_HINTS
 
 
 def parse_request(body: bytes, kind: type[R]) -> R:
@@ -275,7 +281,9 @@ def transfer_of(params: KVTransferParams | None) -> Transfer:
     if params.do_remote_decode and params.do_remote_prefill:
         raise RequestError("a request is either a prefill leg or a decode leg", param="kv_transfer_params")
     transfer = Transfer(
-        salt=_unhex(params.salt, "kv_transfer_params.salt"), timeout_s=params.timeout_s or DEFAULT_LANDING_TIMEOUT_S
+        salt=_unhex(params.salt, "kv_transfer_params.salt"),
+        timeout_s=params.timeout_s or DEFAULT_LANDING_TIMEOUT_S,
+        hints=Hints(branch_tokens=params.branch_tokens, category=params.category, useful_tokens=params.useful_tokens),
     )
     if params.do_remote_decode:
         if params.ticket is None:

@@ -31,6 +31,7 @@ from engine.vllm.steps import (
     StepWritten,
 )
 from hybrid_cache.hashing import block_hashes, tokens_digest
+from hybrid_cache.reservation import NO_HINTS, Hints
 from transport.control.messages import LayerDone, StateDone, TicketInfo, Welcome
 
 log = logging.getLogger(__name__)
@@ -97,11 +98,17 @@ class AgentThread:
                 return events
 
     def begin(
-        self, request_id: str, prompt: Sequence[int], num_tokens: int, salt: bytes, ticket: TicketInfo | None
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        num_tokens: int,
+        salt: bytes,
+        ticket: TicketInfo | None,
+        hints: Hints = NO_HINTS,
     ) -> int:
         """Asks for pages for the first `num_tokens` tokens of a prompt; returns the errand's number."""
         errand = self._new(num_tokens)
-        self._on_loop(lambda: self._start(errand, self._begin(errand, request_id, prompt, salt, ticket)))
+        self._on_loop(lambda: self._start(errand, self._begin(errand, request_id, prompt, salt, ticket, hints)))
         return errand.number
 
     def claim(self, prompt: Sequence[int], salt: bytes, transfer_id: str, timeout_s: float) -> int:
@@ -213,7 +220,13 @@ class AgentThread:
             self._post(Failed(errand.number, type(exc).__name__))
 
     async def _begin(
-        self, errand: Errand, request_id: str, prompt: Sequence[int], salt: bytes, ticket: TicketInfo | None
+        self,
+        errand: Errand,
+        request_id: str,
+        prompt: Sequence[int],
+        salt: bytes,
+        ticket: TicketInfo | None,
+        hints: Hints,
     ) -> None:
         def identify() -> tuple[bytes, bytes]:
             hashes = block_hashes(prompt[: errand.num_tokens], self._layout.model.block_size, salt)
@@ -222,7 +235,7 @@ class AgentThread:
         hashes, digest = await _where(len(prompt), identify)
         if ticket is not None:
             self._check_ticket(ticket, digest, errand.num_tokens)
-        job = self._link.begin_prefill(request_id, hashes, errand.num_tokens, digest, ticket)
+        job = self._link.begin_prefill(request_id, hashes, errand.num_tokens, digest, ticket, hints)
         await self._granted(errand, job)
         if ticket is not None:
             self._post(Arrived(errand.number, await job.delivered()))

@@ -247,7 +247,9 @@ class SchedulerSide:
             num_tokens = handover.prefill_tokens
             if transfer.ticket is None:
                 num_tokens -= num_tokens % self._block_size  # only whole blocks can be reused
-            handover.errand = self._agent.begin(request_id, handover.prompt, num_tokens, transfer.salt, transfer.ticket)
+            handover.errand = self._agent.begin(
+                request_id, handover.prompt, num_tokens, transfer.salt, transfer.ticket, transfer.hints
+            )
         self._errands[handover.errand] = handover
 
     # What the agent says

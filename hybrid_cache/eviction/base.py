@@ -9,11 +9,15 @@ Key = Hashable
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One request's use of the cache: the keys of its blocks from the root on, and what kind of request it is."""
+    """One request's use of the cache: the keys of its blocks from the root on, and what kind of request it is.
+
+    Nobody expects blocks after the first `useful` to be of use again; None: nothing is known of that.
+    """
 
     now: float
     path: Sequence[Key]
     category: str = ""
+    useful: int | None = None
 
 
 class EvictionPolicy(Protocol):

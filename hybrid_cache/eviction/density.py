@@ -1,12 +1,15 @@
 """The default policy: evict what promises the fewest hits per second of room it takes, as reuse.py has learned it."""
 
 import heapq
+from collections import OrderedDict
+from dataclasses import replace
 from typing import Final
 
 from hybrid_cache.eviction.base import EvictionPolicy, Key, Use
 from hybrid_cache.eviction.cohorts import BUCKETS, EDGES, bucket_of
 from hybrid_cache.eviction.reuse import ReuseModel
 
+JUNK: Final = -(1 << 10)  # the logarithm of no worth at all
 REFRESH_REQUESTS: Final = 32
 SLACK_OFFERS: Final = 1024
 
@@ -29,15 +32,37 @@ class ReuseDensity(EvictionPolicy):
         self._cleared_offers = 0  # those before have left no stale entries
         self._requests = 0
         self._refreshing = False  # densities are being computed
+        self._useless: OrderedDict[Key, None] = OrderedDict()  # blocks of which so much has been said
+        self._max_useless = max_history
 
     def begin(self, use: Use) -> None:
-        self.model.observe(use)
+        use = self.heed(use)
+        if use.path:
+            self.model.observe(use)
         # Often at first, when every request teaches something.
         if self._refreshing or self._requests % min(REFRESH_REQUESTS, 1 + self._requests // 16) == 0:
             self._refreshing = not self.model.refresh()
             if not self._refreshing:
                 self._rank()
         self._requests += 1
+
+    def heed(self, use: Use) -> Use:
+        """The part of a request's path that may be of use again. The rest leaves first, unless others have used it."""
+        if use.useful is None:
+            if self._useless:
+                for key in use.path:
+                    self._useless.pop(key, None)
+            return use
+        for key in use.path[use.useful :]:
+            if not self.knows(key):
+                self._useless[key] = None
+        while len(self._useless) > self._max_useless:
+            self._useless.popitem(last=False)
+        return replace(use, path=use.path[: use.useful], useful=None)
+
+    def knows(self, key: Key) -> bool:
+        """Whether a request has used the block that may come again."""
+        return self.model.knows(key)
 
     def touch(self, key: Key, now: float) -> None:
         if key in self._offered:
@@ -79,7 +104,8 @@ class ReuseDensity(EvictionPolicy):
     def place(self, key: Key, now: float) -> tuple[float, int, int]:
         """Time of the last use, class id, and the logarithm of what a hit is worth (four to the octave)."""
         # A window block or snapshot is as good as the block it belongs to.
-        return *self.model.class_of(key[1] if isinstance(key, tuple) else key, now), 0
+        block_hash = key[1] if isinstance(key, tuple) else key
+        return *self.model.class_of(block_hash, now), JUNK if block_hash in self._useless else 0
 
     def _worth_of(self, key: Key, now: float) -> float:
         at, class_id, scale = self.place(key, now)

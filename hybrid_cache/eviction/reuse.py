@@ -91,6 +91,10 @@ class ReuseModel:
         self._learn(Use(now, keys))
         self._await(now, keys, [key_class for _, key_class in uses])
 
+    def knows(self, key: Key) -> bool:
+        """Whether anything can be told of a block."""
+        return key in self._places
+
     def class_of(self, key: Key, now: float) -> tuple[float, int]:
         """Time of the last use and class id; an unknown block is one of which nothing can be told."""
         place = self._places.get(key)

@@ -17,7 +17,7 @@ from typing import Final
 
 from hybrid_cache.eviction.base import Key, Use
 from hybrid_cache.eviction.cohorts import bucket_of
-from hybrid_cache.eviction.density import ReuseDensity
+from hybrid_cache.eviction.density import JUNK, ReuseDensity
 from hybrid_cache.eviction.reuse import ReuseModel
 from hybrid_cache.layout import ModelLayout
 
@@ -25,7 +25,7 @@ PRIOR_SNAPSHOTS: Final = 4.0  # one request makes one or two, not dozens as of b
 # Length at which attention costs as much as all else: 32e9 active parameters, 15 layers of 64 heads of 192 + 128 dimensions.
 QUADRATIC_TOKENS: Final = 208_000
 SCALES_PER_OCTAVE: Final = 4
-JUNK, LAST_RESORT = -(1 << 10), 1 << 9
+LAST_RESORT: Final = 1 << 9
 
 
 class Kind(IntEnum):
@@ -104,7 +104,11 @@ class SnapshotDensity(ReuseDensity):
         self._serves: OrderedDict[Key, Key] = OrderedDict()  # window block -> the snapshot it is kept for
         self._tail = max((len(layout.window_blocks(group, 1 << 40)) for group in layout.window_groups), default=0)
 
+    def knows(self, key: Key) -> bool:
+        return key in self.snapshots.depth
+
     def begin(self, use: Use) -> None:
+        use = self.heed(use)
         if self.snapshots.observe(use.now, use.path):
             self._rank()
         for key in use.path[len(use.path) - self._tail :] if self._tail else ():

@@ -1,6 +1,6 @@
 import pytest
 
-from hybrid_cache.contexts import ContextCache, NotCached, TooManyContexts
+from hybrid_cache.contexts import MAX_OF_OWNER, ContextCache, NotCached, OverBudget, TooManyContexts
 from hybrid_cache.errors import DuplicateReservation, OutOfPages, UnknownReservation
 from hybrid_cache.prefix_cache import PrefixCache
 from tests.hybrid_cache.builders import FULL, STATE, hashes_of, make_layout, prefill, reserve
@@ -24,8 +24,8 @@ def fill(cache):
 def test_context_outlives_pressure_until_it_expires():
     cache, contexts = make()
     prefill(cache, PROMPT)
-    context = contexts.create("c", hashes_of(PROMPT), 16, now=0.0, ttl_s=10.0)
-    assert context.num_tokens == 16
+    context, added = contexts.create("c", hashes_of(PROMPT), 16, now=0.0, ttl_s=10.0)
+    assert (context.num_tokens, added) == (16, 16)
     fill(cache)
     assert cache.match(hashes_of(PROMPT), 16).num_tokens == 16
     contexts.extend("c", now=5.0, ttl_s=20.0)
@@ -53,8 +53,76 @@ def test_bad_contexts():
     contexts.delete("c", 0.0)
     prefill(cache, PROMPT)
     contexts.create("c", hashes_of(PROMPT), 16, now=0.0, ttl_s=10.0)
-    with pytest.raises(DuplicateReservation):
-        contexts.create("c", hashes_of(PROMPT), 16, now=0.0, ttl_s=10.0)
+    other = [*range(50, 66)]
+    prefill(cache, other)
+    for prompt, owner in ((PROMPT, "somebody else"), (other, "")):
+        with pytest.raises(DuplicateReservation):
+            contexts.create("c", hashes_of(prompt), 16, now=0.0, ttl_s=10.0, owner=owner)
+    with pytest.raises(UnknownReservation):
+        contexts.extend("c", now=0.0, ttl_s=1.0, owner="somebody else")
     reserve(cache, "r", [*PROMPT, 1, 2])
     contexts.delete("c", 1.0)
     cache.check_integrity()
+
+
+def test_a_context_lives_on_whenever_it_is_used():
+    cache, contexts = make()
+    prefill(cache, PROMPT)
+    contexts.create("c", hashes_of(PROMPT), 16, now=0.0, ttl_s=10.0)
+    assert contexts.use(hashes_of(PROMPT)[:-1], 5.0) == []  # a part of it only
+    assert [context.expires_at for context in contexts.use(hashes_of([*PROMPT, *range(90, 98)]), 5.0)] == [15.0]
+    again, added = contexts.create("c", hashes_of(PROMPT), 16, now=6.0, ttl_s=2.0)
+    assert (again.expires_at, again.ttl_s, added) == (15.0, 10.0, 0)  # who asks for less takes nothing away
+    assert contexts.expire(14.9) == []
+    assert contexts.expire(15.0) == ["c"]
+
+
+def test_an_owner_keeps_what_is_allowed_and_each_block_counts_once():
+    cache, contexts = make()
+    longer = [*PROMPT, *range(70, 78)]
+    prefill(cache, PROMPT)
+    prefill(cache, longer)
+    hashes = hashes_of(longer)
+    options = {"now": 0.0, "ttl_s": 10.0, "owner": "acme", "budget_tokens": 24}
+    contexts.create("short", hashes[: 16 // cache.layout.block_size], 16, **options)
+    contexts.create("long", hashes, 24, **options)
+    assert contexts.owned_tokens("acme") == 24
+    other = [*range(50, 66)]
+    prefill(cache, other)
+    with pytest.raises(OverBudget):
+        contexts.create("other", hashes_of(other), 16, **options)
+    contexts.create("other", hashes_of(other), 16, now=0.0, ttl_s=10.0, owner="another", budget_tokens=16)
+    contexts.delete("long", 0.0)
+    assert contexts.owned_tokens("acme") == 16
+    contexts.delete("short", 0.0)
+    assert contexts.owned_tokens("acme") == 0
+    contexts.delete("other", 0.0)
+    assert cache.report().pages_locked == 0
+    cache.check_integrity()
+
+
+def test_a_context_grows_when_more_of_its_prompt_is_cached():
+    cache, contexts = make()
+    longer = [*PROMPT, *range(70, 78)]
+    prefill(cache, PROMPT)
+    context, added = contexts.create("c", hashes_of(longer), 24, now=0.0, ttl_s=10.0)
+    assert (context.num_tokens, added) == (16, 16)
+    prefill(cache, longer)
+    context, added = contexts.create("c", hashes_of(longer), 24, now=0.0, ttl_s=10.0)
+    assert (context.num_tokens, added) == (24, 8)
+    fill(cache)
+    assert cache.match(hashes_of(longer), 24).num_tokens == 24
+    cache.check_integrity()
+
+
+def test_an_owner_has_so_many_contexts_at_most():
+    cache, contexts = make(200)
+    prefill(cache, PROMPT)
+    for number in range(MAX_OF_OWNER):
+        try:
+            contexts.create(f"{number}", hashes_of(PROMPT), 16, now=0.0, ttl_s=10.0)
+        except (OverBudget, TooManyContexts):
+            break
+    else:
+        with pytest.raises(OverBudget):
+            contexts.create("more", hashes_of(PROMPT), 16, now=0.0, ttl_s=10.0)

@@ -462,7 +462,17 @@ def test_a_context_is_kept_extended_and_ended(bench: Bench) -> None:
         assert description.pool.pages_locked > 0
         assert f'prfaas_context_tokens{{cluster="west"}} {float(NUM_TOKENS)}' in (await node.get("/metrics"))[1]
         code = grpc.StatusCode
-        assert await refused(node.stub.CreateContext(request)) == (code.ALREADY_EXISTS, "context_exists")
+        again = await node.stub.CreateContext(request)
+        assert (again.num_tokens, again.added_tokens, made.added_tokens) == (NUM_TOKENS, 0, NUM_TOKENS)
+        others = pb.ContextRequest(
+            context_id="c", block_hashes=hashes, num_tokens=NUM_TOKENS, ttl_s=60.0, owner="another"
+        )
+        assert await refused(node.stub.CreateContext(others)) == (code.ALREADY_EXISTS, "context_exists")
+        assert (await node.stub.DeleteContext(pb.ContextRequest(context_id="c", owner="another"))).reason == "unknown"
+        little = pb.ContextRequest(
+            context_id="d", block_hashes=hashes, num_tokens=NUM_TOKENS, ttl_s=60.0, owner="another", budget_tokens=1
+        )
+        assert await refused(node.stub.CreateContext(little)) == (code.RESOURCE_EXHAUSTED, "over_budget")
 
         async def is_idle() -> bool:
             return node.agent.is_idle()

@@ -79,7 +79,8 @@ class BeginPrefill(Message, frozen=True, kw_only=True):
     """Asks for pages for the first `num_tokens` tokens of a prompt. `hashes`: of its full blocks, concatenated.
 
     `computed`: the engine holds all of it already, for a prompt and its answer, and offers it as prefix cache. Nobody waits for
-    it, so that it is refused at once where there is no room.
+    it, so that it is refused at once where there is no room. Later prompts will leave this one at `branch_tokens`;
+    `category` is the kind of request, and nothing after `useful_tokens` is expected to be of use again (None: as usual).
     """
 
     job: str
@@ -89,6 +90,9 @@ class BeginPrefill(Message, frozen=True, kw_only=True):
     tokens_digest: bytes
     ticket: TicketInfo | None = None
     computed: bool = False
+    branch_tokens: tuple[int, ...] = ()
+    category: str = ""
+    useful_tokens: int | None = None
 
 
 class JobPages(Message, frozen=True, kw_only=True):

@@ -393,26 +393,40 @@ class DropPrefixResult(_message.Message):
     def __init__(self, pages: _Optional[int] = ...) -> None: ...
 
 class ContextRequest(_message.Message):
-    __slots__ = ("context_id", "block_hashes", "num_tokens", "ttl_s")
+    __slots__ = ("context_id", "block_hashes", "num_tokens", "ttl_s", "owner", "budget_tokens")
     CONTEXT_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_TOKENS_FIELD_NUMBER: _ClassVar[int]
     context_id: str
     block_hashes: bytes
     num_tokens: int
     ttl_s: float
-    def __init__(self, context_id: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+    owner: str
+    budget_tokens: int
+    def __init__(self, context_id: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., ttl_s: _Optional[float] = ..., owner: _Optional[str] = ..., budget_tokens: _Optional[int] = ...) -> None: ...
 
 class Context(_message.Message):
-    __slots__ = ("context_id", "num_tokens", "ttl_s")
+    __slots__ = ("context_id", "num_tokens", "ttl_s", "owner", "whole_ttl_s", "added_tokens", "owned_tokens", "ended")
     CONTEXT_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_TTL_S_FIELD_NUMBER: _ClassVar[int]
+    ADDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OWNED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
     context_id: str
     num_tokens: int
     ttl_s: float
-    def __init__(self, context_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+    owner: str
+    whole_ttl_s: float
+    added_tokens: int
+    owned_tokens: int
+    ended: bool
+    def __init__(self, context_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., ttl_s: _Optional[float] = ..., owner: _Optional[str] = ..., whole_ttl_s: _Optional[float] = ..., added_tokens: _Optional[int] = ..., owned_tokens: _Optional[int] = ..., ended: _Optional[bool] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("load_interval_s",)
@@ -421,7 +435,7 @@ class WatchRequest(_message.Message):
     def __init__(self, load_interval_s: _Optional[float] = ...) -> None: ...
 
 class NodeEvent(_message.Message):
-    __slots__ = ("seq", "snapshot", "stored", "removed", "description", "load", "cleared")
+    __slots__ = ("seq", "snapshot", "stored", "removed", "description", "load", "cleared", "context")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
@@ -429,6 +443,7 @@ class NodeEvent(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     CLEARED_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
     seq: int
     snapshot: CacheSnapshot
     stored: BlocksStored
@@ -436,7 +451,8 @@ class NodeEvent(_message.Message):
     description: NodeDescription
     load: Load
     cleared: CacheCleared
-    def __init__(self, seq: _Optional[int] = ..., snapshot: _Optional[_Union[CacheSnapshot, _Mapping]] = ..., stored: _Optional[_Union[BlocksStored, _Mapping]] = ..., removed: _Optional[_Union[BlocksRemoved, _Mapping]] = ..., description: _Optional[_Union[NodeDescription, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., cleared: _Optional[_Union[CacheCleared, _Mapping]] = ...) -> None: ...
+    context: Context
+    def __init__(self, seq: _Optional[int] = ..., snapshot: _Optional[_Union[CacheSnapshot, _Mapping]] = ..., stored: _Optional[_Union[BlocksStored, _Mapping]] = ..., removed: _Optional[_Union[BlocksRemoved, _Mapping]] = ..., description: _Optional[_Union[NodeDescription, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., cleared: _Optional[_Union[CacheCleared, _Mapping]] = ..., context: _Optional[_Union[Context, _Mapping]] = ...) -> None: ...
 
 class BlocksStored(_message.Message):
     __slots__ = ("group", "hashes", "medium")

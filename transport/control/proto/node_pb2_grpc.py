@@ -173,7 +173,8 @@ class NodeAgentServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CreateContext(self, request, context):
-        """Context caching: keeps the longest cached prefix of a prompt for some time, whatever eviction would like.
+        """Context caching: keeps the longest cached prefix of a prompt for some time, whatever eviction would like. One that is kept
+        already lives on, and grows if more of its prompt is cached by now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
