@@ -12,6 +12,7 @@ import grpc.aio
 
 from gateway.calls import CallConnection, KeptCalls
 from gateway.errors import NodeError
+from gateway.kept import Kept
 from gateway.prompts import Prompt
 from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
 from hybrid_cache.hashing import HASH_BYTES, split_hashes
@@ -65,6 +66,7 @@ class NodeInfo:
     not_done_json: str = ""  # what its engine does nothing about
     calls_port: int = 0  # where it takes calls over kept connections; 0: nowhere
     version: str = ""  # of what it runs; empty: of a time when nodes did not say
+    contexts: tuple[Kept, ...] = ()
     wall_clock_s: float = 0.0  # since 1970 by its clock, when it said this; 0: it did not
 
 
@@ -129,7 +131,7 @@ class NodeLoad:
     clock_s: float = 0.0  # the node's own, when it said this
 
 
-NodeEvent = NodeInfo | NodeLoad | BlocksStored | BlocksRemoved | CacheCleared
+NodeEvent = NodeInfo | NodeLoad | Kept | BlocksStored | BlocksRemoved | CacheCleared
 
 
 class AgentClient:
@@ -256,6 +258,30 @@ class AgentClient:
         message = pb.DropPrefixRequest(block_hashes=b"".join(hashes), keep_tokens=keep_tokens, unused_s=unused_s)
         return int((await self._call(self._stub.DropPrefix, message)).pages)
 
+    async def keep(
+        self,
+        context_id: str,
+        hashes: Sequence[bytes],
+        num_tokens: int,
+        owner: str,
+        ttl_s: float,
+        budget_tokens: int,
+    ) -> Kept:
+        """Has this node keep what it has of a prefix, which it may keep already. Raises NodeError."""
+        message = pb.ContextRequest(
+            context_id=context_id,
+            block_hashes=b"".join(hashes),
+            num_tokens=num_tokens,
+            owner=owner,
+            ttl_s=ttl_s,
+            budget_tokens=budget_tokens,
+        )
+        return kept_from(await self._call(self._stub.CreateContext, message))
+
+    async def delete_context(self, context_id: str, owner: str) -> None:
+        """Has this node keep a prefix no longer. Raises NodeError."""
+        await self._call(self._stub.DeleteContext, pb.ContextRequest(context_id=context_id, owner=owner))
+
     async def probe(self, ticket: TicketInfo, timeout_s: float) -> str:
         """Has this node ask the receiver that `ticket` names for an answer; "" when one came, else why not."""
         done = await self._call(self._stub.Probe, ticket_message(ticket), timeout_s)
@@ -353,6 +379,8 @@ def events_from(event: pb.NodeEvent) -> Iterator[NodeEvent]:
             yield from _in_parts(BlocksStored, event.stored)
         case "removed":
             yield from _in_parts(BlocksRemoved, event.removed)
+        case "context":
+            yield kept_from(event.context)
         case "cleared":
             every = event.cleared.medium == pb.MEDIUM_UNSPECIFIED
             yield CacheCleared(None if every else _medium(event.cleared.medium))
@@ -381,6 +409,21 @@ def info_from(node: pb.NodeDescription) -> NodeInfo:
         calls_port=node.calls_port,
         version=node.version,
         wall_clock_s=node.wall_clock_s,
+        contexts=tuple(kept_from(context) for context in node.contexts),
+    )
+
+
+def kept_from(context: pb.Context) -> Kept:
+    """A context as a value."""
+    return Kept(
+        context_id=context.context_id,
+        num_tokens=context.num_tokens,
+        left_s=context.ttl_s,
+        ttl_s=context.whole_ttl_s,
+        owner=context.owner,
+        owned_tokens=context.owned_tokens,
+        added_tokens=context.added_tokens,
+        has_ended=context.ended,
     )
 
 

@@ -21,6 +21,7 @@ from gateway.clusters import Clusters, ServedModel
 from gateway.config import GatewayConfig
 from gateway.connections import CONTINUE, Connection, error_response, http_error_response
 from gateway.console.pages import Page
+from gateway.contexts import Contexts
 from gateway.decide import tie_of
 from gateway.desk import Desk
 from gateway.dialects.translation import error_told, telling_of
@@ -107,6 +108,7 @@ class FrontDoor:
         self.tokens = Tokens(config.oidc) if config.oidc.issuer else None
         self.keyring = Keyring(config.tenants, config.operator_keys, self.tokens, unix_s)
         self.allowances = allowances
+        self.contexts = Contexts(clusters, metrics, tasks, clock)
         self._tasks = tasks
         self._clock = clock
         self._boot = uuid.uuid4().hex[:12]
@@ -305,6 +307,7 @@ class FrontDoor:
             request.kept_bytes = self.config.kept_answer_bytes
         try:
             async with self.rooms.dispatcher.answered(request) as answering:
+                self.contexts.begin(request, answering.attempt)
                 response = await self.rooms.relay.send(listener, request, answering)
                 status, error, code = response.status, "", "none"
                 await settle(request, answering.attempt)
@@ -389,6 +392,9 @@ def build_app(door: FrontDoor, pages: Pages, desk: Desk) -> web.Application:
     app.router.add_get(openapi.PATH, desk.document)
     for path, answer in desk.ways().items():
         app.router.add_post(path, answer, expect_handler=expected)
+    listed, ended = door.contexts.pages(lambda http: door.keyring.tenant(http.headers))
+    app.router.add_get(openapi.CONTEXTS, listed)
+    app.router.add_delete(f"{openapi.CONTEXTS}/{{context_id}}", ended)
     _add(app, pages.for_clients() | pages.health())
     if not door.config.metrics_port:
         _add_operators(app, door, pages)

@@ -14,6 +14,7 @@ from typing import Final
 
 from gateway.agent import AgentClient, NodeEvent, NodeInfo, NodeLoad
 from gateway.errors import NodeError
+from gateway.kept import Kept
 from gateway.node import Node
 from gateway.not_done import NotDone
 from gateway.prompts import Hashing, Model, Prompt
@@ -233,6 +234,8 @@ class Clusters:
         match event:
             case NodeInfo():
                 self._describe(node, event)
+            case Kept():
+                node.contexts.heard(event, self._clock())
             case NodeLoad():
                 node.reported(event, self._clock())
             case _:
@@ -245,6 +248,8 @@ class Clusters:
             self._rename(node, known.node_id)
         if known is not None and known.layout_fingerprint != info.layout_fingerprint:
             self._drop_prefixes(info.node_id)
+        is_same_process = known is not None and known.boot_id == info.boot_id
+        node.contexts.described(info.contexts, self._clock(), is_same_process=is_same_process)
         node.info = info
         node.connected = True
         node.suspect_until = float("-inf")

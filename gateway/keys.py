@@ -29,6 +29,7 @@ DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 API_KEY_HEADER: Final = "x-api-key"  # of Anthropic's clients
 MEMORY_BYTES: Final = 16
 MAX_TENANTS: Final = 1024  # each has series of its own in the metrics
+PINNED_TOKENS: Final = 262_144
 LEAST_WEIGHT, MOST_WEIGHT = 0.01, 100.0
 
 
@@ -37,7 +38,8 @@ class TenantConfig:
     """`[gateway.tenants.NAME]`. `keys` are SHA-256 digests in hexadecimal; several while one replaces another.
 
     `subjects` are what tokens of an identity provider call it (`gateway.oidc`), beside its name here.
-    A limit of 0 is none. Of what tenants wait for together each gets a part by its `weight`.
+    A limit of 0 is none. `pinned_tokens` is what it may have kept in nodes' memories (`prompt_cache_breakpoint`,
+    `cache_control`), each block once; 0: nothing. Of what tenants wait for together each gets a part by its `weight`.
     """
 
     keys: tuple[str, ...] = ()
@@ -47,12 +49,13 @@ class TenantConfig:
     tokens_per_minute: int = 0
     concurrent_requests: int = 0
     weight: float = 1.0
+    pinned_tokens: int = PINNED_TOKENS
 
     def __post_init__(self) -> None:
         for key in self.keys:
             check_digest("keys", key)
         require(not self.group or bool(NAME.fullmatch(self.group)), "group", self.group, WHAT_NAMES_ARE)
-        for name in ("requests_per_minute", "tokens_per_minute", "concurrent_requests"):
+        for name in ("requests_per_minute", "tokens_per_minute", "concurrent_requests", "pinned_tokens"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "an integer of at least 0")
         require_range("weight", self.weight, LEAST_WEIGHT, MOST_WEIGHT)
 
@@ -97,6 +100,7 @@ class Tenant:
     memory: bytes = b""
     limits: Limits = NO_LIMITS
     share: Share = EVERYBODYS
+    pinned_tokens: int = PINNED_TOKENS
 
 
 class Keyring:
@@ -117,7 +121,7 @@ class Keyring:
     def configure(self, tenants: Mapping[str, TenantConfig], operator_keys: Sequence[str]) -> None:
         """What holds from the next request on."""
         self._named = {
-            name: Tenant(name, group, _memory(group), each.limits, Share(name, each.weight))
+            name: Tenant(name, group, _memory(group), each.limits, Share(name, each.weight), each.pinned_tokens)
             for name, each in tenants.items()
             for group in [each.group or name]
         }

@@ -101,7 +101,7 @@ class Legs:
     async def prefill(self, node: Node, request: Request, ticket: TicketInfo) -> PrefillOutcome:
         """Has `node` compute the prompt and push its KVCache to the holder of `ticket`. Raises PrefillFailed."""
         share = request.tenant.share
-        params = {
+        params = _hints(request) | {
             "do_remote_decode": True,
             "do_remote_prefill": False,
             "ticket": replace(ticket, tenant=share.flow, weight=share.weight) if share.flow else ticket,
@@ -128,7 +128,7 @@ class Legs:
 
         Without a `transfer_id` the node computes the prompt itself. What another node has answered is not answered again.
         """
-        params: dict[str, Any] = {"salt": request.prompt.salt.hex()}
+        params: dict[str, Any] = _hints(request) | {"salt": request.prompt.salt.hex()}
         if transfer_id is not None:
             params |= {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer_id}
             params["timeout_s"] = self.timeouts.prefill_s
@@ -216,6 +216,11 @@ def _common(request: Request, params: dict[str, Any]) -> dict[str, Any]:
     if request.call.options.model != request.served.model_id:
         values["model"] = request.served.model_id
     return values
+
+
+def _hints(request: Request) -> dict[str, Any]:
+    """What engines' agents should know of the prompt for later ones."""
+    return request.asked.caching.hints(request.served.layout.block_size)
 
 
 def _outcome(node: Node, status: int, answer: bytes) -> PrefillOutcome:

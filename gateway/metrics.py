@@ -252,6 +252,9 @@ class Metrics:
             buckets=TOKEN_BUCKETS,
         )
         self._output = Histogram("prfaas_output_tokens", "Tokens of answers", registry=registry, buckets=TOKEN_BUCKETS)
+        self._contexts = Counter(
+            "prfaas_contexts", "Prefixes of prompts that were to be kept", ["outcome"], registry=registry
+        )
         self._fallbacks = Counter(
             "prfaas_fallbacks", "Times that a first choice did not work out", ["reason"], registry=registry
         )
@@ -369,6 +372,10 @@ class Metrics:
     def read(self, how: str) -> None:
         """Counts a prompt that was read."""
         self._readings[how,].inc()
+
+    def context(self, outcome: str) -> None:
+        """A marked prefix is kept, or why not."""
+        self._contexts.labels(outcome).inc()
 
     def rejected(self, code: str, status: int, tenant: str = "") -> None:
         """Counts a request, of nobody or a tenant, that was answered with an error before any decision."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from gateway.agent import AgentClient, LinkLoad, NodeInfo, NodeLoad
+from gateway.kept import KeptContexts
 from gateway.underway import Underway
 from hybrid_cache.index import Holding
 from planner.decisions.estimates import PrefillShare
@@ -41,6 +42,7 @@ class Node:
         self.reported_at = 0.0
         self.connected = False
         self.suspect_until = float("-inf")
+        self.contexts = KeptContexts()
         self.pending_tokens = 0
         self.pending_requests = 0
         self.prefill_share = PrefillShare()
@@ -78,6 +80,10 @@ class Node:
     def engine(self) -> tuple[str, int]:
         """Which engine process this is: another value says that the one before is gone."""
         return (self.info.boot_id, self.info.engine_pid) if self.info else ("", 0)
+
+    def owned_tokens(self, owner: str) -> int:
+        """What it keeps for a tenant, as far as anybody knows: nothing, while it does not answer."""
+        return self.contexts.owned_tokens(owner) if self.connected else 0
 
     def is_ready(self, now: float) -> bool:
         """Whether new work may be sent here."""

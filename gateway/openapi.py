@@ -22,6 +22,7 @@ TOKENISE: Final = ("/tokenize", "/v1/tokenize")
 DETOKENISE: Final = ("/detokenize", "/v1/detokenize")
 # vLLM serves these for models that embed or score, under the same paths.
 PASSED_ON: Final = ("/v1/embeddings", "/v1/rerank", "/rerank", "/v1/score", "/score")
+CONTEXTS: Final = "/v1/contexts"
 HEALTH: Final = ("/health", "/livez", "/readyz")
 
 Json = dict[str, Any]
@@ -159,6 +160,11 @@ def _pages() -> Json:
     paths: Json = {path: {"get": {"summary": "Whether requests are served.", "responses": page}} for path in HEALTH}
     paths["/v1/models"] = {"get": {"summary": "The model that is served.", "responses": page}}
     paths["/v1/models/{model}"] = {"get": {"summary": "One model.", "parameters": [model], "responses": page}}
+    named = {"name": "context_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    asked = page | _errors((401,))
+    paths[CONTEXTS] = {"get": {"summary": "The prefixes of prompts that are kept for who asks.", "responses": asked}}
+    ended = {"summary": "Keeps one no longer.", "parameters": [named], "responses": asked}
+    paths[CONTEXTS + "/{context_id}"] = {"delete": ended}
     paths[PATH] = {"get": {"summary": "This document.", "responses": page}}
     return paths
 

@@ -4,6 +4,7 @@ Long bodies take seconds, and most of the steps hold the interpreter's lock: `ga
 """
 
 from collections.abc import Sequence
+from functools import partial
 from hashlib import sha256
 from typing import Any, Final, cast
 
@@ -11,6 +12,8 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from gateway.breakpoints import NO_MARKS, Marks, breakpoints, unmarked
+from gateway.caching import NO_CACHING, Breakpoint, Caching
 from gateway.dialects.translation import call_in
 from gateway.errors import ApiError, BadRequest
 from gateway.openai import NOT_JSON, Call, ChatOptions, Endpoint, bad_field
@@ -59,8 +62,8 @@ class Hashing(msgspec.Struct, frozen=True):
 class Prompt(msgspec.Struct, frozen=True):
     """A prompt as the clusters know it. `hashes` are those of the full blocks of its first N-1 tokens.
 
-    `how` it was read, for a metric: "continued" from where an earlier body had ended, or why as a whole. `salt` is what the
-    hashes start from, that of `namespace`.
+    `caching` is what is to be done with its KVCache. `how` it was read, for a metric: "continued" from where an earlier body had
+    ended, or why as a whole. `salt` is what the hashes start from, that of `namespace`.
     """
 
     num_tokens: int
@@ -69,6 +72,7 @@ class Prompt(msgspec.Struct, frozen=True):
     how: str = "completion"
     salt: bytes = b""
     namespace: str = ""
+    caching: Caching = NO_CACHING
 
     @property
     def transfer_tokens(self) -> int:
@@ -105,8 +109,8 @@ def read_call(
 
     Raises ApiError, BadRequest above all.
     """
-    call = call_in(endpoint, body)
-    return call, prompt_of(call, model, memory, tenant, answered=answered)
+    call, marks = unmarked(call_in(endpoint, body))
+    return call, prompt_of(call, model, memory, tenant, answered=answered, marks=marks)
 
 
 def prompt_of(
@@ -116,6 +120,7 @@ def prompt_of(
     tenant: bytes = b"",
     most_new: int | None = None,
     answered: Sequence[int] = (),
+    marks: Marks = NO_MARKS,
 ) -> Prompt:
     """The prompt of `call`, with what has been `answered` after it. Raises ApiError, BadRequest above all.
 
@@ -123,7 +128,8 @@ def prompt_of(
     """
     check_name(call, model)
     tokens, how = tokens_of_prompt(call, model, memory, tenant, most_new)
-    return prompt_from(call, tokens, how, model, memory, tenant, answered)
+    prompt = prompt_from(call, tokens, how, model, memory, tenant, answered)
+    return prompt if marks is NO_MARKS else replace(prompt, caching=_caching(call, marks, tokens, memory, tenant))
 
 
 def tokens_of_prompt(
@@ -194,11 +200,23 @@ def prompt_tokens(
         raise BadRequest(error.message, param=error.param, code=error.code) from error
 
 
-def _chat(call: Call, memory: PromptMemory, tenant: bytes, most_new: int | None) -> tuple[TokenArray, str]:
+def _caching(call: Call, marks: Marks, tokens: TokenArray, memory: PromptMemory, tenant: bytes) -> Caching:
+    """What `marks` mean for the prompt of `call`, which is read as `tokens`. Raises BadRequest."""
+    if call.endpoint is not Endpoint.CHAT:  # a text has no parts: its end is all that can be marked
+        places = tuple(Breakpoint(mark.field, mark.ttl, len(tokens), len(tokens)) for mark in marks.marks)
+    elif marks.marks:
+        chat = replace(_said(call), messages=_field(call, "messages", _MESSAGES))
+        read = partial(chat_tokens, tokenizer=memory.tokenizer, tenant=tenant)
+        places = breakpoints(marks.marks, chat, tokens, read)
+    else:
+        places = ()
+    return Caching(places, marks.category, marks.is_explicit)
+
+
+def _said(call: Call) -> Chat:
+    """The chat of `call` without its messages."""
     options = cast(ChatOptions, call.options)
-    if options.tool_choice is not None or "tools" in call.fields:
-        check_tools(_field(call, "tools", _TOOLS), options.tool_choice)
-    chat = Chat(
+    return Chat(
         messages=(),
         tools=_field(call, "tools", _LIST),
         documents=_field(call, "documents", _LIST),
@@ -208,6 +226,13 @@ def _chat(call: Call, memory: PromptMemory, tenant: bytes, most_new: int | None)
         chat_template_kwargs=_field(call, "chat_template_kwargs", _OBJECT),
         reasoning_effort=options.reasoning_effort,
     )
+
+
+def _chat(call: Call, memory: PromptMemory, tenant: bytes, most_new: int | None) -> tuple[TokenArray, str]:
+    options = cast(ChatOptions, call.options)
+    if options.tool_choice is not None or "tools" in call.fields:
+        check_tools(_field(call, "tools", _TOOLS), options.tool_choice)
+    chat = _said(call)
     raw = call.fields.get("messages")
     said = {name: bytes(call.fields[name]) for name in SAID if name in call.fields}
     read = memory.conversations.tokens(b"" if raw is None else bytes(raw), said, chat, tenant, most_new)

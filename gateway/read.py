@@ -19,6 +19,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
+from gateway.breakpoints import is_marked, unmarked
 from gateway.dialects.translation import call_in
 from gateway.errors import ApiError, ReaderDied
 from gateway.openai import Call, Endpoint
@@ -72,13 +73,15 @@ class Reader:
         loop, memory = asyncio.get_running_loop(), self._memory
         reading = partial(read_call, endpoint, body, model, memory, tenant, answered)
         if len(body) <= (LONGER_BODY_BYTES if is_fast else LONG_BODY_BYTES) and _is_mostly_text(body):
-            if endpoint is not Endpoint.CHAT or answered:
+            if endpoint is not Endpoint.CHAT or answered or is_marked(body):
                 return await loop.run_in_executor(self._threads, reading)
-            call = call_in(endpoint, body)
+            call, marks = unmarked(call_in(endpoint, body))
             try:
-                return call, prompt_of(call, model, memory, tenant, NEW_BYTES if is_fast else TINY_BODY_BYTES)
+                most_new = NEW_BYTES if is_fast else TINY_BODY_BYTES
+                return call, prompt_of(call, model, memory, tenant, most_new, marks=marks)
             except TakesLonger:
-                return call, await loop.run_in_executor(self._threads, prompt_of, call, model, memory, tenant)
+                longer = partial(prompt_of, call, model, memory, tenant, marks=marks)
+                return call, await loop.run_in_executor(self._threads, longer)
         if len(body) <= SHORT_BODY_BYTES:
             return await loop.run_in_executor(self._threads, reading)
         await self._turns.acquire()

@@ -20,6 +20,7 @@ from typing import Final
 
 import msgspec
 
+from gateway.caching import Caching
 from gateway.errors import ApiError
 from gateway.openai import Call, Endpoint, call_of
 from gateway.prompts import Model, Prompt, PromptMemory, read_call
@@ -52,6 +53,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     how: str
     salt: bytes
     namespace: str
+    caching: Caching
     fields: list[tuple[str, int]]
     echo: bytes
     why_plain: str
@@ -87,7 +89,13 @@ def answer_of(header: bytes, data: bytearray, endpoint: Endpoint) -> tuple[Call,
         fields[name] = msgspec.Raw(view[start : start + size])
         start += size
     prompt = Prompt(
-        answer.num_tokens, split_hashes(answer.hashes), answer.digest, answer.how, answer.salt, answer.namespace
+        answer.num_tokens,
+        split_hashes(answer.hashes),
+        answer.digest,
+        answer.how,
+        answer.salt,
+        answer.namespace,
+        answer.caching,
     )
     if endpoint is answer.endpoint:
         return call_of(endpoint, fields), prompt, answer.why_plain
@@ -123,6 +131,7 @@ def _answer(question: Question, body: bytes, memory: PromptMemory) -> Iterable[b
         prompt.how,
         prompt.salt,
         prompt.namespace,
+        prompt.caching,
         list(zip(call.fields, sizes, strict=True)),
         call.echo,
         memory.tokenizer.encoder.why_plain,

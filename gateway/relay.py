@@ -20,7 +20,7 @@ from gateway.run import Attempt
 from gateway.seam import DONE, Seam, names_tokens, why_not
 from gateway.several import Part, PartReply
 from gateway.tasks import TaskSet
-from gateway.usage import RECOMPUTED, UsagePatch, completion_tokens, with_cached_tokens
+from gateway.usage import RECOMPUTED, UsagePatch, completion_tokens, with_cached_tokens, with_details
 
 OUTCOME_WAIT_S: Final = 2.0  # the prefill's own report is a round trip behind the KVCache that the answer needed
 EVENT_END: Final = b"\n\n"
@@ -93,7 +93,10 @@ class Relay:
 
     async def _whole(self, request: Request, attempt: Attempt) -> bytes:
         self._accounts.notice_recompute(request, attempt.answer.first)
-        return with_cached_tokens(attempt.answer.first, await cached_tokens(attempt))
+        body, cached = attempt.answer.first, await cached_tokens(attempt)
+        if request.details is None:
+            return with_cached_tokens(body, cached)
+        return await with_details(body, cached, request.details)
 
     async def _stream(
         self, listener: web.Request | Part, request: Request, answering: Answering, headers: dict[str, str]
@@ -159,7 +162,7 @@ class Relay:
             read = _Continued(request, answering, self._accounts, self._clock).read
         if not request.call.options.wants_usage:
             return read
-        return UsagePatch(read, lambda: cached_tokens(attempt)).read
+        return UsagePatch(read, lambda: cached_tokens(attempt), request.details).read
 
     def _uncontinued(self, request: Request, attempt: Attempt) -> Read:
         """Reads an answer that ends with its engine."""

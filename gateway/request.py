@@ -13,6 +13,7 @@ from gateway.openai import Call
 from gateway.prompts import Model, Prompt
 from gateway.styles import Reading
 from gateway.trace_context import Trace
+from gateway.usage import Details
 from planner.decisions.classes import UNPROMISED, ServiceClass
 from planner.decisions.routing import Route
 
@@ -122,6 +123,7 @@ class Request:
     reading: Reading = Reading.OWN  # by whom
     token_ids: msgspec.Raw | None = field(default=None, repr=False)  # as JSON, where an engine has read it
     first_prompt: Prompt | None = None  # the client's, once `prompt` goes on with what has been answered
+    details: Details | None = field(default=None, repr=False)  # what its usage says of prefixes that are to be kept
     is_recomputed: bool = False  # the decode node computed a prompt whose KVCache should have come
 
     def forget_prefill(self) -> None:

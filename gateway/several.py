@@ -154,7 +154,11 @@ class Merged:
         completion = sum((usage or {}).get("completion_tokens", 0) for usage in self._usages)
         cached = sum((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0 for usage in prompts)
         total = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-        return total | {"prompt_tokens_details": {"cached_tokens": cached}}
+        details = [(usage or {}).get("prompt_tokens_details") or {} for usage in self._usages]
+        # Only one answer to a prompt has found what it marks not kept yet.
+        written = [each["cache_write_tokens"] for each in details if "cache_write_tokens" in each]
+        writes = {"cache_write_tokens": sum(written)} if written else {}
+        return total | {"prompt_tokens_details": {"cached_tokens": cached} | writes}
 
 
 class Part:

@@ -7,7 +7,7 @@ it says `recomputed`, and keeps its number.
 """
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -22,24 +22,48 @@ MAX_HELD_BYTES: Final = 1 << 20
 
 _COMPLETION_TOKENS: Final = re.compile(rb'"completion_tokens":\s*(\d+)')
 _REASON: Final = re.compile(rb'"recomputed":\s*true,\s*"reason":\s*"([\w.-]{1,64})"')
+
+
+class _Told(msgspec.Struct):
+    usage: dict[str, Any] | None = None
+
+
+_USAGE: Final = msgspec.json.Decoder(_Told)
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
+Details = Callable[[int], Awaitable[Mapping[str, Any]]]  # of a prompt of which so many tokens were cached
 CachedTokens = Callable[[], Awaitable[int | None]]
 
 
-def with_cached_tokens(body: bytes, cached_tokens: int | None) -> bytes:
-    """The JSON object `body` with the number in its usage (None: as it is) and without what is not the client's."""
+async def with_details(body: bytes, cached_tokens: int | None, details: Details) -> bytes:
+    """As `with_cached_tokens`, and what `details` adds to that."""
+    try:
+        usage = _USAGE.decode(body).usage
+    except NOT_JSON:
+        return body
+    known = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0 if usage else 0
+    if cached_tokens is None or RECOMPUTED in body:
+        cached_tokens = known
+    return with_cached_tokens(body, cached_tokens, await details(cached_tokens))
+
+
+def with_cached_tokens(body: bytes, cached_tokens: int | None, details: Mapping[str, Any] | None = None) -> bytes:
+    """The JSON object `body` with the number in its usage (None: as it is) and without what is not the client's.
+
+    With `details`, these are told beside it, and the number is right in any case.
+    """
     try:
         fields = _FIELDS.decode(body)
     except NOT_JSON:
         return body  # no object of ours to change
     params = fields.pop("kv_transfer_params", None)
     recomputed = params is not None and bool((msgspec.json.decode(params) or {}).get("recomputed"))
-    if cached_tokens is not None and not recomputed and "usage" in fields:
+    if cached_tokens is not None and (details or not recomputed) and "usage" in fields:
         usage: dict[str, Any] | None = msgspec.json.decode(fields["usage"])
         if usage:
             usage["prompt_tokens_details"] = (usage.get("prompt_tokens_details") or {}) | {
-                "cached_tokens": cached_tokens
+                "cached_tokens": cached_tokens,
+                **(details or {}),
             }
             fields["usage"] = msgspec.Raw(msgspec.json.encode(usage))
     return msgspec.json.encode(fields)
@@ -62,7 +86,10 @@ def recompute_reason(answer: bytes) -> str | None:
 class UsagePatch:
     """An SSE stream whose usage event tells the right number. An event is held back only until it is complete."""
 
-    def __init__(self, read: Callable[[], Awaitable[bytes]], cached_tokens: CachedTokens) -> None:
+    def __init__(
+        self, read: Callable[[], Awaitable[bytes]], cached_tokens: CachedTokens, details: Details | None = None
+    ) -> None:
+        self._details = details
         self._read = read
         self._cached_tokens = cached_tokens
         self._held = b""  # the beginning of an event whose end has not come
@@ -76,16 +103,18 @@ class UsagePatch:
                 self._held = held
                 continue
             ready, self._held = (held, b"") if end < len(EVENT_END) else (held[:end], held[end:])
-            return _patched_events(ready, await self._cached_tokens()) if MARK in ready else ready
+            return await self._patched(ready) if MARK in ready else ready
         rest, self._held = self._held, b""
         return rest
 
+    async def _patched(self, events: bytes) -> bytes:
+        cached_tokens = await self._cached_tokens()
+        return EVENT_END.join([await self._patched_event(event, cached_tokens) for event in events.split(EVENT_END)])
 
-def _patched_events(events: bytes, cached_tokens: int | None) -> bytes:
-    return EVENT_END.join(_patched_event(event, cached_tokens) for event in events.split(EVENT_END))
-
-
-def _patched_event(event: bytes, cached_tokens: int | None) -> bytes:
-    if MARK not in event or not event.startswith(DATA):
-        return event
-    return DATA + with_cached_tokens(event.removeprefix(DATA), cached_tokens)
+    async def _patched_event(self, event: bytes, cached_tokens: int | None) -> bytes:
+        if MARK not in event or not event.startswith(DATA):
+            return event
+        told = event.removeprefix(DATA)
+        if self._details is not None:
+            return DATA + await with_details(told, cached_tokens, self._details)
+        return DATA + with_cached_tokens(told, cached_tokens)

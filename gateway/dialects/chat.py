@@ -65,6 +65,8 @@ class Choice(msgspec.Struct, frozen=True):
 class _PromptDetails(msgspec.Struct, frozen=True):
     cached_tokens: int | None = None
     cache_write_tokens: int | None = None
+    cache_writes_by_ttl: dict[str, int] = {}
+    breakpoints: list[dict[str, Any]] | None = None
 
 
 class _CompletionDetails(msgspec.Struct, frozen=True):

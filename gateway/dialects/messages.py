@@ -5,6 +5,8 @@
     tools, tool_choice             functions; any → required               stop_sequences  stop
     thinking.type                  chat_template_kwargs.enable_thinking     metadata.user_id  user
 
+    cache_control                  prompt_cache_breakpoint
+
 Fields that are not Anthropic's go to the engine as they are. Each message becomes the same bytes whatever follows it, so a
 conversation that goes on begins with the prompt it had.
 """
@@ -14,6 +16,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
+from gateway.caching import MARK, MAX_MARKS, Ttl
 from gateway.errors import BadRequest
 from gateway.openai import NOT_JSON, Tokens, bad_field
 from gateway.rules import MAX_TOOLS, Name, Stops
@@ -29,10 +32,18 @@ class _Source(msgspec.Struct, frozen=True):
     url: str = ""
 
 
+class CacheControl(msgspec.Struct, frozen=True):
+    """The prompt up to and including what bears this is kept for a time."""
+
+    type: Literal["ephemeral"]
+    ttl: Ttl = "5m"
+
+
 class Text(msgspec.Struct, frozen=True, tag="text"):
-    """A text block. `cache_control` is heard, and not needed: what can be cached is."""
+    """A text block."""
 
     text: str
+    cache_control: CacheControl | None = None
 
 
 class SystemText(msgspec.Struct, frozen=True):
@@ -40,12 +51,14 @@ class SystemText(msgspec.Struct, frozen=True):
 
     type: Literal["text"]
     text: str
+    cache_control: CacheControl | None = None
 
 
 class Image(msgspec.Struct, frozen=True, tag="image"):
     """An image block."""
 
     source: _Source
+    cache_control: CacheControl | None = None
 
 
 class Thinking(msgspec.Struct, frozen=True, tag="thinking"):
@@ -64,6 +77,7 @@ class ToolUse(msgspec.Struct, frozen=True, tag="tool_use"):
     id: str
     name: Name
     input: Raw
+    cache_control: CacheControl | None = None
 
 
 class ToolResult(msgspec.Struct, frozen=True, tag="tool_result"):
@@ -72,6 +86,7 @@ class ToolResult(msgspec.Struct, frozen=True, tag="tool_result"):
     tool_use_id: str
     content: str | list[Text | Image] | None = None
     is_error: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 Block = Text | Image | Thinking | RedactedThinking | ToolUse | ToolResult
@@ -92,6 +107,7 @@ class Tool(msgspec.Struct, frozen=True):
     type: str | None = None
     description: str | None = None
     strict: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
@@ -141,10 +157,11 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
     metadata: _Metadata | None = None
     output_config: _OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
 
 
 # Anthropic's own, for which there is nothing to be done here.
-UNHEARD: Final = frozenset({"service_tier", "inference_geo", "betas", "context_management", "cache_control"})
+UNHEARD: Final = frozenset({"service_tier", "inference_geo", "betas", "context_management"})
 REFUSED: Final = ("container", "mcp_servers", "fallbacks")  # somebody would have to do something about them
 
 _REQUEST: Final = msgspec.json.Decoder(MessagesRequest)
@@ -173,6 +190,7 @@ def _to_chat(body: bytes, said: dict[str, Raw]) -> bytes:
     for name in REFUSED:
         if name in fields and bytes(fields[name]) not in (b"null", b"[]"):
             raise _unsupported(name)
+    _check_marks(asked)
     rest = {name: raw for name, raw in fields.items() if name not in _KNOWN and name not in UNHEARD}
     return msgspec.json.encode(_chat_fields(asked) | rest)
 
@@ -189,7 +207,10 @@ def _chat_fields(asked: MessagesRequest) -> dict[str, Any]:
     if asked.metadata is not None and asked.metadata.user_id is not None:
         chat["user"] = asked.metadata.user_id
     if asked.tools:
-        chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(asked.tools)]
+        chat["tools"] = [
+            _tool(tool, f"tools[{index}]") | _marked(tool.cache_control, f"tools[{index}].cache_control")
+            for index, tool in enumerate(asked.tools)
+        ]
     if asked.tool_choice is not None:
         chat |= _tool_choice(asked.tool_choice, bool(asked.tools))
     if asked.output_config is not None and asked.output_config.format is not None:
@@ -208,18 +229,44 @@ def _template_kwargs(asked: MessagesRequest) -> dict[str, Any]:
 def _messages(asked: MessagesRequest) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if system := _system(asked.system):
-        messages.append({"role": "system", "content": system})
+        messages.append({"role": "system", **system})
     for index, message in enumerate(asked.messages):
         if isinstance(message.content, str):
             messages.append({"role": message.role, "content": message.content})
         else:
             messages += _from_blocks(message.role, message.content, f"messages[{index}].content")
+    if asked.cache_control is not None:  # at the end of the last block
+        marked = _marked(asked.cache_control, "cache_control")
+        messages[-1][MARK] = [*messages[-1].get(MARK, ()), *marked.values()]
     return messages
 
 
-def _system(system: str | list[SystemText] | None) -> str:
-    texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
-    return "".join(text for text in texts if not text.startswith(BILLING))
+def _system(system: str | list[SystemText] | None) -> dict[str, Any]:
+    if isinstance(system, str):
+        return {} if system.startswith(BILLING) or not system else {"content": system}
+    blocks = [(index, block) for index, block in enumerate(system or ()) if not block.text.startswith(BILLING)]
+    content = _content(
+        [
+            {"type": "text", "text": block.text} | _marked(block.cache_control, f"system[{index}].cache_control")
+            for index, block in blocks
+        ]
+    )
+    return content if content["content"] else {}
+
+
+def _marked(control: CacheControl | None, field: str) -> dict[str, Any]:
+    """What a chat says for a `cache_control`; an error calls it `field`."""
+    return {} if control is None else {MARK: {"mode": "explicit", "ttl": control.ttl, "said": field}}
+
+
+def _check_marks(asked: MessagesRequest) -> None:
+    """Raises BadRequest for more marks than Anthropic allows."""
+    system = asked.system if isinstance(asked.system, list) else []
+    blocks = [block for message in asked.messages if isinstance(message.content, list) for block in message.content]
+    bearers: list[Any] = [asked, *(asked.tools or ()), *system, *blocks]
+    marks = sum(getattr(bearer, "cache_control", None) is not None for bearer in bearers)
+    if marks > MAX_MARKS:
+        raise _invalid("cache_control", f"{marks} blocks are marked, {MAX_MARKS} may be")
 
 
 def _from_blocks(role: str, blocks: list[Block], where: str) -> list[dict[str, Any]]:
@@ -228,26 +275,31 @@ def _from_blocks(role: str, blocks: list[Block], where: str) -> list[dict[str, A
     content: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     thoughts: list[str] = []
+    whole: dict[str, Any] = {}  # the mark of a call, which is a part of its message's end
     for index, block in enumerate(blocks):
+        mark = _marked(getattr(block, "cache_control", None), f"{where}[{index}].cache_control")
         match block:
             case Text():
-                content.append({"type": "text", "text": block.text})
+                content.append({"type": "text", "text": block.text} | mark)
             case Image() if role == "user":
-                content.append(_image(block))
+                content.append(_image(block) | mark)
             case Thinking() if role == "assistant":
                 thoughts.append(block.thinking)
             case RedactedThinking() if role == "assistant":
                 pass
             case ToolUse() if role == "assistant":
                 calls.append(_call(block, f"{where}[{index}].input"))
+                whole |= mark
             case ToolResult() if role == "user":
-                results.append(_result(block))
+                results.append(_result(block) | mark)
             case _:
                 tag = type(block).__struct_config__.tag
                 raise _invalid(f"{where}[{index}].type", f"'{tag}' has no place in a message of role '{role}'")
     if not (content or calls or thoughts) and results:
         return results
-    message: dict[str, Any] = {"role": role, "content": _plain(content)}
+    message: dict[str, Any] = {"role": role} | _content(content)
+    if whole:
+        message[MARK] = [*message.get(MARK, ()), *whole.values()]
     if thoughts:
         message |= dict.fromkeys(
             ("reasoning", "reasoning_content"), "".join(thoughts)
@@ -255,6 +307,19 @@ def _from_blocks(role: str, blocks: list[Block], where: str) -> list[dict[str, A
     if calls:
         message["tool_calls"] = calls
     return [*results, message]
+
+
+def _content(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The content of a message with these parts; in a text that was several, marks are at characters."""
+    content, marks, length = _plain(parts), [], 0
+    if not isinstance(content, str):
+        return {"content": content}
+    for index, part in enumerate(parts):
+        length += len(part["text"])
+        if MARK in part:
+            is_inside = index + 1 < len(parts) and 0 < length < len(content)
+            marks.append(part[MARK] | ({"end": length} if is_inside else {}))
+    return {"content": content} | ({MARK: marks} if marks else {})
 
 
 def _plain(content: list[dict[str, Any]]) -> str | list[dict[str, Any]]:

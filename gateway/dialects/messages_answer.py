@@ -179,7 +179,14 @@ def _usage(usage: Usage | None, num_tokens: int) -> dict[str, Any]:
     """Anthropic counts input tokens without those that were read from a cache or written to one."""
     counted = usage or Usage(prompt_tokens=num_tokens)
     others = counted.cached_tokens + counted.written_tokens
-    return {
+    details = counted.prompt_tokens_details
+    writes: dict[str, Any] = {}
+    if details is not None and details.breakpoints is not None:
+        writes["cache_creation"] = {
+            f"ephemeral_{ttl}_input_tokens": tokens for ttl, tokens in details.cache_writes_by_ttl.items()
+        }
+        writes["cache_breakpoints"] = details.breakpoints
+    return writes | {
         "input_tokens": max(0, counted.prompt_tokens - others),
         "cache_creation_input_tokens": counted.written_tokens,
         "cache_read_input_tokens": counted.cached_tokens,

@@ -57,7 +57,7 @@ USAGE = b"data: " + json.dumps({"choices": [], "usage": usage()}).encode() + b"\
 def test_a_message_is_a_chat() -> None:
     assert chat() == {"model": "scripted", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
     said = chat(
-        system=[{"type": "text", "text": "Be "}, {"type": "text", "text": "brief.", "cache_control": {"type": "ephemeral"}}],
+        system=[{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}],
         stop_sequences=["x"], temperature=0, top_k=3, top_p=0.5, stream=True, metadata={"user_id": "u"}, min_p=0.1,
         service_tier="auto",
     )  # fmt: skip
