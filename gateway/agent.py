@@ -12,7 +12,7 @@ import grpc.aio
 
 from gateway.calls import CallConnection, KeptCalls
 from gateway.errors import NodeError
-from gateway.kept import Kept
+from gateway.kept import Kept, kept_from
 from gateway.prompts import Prompt
 from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
 from hybrid_cache.hashing import HASH_BYTES, split_hashes
@@ -410,20 +410,6 @@ def info_from(node: pb.NodeDescription) -> NodeInfo:
         version=node.version,
         wall_clock_s=node.wall_clock_s,
         contexts=tuple(kept_from(context) for context in node.contexts),
-    )
-
-
-def kept_from(context: pb.Context) -> Kept:
-    """A context as a value."""
-    return Kept(
-        context_id=context.context_id,
-        num_tokens=context.num_tokens,
-        left_s=context.ttl_s,
-        ttl_s=context.whole_ttl_s,
-        owner=context.owner,
-        owned_tokens=context.owned_tokens,
-        added_tokens=context.added_tokens,
-        has_ended=context.ended,
     )
 
 

@@ -6,6 +6,8 @@ from enum import StrEnum
 from math import ceil
 from typing import Any, Final
 
+from transport.control.proto import node_pb2 as pb
+
 MAX_LOST: Final = 4096  # of a node that has ended; as many as it can have kept
 
 
@@ -42,6 +44,20 @@ class Kept:
         left_s = max(0, ceil(self.expires_at - now))
         said = {"id": self.context_id, "object": "context", "tokens": self.num_tokens, "ttl_s": round(self.ttl_s)}
         return said | {"expires_in_s": left_s, "status": str(state)}
+
+
+def kept_from(context: pb.Context) -> Kept:
+    """A context as a value."""
+    return Kept(
+        context_id=context.context_id,
+        num_tokens=context.num_tokens,
+        left_s=context.ttl_s,
+        ttl_s=context.whole_ttl_s,
+        owner=context.owner,
+        owned_tokens=context.owned_tokens,
+        added_tokens=context.added_tokens,
+        has_ended=context.ended,
+    )
 
 
 class KeptContexts:

@@ -464,15 +464,11 @@ def test_a_context_is_kept_extended_and_ended(bench: Bench) -> None:
         code = grpc.StatusCode
         again = await node.stub.CreateContext(request)
         assert (again.num_tokens, again.added_tokens, made.added_tokens) == (NUM_TOKENS, 0, NUM_TOKENS)
-        others = pb.ContextRequest(
-            context_id="c", block_hashes=hashes, num_tokens=NUM_TOKENS, ttl_s=60.0, owner="another"
-        )
-        assert await refused(node.stub.CreateContext(others)) == (code.ALREADY_EXISTS, "context_exists")
-        assert (await node.stub.DeleteContext(pb.ContextRequest(context_id="c", owner="another"))).reason == "unknown"
-        little = pb.ContextRequest(
-            context_id="d", block_hashes=hashes, num_tokens=NUM_TOKENS, ttl_s=60.0, owner="another", budget_tokens=1
-        )
-        assert await refused(node.stub.CreateContext(little)) == (code.RESOURCE_EXHAUSTED, "over_budget")
+        request.owner, request.budget_tokens = "another", 1
+        assert await refused(node.stub.CreateContext(request)) == (code.ALREADY_EXISTS, "context_exists")
+        assert (await node.stub.DeleteContext(request)).reason == "unknown"
+        request.context_id = "d"
+        assert await refused(node.stub.CreateContext(request)) == (code.RESOURCE_EXHAUSTED, "over_budget")
 
         async def is_idle() -> bool:
             return node.agent.is_idle()
@@ -486,24 +482,12 @@ def test_a_context_is_kept_extended_and_ended(bench: Bench) -> None:
         short = pb.ContextRequest(context_id="short", block_hashes=hashes, num_tokens=NUM_TOKENS, ttl_s=0.01)
         await node.stub.CreateContext(short)
         await all_free(node)  # by housekeeping
-        for wrong, status, reason in (
-            (
-                pb.ContextRequest(context_id="c", block_hashes=hashes, num_tokens=NUM_TOKENS),
-                code.INVALID_ARGUMENT,
-                "bad_request",
-            ),
-            (
-                pb.ContextRequest(block_hashes=hashes, num_tokens=NUM_TOKENS, ttl_s=1.0),
-                code.INVALID_ARGUMENT,
-                "bad_request",
-            ),
-            (
-                pb.ContextRequest(context_id="c", block_hashes=bytes(32), num_tokens=BLOCK, ttl_s=1.0),
-                code.NOT_FOUND,
-                "not_cached",
-            ),
-        ):
-            assert await refused(node.stub.CreateContext(wrong)) == (status, reason)
+        endless = pb.ContextRequest(context_id="c", block_hashes=hashes, num_tokens=NUM_TOKENS)
+        nameless = pb.ContextRequest(block_hashes=hashes, num_tokens=NUM_TOKENS, ttl_s=1.0)
+        for wrong in (endless, nameless):
+            assert await refused(node.stub.CreateContext(wrong)) == (code.INVALID_ARGUMENT, "bad_request")
+        uncached = pb.ContextRequest(context_id="c", block_hashes=bytes(32), num_tokens=BLOCK, ttl_s=1.0)
+        assert await refused(node.stub.CreateContext(uncached)) == (code.NOT_FOUND, "not_cached")
         unknown = pb.ContextRequest(context_id="nobody's", ttl_s=1.0)
         assert await refused(node.stub.ExtendContext(unknown)) == (code.NOT_FOUND, "unknown_context")
 

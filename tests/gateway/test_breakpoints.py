@@ -1,0 +1,179 @@
+"""Marks become lengths in tokens, or a refusal that names the field."""
+
+import json
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from gateway.breakpoints import unmarked
+from gateway.caching import NO_CACHING, Breakpoint, Caching
+from gateway.errors import BadRequest
+from gateway.openai import Endpoint, parse
+from gateway.prompts import Hashing, PromptMemory, read_call
+from prompts.template import ChatTemplate
+from prompts.tokenizer import TextTokenizer
+from tests.gateway.worlds import model_of
+from tests.prompts.builders import bpe, text_tokenizer
+
+HASHING = Hashing(16, b"salt")
+FIVE: dict[str, Any] = {"mode": "explicit", "ttl": "5m"}
+LONG = "Answer in few words, whatever you are asked. " * 4
+TOKENS = len(text_tokenizer().encode(LONG))
+
+
+def caching_of(body: dict[str, Any], endpoint: Endpoint = Endpoint.CHAT) -> tuple[Caching, int, dict[str, Any]]:
+    """What is to be kept, of how many tokens, and the call without it."""
+    said = json.dumps({"model": "scripted", **body}).encode()
+    call, prompt = read_call(endpoint, said, model_of(HASHING), PromptMemory(text_tokenizer()))
+    return prompt.caching, prompt.num_tokens, {name: json.loads(bytes(raw)) for name, raw in call.fields.items()}
+
+
+def chat(*messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"messages": [*messages], **fields}
+
+
+def text(said: str, mark: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"type": "text", "text": said} | ({"prompt_cache_breakpoint": mark} if mark else {})
+
+
+def test_a_prompt_without_marks_is_left_alone() -> None:
+    body = json.dumps(chat({"role": "user", "content": "hi"}, model="scripted")).encode()
+    call = parse(Endpoint.CHAT, body)
+    assert unmarked(call)[0] is call
+    assert caching_of(chat({"role": "user", "content": "hi"}))[0] == NO_CACHING
+
+
+def test_a_marked_message_is_kept_to_its_end_and_engines_hear_nothing_of_it() -> None:
+    user = {"role": "user", "content": "And now?"}
+    caching, total, fields = caching_of(chat({"role": "system", "content": [text(LONG, FIVE)]}, user))
+    (found,) = caching.breakpoints
+    assert found.field == "messages[0].content[0].prompt_cache_breakpoint"
+    assert (found.ttl, found.tokens) == ("5m", found.asked_tokens)
+    assert TOKENS <= found.tokens < total
+    assert fields["messages"] == [{"role": "system", "content": [text(LONG)]}, user]
+    assert caching.hints(16) == {"branch_tokens": [found.tokens // 16 * 16]}
+    # Whatever follows, the prefix is the same.
+    again, _, _ = caching_of(
+        chat({"role": "system", "content": [text(LONG, FIVE)]}, user | {"content": "What else? " * 9})
+    )
+    assert again == caching
+
+
+def test_a_mark_inside_a_message_ends_where_the_whole_prompt_goes_on_otherwise() -> None:
+    parts = [text(LONG, {"mode": "explicit"}), text("And this.")]
+    (found,) = caching_of(chat({"role": "user", "content": parts}))[0].breakpoints
+    assert found.ttl == "30m"
+    assert TOKENS <= found.tokens < found.asked_tokens  # the end of the turn comes later
+
+
+def test_implicit_marks_the_last_message_and_explicit_says_what_is_of_no_use() -> None:
+    message = {"role": "user", "content": LONG}
+    (found,) = caching_of(chat(message, prompt_cache_options={"ttl": "1h"}))[0].breakpoints
+    assert (found.field, found.ttl) == ("prompt_cache_options", "1h")
+    caching, _, fields = caching_of(chat(message, prompt_cache_options={"mode": "explicit"}, prompt_cache_key="k"))
+    assert (caching.breakpoints, caching.hints(16)["useful_tokens"]) == ((), 0)
+    assert caching.category not in ("", "k")
+    assert "prompt_cache_options" not in fields
+    (whole,) = caching_of({"prompt": LONG, "prompt_cache_options": {}}, Endpoint.COMPLETIONS)[0].breakpoints
+    assert whole == Breakpoint("prompt_cache_options", "30m", TOKENS, TOKENS)
+
+
+def test_the_last_four_count() -> None:
+    messages = [{"role": "user", "content": [text(f"{LONG}{number}", FIVE)]} for number in range(6)]
+    found = caching_of(chat(*messages))[0].breakpoints
+    assert [each.field.split(".")[0] for each in found] == [f"messages[{number}]" for number in range(2, 6)]
+    assert sorted(each.tokens for each in found) == [each.tokens for each in found]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_cache_options": {"ttl": "2h"}}, "prompt_cache_options.ttl"),
+        ({"prompt_cache_options": {"mode": "all"}}, "prompt_cache_options.mode"),
+        ({"prompt_cache_key": "k" * 600}, "prompt_cache_key"),
+        (
+            {"messages": [{"role": "user", "content": [text("a", {"mode": "explicit", "ttl": "12h"})]}]},
+            "messages[0].content[0].prompt_cache_breakpoint.ttl",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [text("a", {"mode": "implicit"})]}]},
+            "messages[0].content[0].prompt_cache_breakpoint.mode",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        caching_of(chat({"role": "user", "content": "hi"}) | fields)
+    assert refused.value.param == param
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return {"max_tokens": 9, "messages": [{"role": "user", "content": "And now?"}], **fields}
+
+
+def test_anthropics_marks_are_the_same() -> None:
+    control = {"type": "ephemeral", "ttl": "1h"}
+    system = [{"type": "text", "text": "Be brief. "}, {"type": "text", "text": LONG, "cache_control": control}]
+    caching, _, fields = caching_of(message(system=system), Endpoint.MESSAGES)
+    (found,) = caching.breakpoints
+    assert (found.field, found.ttl) == ("system[1].cache_control", "1h")
+    assert found.tokens == found.asked_tokens > TOKENS
+    assert fields["messages"][0] == {"role": "system", "content": "Be brief. " + LONG}
+    system[0]["cache_control"] = {"type": "ephemeral"}
+    within, after = caching_of(message(system=system), Endpoint.MESSAGES)[0].breakpoints
+    assert (within.ttl, after) == ("5m", found)
+    assert 0 < within.tokens < TOKENS
+    (last,) = caching_of(message(cache_control={"type": "ephemeral"}), Endpoint.MESSAGES)[0].breakpoints
+    assert last.field == "cache_control"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral", "ttl": "2h"}}]}, "system"),
+        ({"cache_control": {"type": "for_ever"}}, "cache_control.type"),
+        (
+            {"system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}] * 5},
+            "cache_control",
+        ),
+    ],
+)
+def test_anthropics_mistakes_are_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        caching_of(message(**fields), Endpoint.MESSAGES)
+    assert (refused.value.param or "").startswith(param)
+
+
+def caching_with(template: str, body: dict[str, Any]) -> Caching:
+    tokenizer = TextTokenizer(bpe(), ChatTemplate(template, {}, datetime.now))
+    said = json.dumps({"model": "scripted", **body}).encode()
+    return read_call(Endpoint.CHAT, said, model_of(HASHING), PromptMemory(tokenizer))[1].caching
+
+
+COUNTS = "{{ messages | length }}: {% for message in messages %}{{ message.content }}\n{% endfor %}"
+TOOLS_LAST = "{% for message in messages %}{{ message.content }}\n{% endfor %}{{ tools | tojson }}"
+TOOLS_FIRST = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% for m in messages %}{{ m.content }}\n{% endfor %}"
+)
+
+
+def test_what_a_template_tells_otherwise_when_more_follows_is_refused() -> None:
+    messages = [{"role": "system", "content": [text(LONG, FIVE)]}, {"role": "user", "content": "Now?"}]
+    with pytest.raises(BadRequest) as refused:
+        caching_with(COUNTS, chat(*messages))
+    assert (refused.value.param, refused.value.code) == (
+        "messages[0].content[0].prompt_cache_breakpoint",
+        "cannot_be_cached",
+    )
+
+
+def test_marked_tools_are_kept_where_a_template_puts_them_first() -> None:
+    tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("weather", "news")]
+    tools[0]["prompt_cache_breakpoint"] = FIVE
+    body = chat({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rain?"}, tools=tools)
+    (found,) = caching_with(TOOLS_FIRST, body).breakpoints
+    assert 0 < found.tokens <= found.asked_tokens
+    with pytest.raises(BadRequest) as refused:
+        caching_with(TOOLS_LAST, body)
+    assert refused.value.param == "tools[0].prompt_cache_breakpoint"
