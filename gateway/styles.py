@@ -4,7 +4,9 @@ A style is what matters to reading and is no content: roles, the keys of message
 said. A leg that was refused for its tokens teaches the gateway that style: the next request of it is read by an engine itself
 (`gateway.engine_reading`); where that did not help either, or cannot be asked for, its decode node computes it alone.
 
-    own ──mismatch──► engine ──mismatch, or no engine can be asked──► alone ──after ALONE_S──► engine
+    own ──mismatch──► engine ──mismatch, or none can be asked──► alone
+     ▲                 │  ▲                                        │
+     └──after ENGINE_S─┘  └─────────────after ALONE_S──────────────┘
 """
 
 from collections import OrderedDict
@@ -18,6 +20,7 @@ from msgspec import Raw
 from gateway.openai import NOT_JSON, Call
 
 MAX_STYLES: Final = 256
+ENGINE_S: Final = 3600.0  # then the gateway's own reading is tried again: the contents may have made the difference
 ALONE_S: Final = 600.0  # then an engine is asked again: it may be another one by now
 MAX_VALUE_BYTES: Final = 32  # of a parameter that counts with its value
 # They are no matter of reading. What else is a list or an object counts with its keys.
@@ -49,7 +52,7 @@ class Styles:
 
     def __init__(self, limit: int = MAX_STYLES) -> None:
         self._limit = limit
-        self._known: OrderedDict[bytes, float | None] = OrderedDict()  # until when alone; None: read by an engine
+        self._known: OrderedDict[bytes, tuple[Reading, float]] = OrderedDict()  # whose reading, and until when
 
     def __len__(self) -> int:
         return len(self._known)
@@ -58,20 +61,29 @@ class Styles:
         """Whose reading of that style is to be believed."""
         if style not in self._known:
             return Reading.OWN
-        self._known.move_to_end(style)
-        alone_until = self._known[style]
-        return Reading.ALONE if alone_until is not None and now < alone_until else Reading.ENGINE
+        reading, until = self._known[style]
+        if now < until:
+            self._known.move_to_end(style)
+            return reading
+        if reading is Reading.ALONE:
+            self._keep(style, Reading.ENGINE, now + ENGINE_S)
+            return Reading.ENGINE
+        del self._known[style]
+        return Reading.OWN
 
     def differs(self, style: bytes, read: Reading, now: float) -> None:
         """Engines came to other tokens for a request of that style than the reading that was believed."""
-        self._keep(style, now + ALONE_S if read is Reading.ENGINE else None)
+        if read is Reading.OWN:
+            self._keep(style, Reading.ENGINE, now + ENGINE_S)
+        else:
+            self.not_read(style, now)
 
     def not_read(self, style: bytes, now: float) -> None:
         """No engine reads it for the gateway."""
-        self._keep(style, now + ALONE_S)
+        self._keep(style, Reading.ALONE, now + ALONE_S)
 
-    def _keep(self, style: bytes, alone_until: float | None) -> None:
-        self._known[style] = alone_until
+    def _keep(self, style: bytes, reading: Reading, until: float) -> None:
+        self._known[style] = reading, until
         self._known.move_to_end(style)
         while len(self._known) > self._limit:
             self._known.popitem(last=False)

@@ -147,6 +147,7 @@ class ChatRequest(_Common, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
 
 OpenAIRequest = CompletionRequest | ChatRequest
@@ -226,6 +227,7 @@ def _tokens(request: OpenAIRequest, tokenizer: TextTokenizer) -> TokenArray:
         messages=request.messages,
         add_generation_prompt=request.add_generation_prompt,
         chat_template_kwargs=request.chat_template_kwargs,
+        reasoning_effort=request.reasoning_effort,
     )
     return chat_tokens(chat, tokenizer)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.openai import Endpoint, parse
-from gateway.styles import ALONE_S, Reading, Styles, style_of
+from gateway.styles import ALONE_S, ENGINE_S, Reading, Styles, style_of
 
 USER = {"role": "user", "content": "hi"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -66,12 +66,18 @@ def test_what_is_learned_of_a_style() -> None:
     styles = Styles(limit=2)
     assert (len(styles), styles.reading(b"a", 0.0)) == (0, Reading.OWN)
     styles.differs(b"a", Reading.OWN, 0.0)
-    assert styles.reading(b"a", 1e9) is Reading.ENGINE
+    assert styles.reading(b"a", ENGINE_S - 1) is Reading.ENGINE
+    assert (styles.reading(b"a", ENGINE_S), len(styles)) == (Reading.OWN, 0)
     styles.differs(b"a", Reading.ENGINE, 0.0)
     assert styles.reading(b"a", ALONE_S - 1) is Reading.ALONE
-    assert styles.reading(b"a", ALONE_S + 1) is Reading.ENGINE
+    assert styles.reading(b"a", ALONE_S) is Reading.ENGINE
+    assert styles.reading(b"a", ALONE_S + ENGINE_S) is Reading.OWN
+
+
+def test_the_style_that_was_not_met_for_longest_is_forgotten() -> None:
+    styles = Styles(limit=2)
+    styles.not_read(b"a", 0.0)
     styles.not_read(b"b", 0.0)
-    assert styles.reading(b"b", 1.0) is Reading.ALONE
-    styles.reading(b"a", 0.0)
-    styles.differs(b"c", Reading.OWN, 0.0)
-    assert [styles.reading(each, 1.0) for each in (b"a", b"b", b"c")] == [Reading.ALONE, Reading.OWN, Reading.ENGINE]
+    styles.reading(b"a", 1.0)
+    styles.differs(b"c", Reading.OWN, 1.0)
+    assert [styles.reading(each, 2.0) for each in (b"a", b"b", b"c")] == [Reading.ALONE, Reading.OWN, Reading.ENGINE]

@@ -17,12 +17,23 @@ from prompts.tokenizer import TextTokenizer
 TEXTS = ("hi", "é漢\n\n </s><s> x", "the quick brown fox " * 50)
 USER = {"role": "user", "content": "hello"}
 PARTS = {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}
+FUNCTION = {"name": "f", "arguments": '{"a":1}'}
+CALLING = {
+    "role": "assistant",
+    "reasoning_content": "hm",
+    "tool_calls": [{"id": "1", "type": "function", "function": FUNCTION}],
+}
 CHATS: list[dict[str, Any]] = [
     *({"messages": [{"role": "system", "content": text}, USER]} for text in TEXTS),
     {"messages": [PARTS, {"role": "assistant", "content": None}]},
     {"messages": [USER], "add_generation_prompt": False},
     {"messages": [USER], "add_generation_prompt": True, "chat_template_kwargs": {"thinking": True}},
     {"messages": [USER], "chat_template_kwargs": {"bos_token": "<pad>"}},
+    {"messages": [USER], "chat_template_kwargs": {"thinking": None, "reasoning_effort": "auto"}},
+    {"messages": [USER], "reasoning_effort": "none"},
+    {"messages": [USER], "reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}},
+    {"messages": [USER, {"role": "developer", "content": "be brief"}]},
+    {"messages": [CALLING, {"role": "tool", "tool_call_id": "1", "content": None}, USER]},
 ]
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [USER], "chat_template_kwargs": {"add_generation_prompt": False}}, "add_generation_prompt"),
@@ -43,7 +54,9 @@ BAD_PROMPTS: list[Any] = [["a", "b"], [1, -2], [1, True], [2**32], [1, 600]]
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     directory: Path = tmp_path_factory.mktemp("model")
     save_byte_tokenizer(directory, 4096)
-    template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ thinking }}"
+    template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.reasoning }}"
+    template += "{{ m.tool_calls | tojson if m.tool_calls }}\n{% endfor %}"
+    template += "{{ thinking }}{{ enable_thinking }}{{ reasoning_effort }}"
     template += "{% if add_generation_prompt %}assistant: {% endif %}"
     (directory / "chat_template.jinja").write_text(template)
     return TextTokenizer.load(directory)
