@@ -14,8 +14,8 @@ elsewhere, whatever the stage, and then refused.
 
 A system that is sick must not be asked twice as much as it can do. So tries that repeat work of nodes that are still there (they
 were too slow, or in trouble) are a share of the requests of late, and a few: a budget, as Finagle's and Envoy's. Who has lost
-its node has nobody who is asked twice: that is counted, and never refused. Nor is the rest of a stream; who was sent away by a
-full node, or one that leaves, has had nothing done, which is not even counted.
+its node, or the way from it, does not ask the same again: that is counted, and never refused. Nor is the rest of a stream. Who
+was sent away by a full node, or one that leaves, has had nothing done, which is not even counted.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,6 +24,8 @@ from enum import StrEnum
 from math import exp
 from types import MappingProxyType
 from typing import Final
+
+from planner.decisions.paths import PATH_FAILED
 
 BUDGET_WINDOW_S: Final = 10.0  # Finagle's
 MAX_DEATHS: Final = 2  # a request under which that many engines have died is not carried to another one
@@ -44,6 +46,7 @@ class Failure(StrEnum):
     UNREACHABLE = "unreachable"  # nobody listens
     LOST = "lost"  # the connection broke while the node worked on it
     DIED = "died"  # the same, and its engine is gone
+    CUT = "cut"  # well, but what it sent did not arrive: the way from it is to be left alone
     TIMEOUT = "timeout"
     FULL = "full"  # well, but without room
     AWAY = "away"  # well, but about to leave its role or the system, or in another role already
@@ -76,6 +79,7 @@ RULES: Final[Mapping[tuple[Stage, Failure], Rule]] = MappingProxyType(
         (Stage.RESERVE, Failure.TIMEOUT): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
         (Stage.RESERVE, Failure.FULL): Rule(Next.ELSEWHERE, Next.ALONE),
         (Stage.RESERVE, Failure.AWAY): Rule(Next.ELSEWHERE, Next.REFUSE),
+        (Stage.RESERVE, Failure.CUT): Rule(Next.ELSEWHERE, Next.REFUSE),
         (Stage.RESERVE, Failure.TROUBLE): Rule(Next.ELSEWHERE, Next.REFUSE),
         (Stage.RESERVE, Failure.REQUEST): Rule(Next.ALONE, Next.ALONE),
         (Stage.PREFILL, Failure.UNREACHABLE): Rule(Next.ELSEWHERE, Next.RECOMPUTE, suspect=True),
@@ -84,6 +88,7 @@ RULES: Final[Mapping[tuple[Stage, Failure], Rule]] = MappingProxyType(
         (Stage.PREFILL, Failure.TIMEOUT): Rule(Next.ELSEWHERE, Next.RECOMPUTE),
         (Stage.PREFILL, Failure.FULL): Rule(Next.ELSEWHERE, Next.RECOMPUTE),
         (Stage.PREFILL, Failure.AWAY): Rule(Next.ELSEWHERE, Next.RECOMPUTE),
+        (Stage.PREFILL, Failure.CUT): Rule(Next.ELSEWHERE, Next.RECOMPUTE),
         (Stage.PREFILL, Failure.TROUBLE): Rule(Next.ELSEWHERE, Next.RECOMPUTE),
         (Stage.PREFILL, Failure.REQUEST): Rule(Next.RECOMPUTE, Next.RECOMPUTE),
         (Stage.DECODE, Failure.UNREACHABLE): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
@@ -92,6 +97,7 @@ RULES: Final[Mapping[tuple[Stage, Failure], Rule]] = MappingProxyType(
         (Stage.DECODE, Failure.TIMEOUT): Rule(Next.ELSEWHERE, Next.REFUSE),
         (Stage.DECODE, Failure.FULL): Rule(Next.ELSEWHERE, Next.REFUSE),
         (Stage.DECODE, Failure.AWAY): Rule(Next.ELSEWHERE, Next.REFUSE),
+        (Stage.DECODE, Failure.CUT): Rule(Next.ELSEWHERE, Next.REFUSE),
         (Stage.DECODE, Failure.TROUBLE): Rule(Next.ELSEWHERE, Next.REFUSE),
         (Stage.DECODE, Failure.REQUEST): Rule(Next.REFUSE, Next.REFUSE),
         (Stage.STREAM, Failure.UNREACHABLE): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
@@ -100,6 +106,7 @@ RULES: Final[Mapping[tuple[Stage, Failure], Rule]] = MappingProxyType(
         (Stage.STREAM, Failure.TIMEOUT): Rule(Next.ELSEWHERE, Next.REFUSE, suspect=True),
         (Stage.STREAM, Failure.FULL): Rule(Next.ELSEWHERE, Next.REFUSE),
         (Stage.STREAM, Failure.AWAY): Rule(Next.ELSEWHERE, Next.REFUSE),
+        (Stage.STREAM, Failure.CUT): Rule(Next.ELSEWHERE, Next.REFUSE),
         (Stage.STREAM, Failure.TROUBLE): Rule(Next.ELSEWHERE, Next.REFUSE),
         (Stage.STREAM, Failure.REQUEST): Rule(Next.REFUSE, Next.REFUSE),
     }
@@ -117,6 +124,7 @@ _FAILURES: Final = MappingProxyType(
         "stream_broken": Failure.LOST,
         "stream_idle": Failure.TIMEOUT,
         "engine_died": Failure.DIED,
+        PATH_FAILED: Failure.CUT,
         "timeout": Failure.TIMEOUT,
         "no_capacity": Failure.FULL,
         "converting": Failure.AWAY,

@@ -133,8 +133,7 @@ class Scenario:
     `classes` are what requests were promised, by shares of them; without any, all of them the `targets`. With `line`, decode
     nodes have room for so many, and who finds none waits as at a gateway; without, they take everybody.
     Senders give a peer up after `peer_timeout_s` of silence, and so many nodes compute a prompt's KVCache in vain before its
-    decode node does (`max_attempts`, within the budget of `retry_share` and `least_retries`): a sender's and a gateway's
-    defaults.
+    decode node does (`max_attempts`): a sender's and a gateway's defaults.
     `homes` are shares of requests that must be decoded in a PD cluster, as if each had a gateway of its own; without any, load
     decides.
     """
@@ -155,8 +154,6 @@ class Scenario:
     line: LineLimits | None = None
     peer_timeout_s: float = 5.0
     max_attempts: int = 3
-    retry_share: float = 0.2
-    least_retries: int = 10
     homes: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from planner.decisions.classes import ServiceClass
 from planner.decisions.paths import PATH_FAILED
 from planner.decisions.placement import PLACERS
-from planner.decisions.retries import Next, RetryBudget, Stage, failure_of
+from planner.decisions.retries import Next, Stage, failure_of, rule_after
 from planner.decisions.routing import ReadyNodes, Reason, Route, Target, route_among
 from planner.decisions.views import PrefillCost, RouteRequest
 from planner.errors import NoReadyNode
@@ -88,7 +88,6 @@ class World:
         self._ended = bytearray(size)
         self._num_ended = 0
         self._fallbacks: Counter[str] = Counter()
-        self._budget = RetryBudget(scenario.retry_share, scenario.least_retries)
         self._moves = Moves(self.loop, trace.block_size, self._on_late_move)
         self._homes = homes_of(scenario, size, seed)
         self._ways = Ways(scenario, size) if Ways.are_several(scenario) else None
@@ -136,7 +135,6 @@ class World:
             self._routes[found.target, found.reason] += 1
             self._door.leave(now, job, served=True)
             self._door.accepted(now, job, found)
-            self._budget.request(now)
             job.decode_node = self._decodes[found.decode_node]
             job.decode_node.assign(1)
             self._dispatch(now, job)
@@ -267,12 +265,9 @@ class World:
 
     def _take_another_way(self, now: float, job: Job) -> None:
         decode, failed = job.decode_node, job.failed
-        rule = self._budget.rule_after(
-            now, Stage.PREFILL, failure_of(PATH_FAILED), tries=len(failed), max_tries=self.scenario.max_attempts,
-            deaths=0,
-        )  # fmt: skip
-        if rule.is_over_budget:
-            self._fallbacks["retry_refused"] += 1
+        rule = rule_after(
+            Stage.PREFILL, failure_of(PATH_FAILED), tries=len(failed), max_tries=self.scenario.max_attempts, deaths=0
+        )
         other = None
         if rule.next is Next.ELSEWHERE:
             out = {*failed, *self.links.cut_off_from(decode.node_id)}

@@ -244,3 +244,13 @@ async def test_nodes_that_have_died_are_done_without_however_many_requests_they_
         for _ in range(3):
             assert (await w.complete(LONG)).status == 200
         await w.settled()
+
+
+@on_loop
+async def test_a_link_that_fails_is_gone_around_however_many_prompts_were_on_it() -> None:
+    async with world(remote=1, local=1, retry_share=0.0, least_retries=0) as w:
+        w.nodes.remote[0].script.path_is_down = True
+        assert (await w.complete(LONG)).status == 200
+        assert await w.fallbacks() == {"prefill_peer_lost": 1}
+        assert "prfaas_retries_refused_total{" not in await w.metrics()
+        await w.settled()
