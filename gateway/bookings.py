@@ -15,8 +15,10 @@ from planner.decisions.routing import Route
 class Booking:
     """The work of one try at a request: from now on, until the `with` block that it opens ends."""
 
-    def __init__(self, decode: Node, clock: Callable[[], float], hashes: Sequence[bytes] = ()) -> None:
-        """`hashes` are those of the prompt's full blocks."""
+    def __init__(
+        self, decode: Node, clock: Callable[[], float], hashes: Sequence[bytes] = (), held_tokens: int = 0
+    ) -> None:
+        """`hashes` are those of the prompt's full blocks; of `held_tokens` the decode node has the attention."""
         self.awaited: Computing | None = None  # what the prefill node has to have computed for this prompt, if anything
         self._decode = decode
         self._clock = clock
@@ -26,7 +28,7 @@ class Booking:
         self._prefill: tuple[Node, Work] | None = None
         decode.take(self._answer)
         if decode.info is not None:
-            decode.expects(len(hashes) * decode.info.block_size)
+            decode.expects(max(0, len(hashes) * decode.info.block_size - held_tokens))
 
     def prefill(self, node: Node, route: Route) -> None:
         """`node` computes the prompt as `route` says from now on, and nobody else does."""
@@ -80,6 +82,6 @@ class Booking:
         self.close()
 
 
-def booked(decode: Node, clock: Callable[[], float], hashes: Sequence[bytes] = ()) -> Booking:
+def booked(decode: Node, clock: Callable[[], float], hashes: Sequence[bytes] = (), held_tokens: int = 0) -> Booking:
     """A place on a decode node, and whatever else is booked inside the block that it opens."""
-    return Booking(decode, clock, hashes)
+    return Booking(decode, clock, hashes, held_tokens)

@@ -249,7 +249,7 @@ class Dispatcher:
     async def _attempt(self, request: Request, chosen: Route, place: Place) -> AsyncIterator[Attempt]:
         # Nothing is awaited between the decision and its booking: the next decision sees this one.
         decode = self._clusters.by_id(chosen.decode_node)
-        with booked(decode, self._clock, request.prompt.hashes) as booking:
+        with booked(decode, self._clock, request.prompt.hashes, chosen.held_tokens) as booking:
             booking.prefill(self._clusters.by_id(chosen.prefill_node or chosen.decode_node), chosen)
             try:
                 async with self._reservations.held(request, chosen) as hold:

@@ -134,11 +134,10 @@ class ReadyNodes(msgspec.Struct, frozen=True, gc=False):
 class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The decision. `[0, cached_tokens)` need not be computed; `fetch_from` names the node that hands it over first.
 
-    `prefill_node` is None when the decode node does everything. `threshold_tokens` is the one that applied, pressure
-    included; `ttft_s` is the placement's prediction without the link, `compute_s` the part of it that is computing,
-    `link_bytes` what will cross a link, `coded_bytes` what coding is predicted to leave of it, and `link_s` when it will have
-    crossed, behind all that is there before it. By `fetch_limit_s`
-    the prefill node would have computed what it is handed.
+    `prefill_node` is None when the decode node does everything. `threshold_tokens` is the one that applied, pressure included;
+    `ttft_s` is the placement's prediction without the link, `compute_s` the part of it that is computing, `link_bytes` what will
+    cross a link, `coded_bytes` what coding is predicted to leave of it, `link_s` when it will have crossed, behind all that is
+    there before it. By `fetch_limit_s` the prefill node would have computed what it is handed; the decode node has `held_tokens`.
     """
 
     target: Target
@@ -155,6 +154,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     coded_bytes: float = 0.0
     fetch_from: str | None = None
     fetch_limit_s: float = 0.0
+    held_tokens: int = 0
 
     @property
     def arrives_s(self) -> float:
@@ -309,6 +309,7 @@ def _route_to(
         coded_bytes=remote.link.coded_bytes(link_bytes) if link_bytes and remote.link else 0.0,
         fetch_from=choice.fetch_from,
         fetch_limit_s=choice.fetch_limit_s,
+        held_tokens=decode.attention_tokens,
     )
 
 
@@ -495,4 +496,5 @@ def _on_decode_node(
         threshold_tokens=policy.threshold_tokens,
         ttft_s=cost.queue_s(decode) + compute_s,
         compute_s=compute_s,
+        held_tokens=decode.attention_tokens,
     )

@@ -92,7 +92,12 @@ class Experience:
         moves = self._moves
         assert moves is not None
         moves.observe(*move)
-        self.placement = replace(self.placement, fetch_bytes_per_s=moves.bytes_per_s, fetch_calls_s=moves.calls_s)
+        self.placement = replace(
+            self.placement,
+            fetch_bytes_per_s=moves.bytes_per_s,
+            fetch_calls_s=moves.calls_s,
+            fetch_lateness=moves.lateness,
+        )
 
     def on_arrived(self, ends: tuple[str, str], predicted_s: float, seconds: float) -> None:
         """What was routed over a link is there, `seconds` after the decision."""

@@ -72,6 +72,10 @@ def test_what_was_sent_since_the_last_two_reports_takes_room_that_they_do_not_sh
         assert room() == 96
         decode.reported(report)
         assert room() == 128
+    with booked(
+        decode, lambda: 0.0, [b"h" * 32] * 2, held_tokens=16
+    ):  # pages of what is there already are not taken again
+        assert room() == 112
 
 
 Step = tuple[int, int, int, float]  # which request, what it does, by which node, how much

@@ -203,6 +203,7 @@ def test_the_way_over_a_link_is_as_long_as_what_the_decode_node_lacks():
     cold = route(request(30_000), [prfaas(), busy, pd_decode()], slow, policy())
     warm = route(request(30_000), [prfaas(), busy, pd_decode(attention_tokens=29_000)], slow, policy())
     assert (cold.target, warm.target) == (Target.LOCAL, Target.REMOTE)
+    assert (cold.held_tokens, warm.held_tokens) == (0, 29_000)
 
 
 def test_a_prompt_that_shares_nothing_is_computed_where_it_is_decoded():
