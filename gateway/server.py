@@ -274,6 +274,8 @@ async def running(
             PlanDesk(config.plan),
             LinkSwitch(links, drained),
             gateway.reloads,
+            rooms.receiver,
+            door.keyring.is_operator,
         )  # fmt: skip
         pages = Pages(
             clusters,

@@ -1,6 +1,6 @@
 """What operators see and do beyond metrics and records: the console, and the questions that it asks."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from ipaddress import ip_address
 from typing import Final
@@ -13,6 +13,7 @@ from gateway.console.plans import PlanDesk
 from gateway.console.switch import LinkSwitch
 from gateway.errors import ApiError
 from gateway.explain import Explanations
+from gateway.receive import Receiver, too_large
 from gateway.reload import Reloads
 from gateway.snapshot import Snapshots
 
@@ -24,7 +25,7 @@ News = Callable[[int], Awaitable[tuple[list[bytes], list[bytes]]]]
 
 
 class Console:
-    """Its pages, by path."""
+    """Its pages, by path. `is_operator` says whether a request's headers show an operator's key."""
 
     def __init__(
         self,
@@ -33,8 +34,12 @@ class Console:
         desk: PlanDesk,
         switch: LinkSwitch,
         reloads: Reloads,
+        receiver: Receiver,
+        is_operator: Callable[[Mapping[str, str]], bool],
     ) -> None:
         """Raises OSError when its files are not where they were installed."""
+        self._receiver = receiver
+        self._is_operator = is_operator
         self._reloads = reloads
         self._snapshots = snapshots
         self._explanations = explanations
@@ -70,7 +75,7 @@ class Console:
 
     async def _reload(self, http: web.Request) -> web.Response:
         """The same, and what can change has changed."""
-        check_is_meant(http)
+        self._check_is_meant(http)
         return _json(msgspec.json.encode({"data": self._reloads.ask()}))
 
     async def _explain(self, http: web.Request) -> web.Response:
@@ -81,20 +86,28 @@ class Console:
         return _json(msgspec.json.encode(await self._desk.standing()))
 
     async def _change_plan(self, http: web.Request) -> web.Response:
-        check_is_meant(http)
-        body = await http.content.read(MAX_CHANGE_BYTES)
-        return _json(msgspec.json.encode(await self._desk.change(body)))
+        return _json(msgspec.json.encode(await self._desk.change(await self._change(http))))
 
     async def _switch_link(self, http: web.Request) -> web.Response:
-        check_is_meant(http)
-        body = await http.content.read(MAX_CHANGE_BYTES)
-        return _json(msgspec.json.encode({"data": self._switch.set(body)}))
+        return _json(msgspec.json.encode({"data": self._switch.set(await self._change(http))}))
+
+    async def _change(self, http: web.Request) -> bytes:
+        """What somebody wants changed. Raises ApiError."""
+        self._check_is_meant(http)
+        body = await self._receiver.receive(http)
+        if len(body) > MAX_CHANGE_BYTES:
+            raise too_large(MAX_CHANGE_BYTES)
+        return body
+
+    def _check_is_meant(self, http: web.Request) -> None:
+        check_is_meant(http, shows_a_key=self._is_operator(http.headers))
 
 
-def check_is_meant(http: web.Request) -> None:
+def check_is_meant(http: web.Request, *, shows_a_key: bool) -> None:
     """Raises ApiError for a change that a page of somebody else may have a browser ask for.
 
-    Such a page cannot send JSON, unless a name of its own leads here: then the browser says that name.
+    Such a page cannot send JSON, unless a name of its own leads here: then the browser says that name, and no operator's key,
+    which it keeps by name.
     """
     if http.content_type != JSON:
         raise ApiError(415, f"Content-Type must be {JSON}.", code="unsupported_media_type")
@@ -102,10 +115,10 @@ def check_is_meant(http: web.Request) -> None:
     origin = http.headers.get("Origin")
     if origin is not None and origin.partition("://")[2] != http.host:
         raise ApiError(403, "A page of another origin may change nothing here.", code="foreign_origin")
-    if origin is not None and not _is_own_name(host):
+    if origin is not None and not shows_a_key and not _is_own_name(host):
         raise ApiError(
             403,
-            f"Changes are taken at an address, not at the name {host!r}, which may be anybody's.",
+            f"Without an operator's key changes are taken at an address, not at the name {host!r}, which may be anybody's.",
             code="foreign_host",
         )
 

@@ -1,11 +1,13 @@
 """The console: its files, what it asks for, and who may change anything by it."""
 
 import asyncio
+import base64
 import json
 import re
 import shutil
 import socket
 import subprocess
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +243,37 @@ async def test_plans_are_seen_and_changed_through_the_gateway_with_its_secret(tm
             assert not service.asked
     finally:
         await runner.cleanup()
+
+
+@on_loop
+async def test_who_shows_an_operators_key_may_change_things_at_any_name_of_the_gateway() -> None:
+    async with world(operator_keys=(digest_of("sk-operator"),)) as w:
+        change = {"source": "east", "destination": "west", "drained": True}
+        at = {"Host": "gateway.example:443", "Origin": "https://gateway.example:443"}
+        shown = base64.b64encode(b"anybody:sk-operator").decode()
+        for authorisation, origin, status in (
+            (f"Basic {shown}", at["Origin"], 200),
+            ("Bearer sk-operator", at["Origin"], 200),
+            ("Bearer sk-other", at["Origin"], 401),
+            (f"Basic {shown}", "https://evil.example", 403),
+        ):
+            headers = at | {"Authorization": authorisation, "Origin": origin}
+            async with w.http.post("/prfaas/links", json=change, headers=headers) as answer:
+                assert answer.status == status
+
+
+@on_loop
+async def test_a_change_that_comes_in_pieces_is_read_as_a_whole() -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b'{"source": "east", "destination"'
+        yield b': "west", "drained": true}'
+
+    async with world() as w:
+        headers = {"Content-Type": "application/json"}
+        async with w.http.post("/prfaas/links", data=pieces(), headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+        async with w.http.post("/prfaas/links", data=b" " * 5000, headers=headers) as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (413, "request_too_large")
 
 
 @on_loop
