@@ -27,6 +27,7 @@ from prompts.segments import TokenArray, token_array
 log = logging.getLogger("prfaas.gateway.engine_reading")
 
 MISMATCH: Final = frozenset({"prefill_digest_mismatch", "recompute_digest_mismatch"})
+NOT_SERVED: Final = frozenset({404, 405, 501})  # what an engine says of a path that it does not have
 NOBODY: Final = "no_node"
 ENGINE: Final = "engine"  # how such a prompt was read, for a metric
 
@@ -64,7 +65,10 @@ class EngineReadings:
         tasks: TaskSet,
         clock: Callable[[], float],
         timeout_s: float,
+        *,
+        renders_otherwise: bool = False,
     ) -> None:
+        """`renders_otherwise`: chats of this model are not rendered by its template, if its engines are vLLM's."""
         self._styles = styles
         self._clusters = clusters
         self._legs = legs
@@ -72,6 +76,7 @@ class EngineReadings:
         self._tasks = tasks
         self._clock = clock
         self._timeout_s = timeout_s
+        self._renders_otherwise = renders_otherwise
 
     @property
     def num_styles(self) -> int:
@@ -80,16 +85,22 @@ class EngineReadings:
 
     async def understood(self, call: Call, prompt: Prompt, model: Model, tenant: bytes) -> Understood:
         """`prompt`, or what an engine reads in its place. Raises BadRequest."""
-        if not self._styles:  # nothing differs, as far as is known: that costs nothing
+        is_assumed = self._renders_otherwise and call.endpoint is Endpoint.CHAT
+        if not self._styles and not is_assumed:  # nothing differs, as far as is known: that costs nothing
             return Understood(prompt)
         style = await self._reader.think(lambda _: style_of(call))
         reading = self._styles.reading(style, self._clock())
-        if reading is not Reading.ENGINE:
+        is_assumed = is_assumed and reading is Reading.OWN
+        if reading is not Reading.ENGINE and not is_assumed:
             return Understood(prompt, reading)
         try:
             status, answer = await self._rendered(call, model)
         except LegFailed as error:
             return Understood(prompt, Reading.ALONE, failure=error.reason)
+        if is_assumed and status in NOT_SERVED:
+            log.warning("this model's engines do not say which tokens they read: chats are read by its template")
+            self._renders_otherwise = False
+            return Understood(prompt)
         if status == 400:  # nor would it compute this; who answers says why
             return Understood(prompt, Reading.ALONE, failure="400")
         if status != 200:

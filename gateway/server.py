@@ -60,6 +60,7 @@ from gateway.waiting import WaitingLine
 from planner.decisions.decoding import LearnedSteps
 from planner.decisions.estimates import LearnedCost
 from planner.decisions.retries import RetryBudget
+from prompts.renderers import renders_otherwise
 from prompts.tokenizer import TextTokenizer
 
 log = logging.getLogger("prfaas.gateway")
@@ -166,7 +167,10 @@ async def running(
         traces = Traces(config.traces) if config.traces.endpoint else None
     legs = Legs(config.timeouts, config.max_in_flight)
     reader = Reader(tokenizer, afterwards, threads=config.tokenise_threads, timeout_s=config.timeouts.read_s)
-    engine_readings = EngineReadings(Styles(), clusters, legs, reader, afterwards, clock, config.timeouts.read_s)
+    engine_readings = EngineReadings(
+        Styles(), clusters, legs, reader, afterwards, clock, config.timeouts.read_s,
+        renders_otherwise=renders_otherwise(config.tokenizer_dir),
+    )  # fmt: skip
     on_ended = [each.ended for each in (request_log, traces, engine_readings) if each is not None]
     accounts = Accounts(metrics, records, seat.offered, clock, on_ended)
     decider = Decider(config, clusters, links, cost, clock)

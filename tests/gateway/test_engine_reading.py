@@ -1,5 +1,6 @@
 """A request whose KVCache was refused for its tokens teaches the gateway its style: the next one is read by an engine."""
 
+from pathlib import Path
 from typing import Any
 
 from tests.gateway.worlds import World, on_loop, until, world
@@ -119,3 +120,22 @@ async def test_a_stream_goes_on_from_the_engines_tokens() -> None:
         going_on = [body["kv_transfer_params"] for body in legs(w) if body["kv_transfer_params"].get("answered")]
         assert going_on
         assert {(*params["prompt_token_ids"], *params["answered"]) for params in going_on} == {(*IDS, 0)}
+
+
+@on_loop
+async def test_chats_of_models_with_renderers_of_their_own_are_read_by_engines_from_the_first_one_on(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
+    async with world(tokenizer_dir=tmp_path) as w:
+        fabric = w.nodes.remote[0].fabric
+        fabric.rendered = {"token_ids": IDS}
+        assert (await chat(w))["total"] == len(IDS)
+        await w.complete(LONG)  # plain prompts have nothing to do with it
+        assert len(fabric.asked_to_render) == 1
+        fabric.rendered = None  # no vLLM, then
+        for _ in range(2):
+            record = await chat(w)
+            assert (record["fallbacks"], record["route"]) == ([], "remote")
+        assert len(fabric.asked_to_render) == 2
+        await w.settled()
