@@ -448,12 +448,13 @@ def _continue_or_refuse(door: FrontDoor, http: web.Request) -> web.StreamRespons
     """What `Expect` gets: `100 Continue`, unless the body is refused before it comes."""
     if http.headers.get("Expect", "").lower() != "100-continue":
         raise web.HTTPExpectationFailed
+    tenant = EVERYBODY
     try:
-        door.keyring.tenant(http.headers)
+        tenant = door.keyring.tenant(http.headers)
         door.rooms.admission.check()
         check_head(http, door.config.max_body_bytes)
     except ApiError as error:
-        door.metrics.rejected(error.code or "invalid", error.status)
+        door.rooms.accounts.turned_away(error, tenant)
         _begin(http)
         return error_response(error, body=error_told(http.path, error))
     assert http.transport is not None

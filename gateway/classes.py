@@ -13,18 +13,17 @@ what somebody is promised here, not who may come.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from math import inf
 from types import MappingProxyType
 from typing import Final
 
 from gateway.errors import ApiError, BadRequest
+from gateway.keys import digest_of, key_in
 from planner.decisions.admission import AdmissionPolicy
 from planner.decisions.classes import MOST_PRIORITY, ServiceClass
 from transport.control.settings import require, require_range
 
 HEADER: Final = "x-prfaas-class"
-BEARER: Final = "Bearer "
 NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
@@ -111,7 +110,7 @@ class Classes:
         name = headers.get(HEADER)
         if name is None and not self._by_key:
             return self._default
-        by_key = self._by_key.get(_digest(headers.get("Authorization", ""))) if self._by_key else None
+        by_key = self._by_key.get(digest_of(key)) if self._by_key and (key := key_in(headers)) else None
         if name is None:
             return by_key or self._default
         found = self._by_name.get(name) if NAME.fullmatch(name) else None
@@ -121,10 +120,3 @@ class Classes:
         if name in self._closed and found is not by_key:
             raise ApiError(403, f"The class '{name}' is for API keys of its own.", code="class_not_allowed")
         return found
-
-
-def _digest(authorization: str) -> str:
-    """Of the key in an Authorization header; of no key it is one that nobody has."""
-    if not authorization.startswith(BEARER):
-        return ""
-    return sha256(authorization.removeprefix(BEARER).strip().encode("utf-8", "surrogateescape")).hexdigest()

@@ -79,7 +79,7 @@ class Desk:
 
     async def _count(self, http: web.Request) -> web.Response:
         """How many tokens a message's prompt has, however long a context the model has."""
-        with self._counted():
+        with self._counted(http):
             tenant, body, model = await self._received(http)
             with self._place(tenant):
                 unbounded = msgspec.structs.replace(model, max_model_len=ANY_LENGTH)
@@ -88,20 +88,20 @@ class Desk:
         return _json(msgspec.json.encode({"input_tokens": prompt.num_tokens}))
 
     async def _tokenise(self, http: web.Request) -> web.Response:
-        with self._counted():
+        with self._counted(http):
             tenant, body, model = await self._received(http, MAX_BODY_BYTES)
             with self._place(tenant):
                 return _json(await self._reader.think(lambda memory: tokens_of(body, model, memory, tenant.memory)))
 
     async def _detokenise(self, http: web.Request) -> web.Response:
-        with self._counted():
+        with self._counted(http):
             tenant, body, model = await self._received(http, MAX_BODY_BYTES)
             with self._place(tenant):
                 return _json(await self._reader.think(lambda memory: text_of(body, model, memory.tokenizer)))
 
     async def _pass_on(self, http: web.Request) -> web.Response:
         """What a decode node's engine answers to the same."""
-        with self._counted():
+        with self._counted(http):
             tenant, body, model = await self._received(http)
             asked = _for_engine(body, model)
             with self._place(tenant):
@@ -148,11 +148,14 @@ class Desk:
             allowance.leave()
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _counted(self, http: web.Request) -> Iterator[None]:
         try:
             yield
         except ApiError as error:
-            self._metrics.rejected(error.code or "invalid", error.status)
+            tenant = ""
+            with suppress(ApiError):
+                tenant = self._tenant_of(http.headers).name
+            self._metrics.rejected(error.code or "invalid", error.status, tenant)
             raise
 
 

@@ -145,7 +145,7 @@ class Keyring:
         authorisation = headers.get("Authorization", "")
         if not self._named:
             return Tenant(memory=_digest(authorisation)) if authorisation else EVERYBODY
-        key = bearer(authorisation) or headers.get(API_KEY_HEADER, "")
+        key = key_in(headers)
         if not key:
             raise Unauthorised(
                 "You didn't provide an API key: send it as `Authorization: Bearer KEY`.", "missing_api_key"
@@ -196,6 +196,11 @@ def _memory(group: str) -> bytes:
 def digest_of(key: str) -> str:
     """What is kept of a key, in hexadecimal."""
     return sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def key_in(headers: Mapping[str, str]) -> str:
+    """The key or token that a client shows, as OpenAI's clients do or as Anthropic's; "" for none."""
+    return bearer(headers.get("Authorization", "")) or headers.get(API_KEY_HEADER, "")
 
 
 def bearer(authorisation: str) -> str:

@@ -35,6 +35,7 @@ def test_a_key_stands_for_a_class() -> None:
     found = CLASSES.of({"Authorization": f"Bearer {KEY}"})
     assert found == ServiceClass(name="interactive", ttft_s=2.0, tbt_s=0.05, priority=10)
     assert CLASSES.of({"Authorization": f"Bearer {KEY}", "x-prfaas-class": "interactive"}) is found
+    assert CLASSES.of({"x-api-key": KEY}) is CLASSES.of({"Authorization": f"bearer {KEY}"}) is found
     assert CLASSES.of({"Authorization": f"Bearer {KEY}", "x-prfaas-class": "batch"}).name == "batch"
 
 

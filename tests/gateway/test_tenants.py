@@ -108,6 +108,23 @@ async def test_records_say_whose_a_request_was() -> None:
 
 
 @on_loop
+async def test_refusals_are_their_tenants_whatever_it_asked_for_and_however() -> None:
+    tenants = {"acme": TenantConfig(keys=(digest_of(ACME),), requests_per_minute=1)}
+    async with world(tenants=tenants, operator_keys=(digest_of(OPERATOR),), max_body_bytes=4096) as w:
+        body = {"model": "scripted", "prompt": "x"}
+        statuses = []
+        for _ in range(2):
+            async with w.http.post("/tokenize", json=body, headers=key(ACME)) as answer:
+                statuses.append(answer.status)
+        async with w.http.post("/v1/completions", data=b"x" * 5000, headers=key(ACME), expect100=True) as answer:
+            statuses.append(answer.status)
+        assert statuses == [200, 429, 413]
+        async with w.http.get("/prfaas/usage", headers=key(OPERATOR)) as answer:
+            (acme,) = (await answer.json())["data"]
+        assert acme["requests"] == {"429": 1, "413": 1}
+
+
+@on_loop
 async def test_an_operator_asks_what_would_become_of_a_tenants_request() -> None:
     async with world(tenants=TENANTS, operator_keys=(digest_of(OPERATOR),)) as w:
         body = {"model": "scripted", "prompt": LONG}
