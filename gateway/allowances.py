@@ -1,8 +1,8 @@
 """What each tenant has taken of its limits; `planner.decisions.limits` says what follows from that.
 
 Workers of one gateway share a file, of which a tenant has a row: its name (a digest), when its buckets will be full again,
-and by worker its requests under way. A worker that starts clears its own column: what one that died in its seat had under way
-is no more.
+and by worker its requests under way, and tokens that it is about to have kept for it. A worker that starts clears its own
+columns: what one that died in its seat had under way is no more.
 """
 
 import fcntl
@@ -60,18 +60,20 @@ class Allowances:
         self._clock = clock
         self._rows: dict[str, int] = {}
         self._own = OWN_CELLS + own
-        width = OWN_CELLS + workers
+        self._workers = workers
+        self._pins = slice(OWN_CELLS + workers, OWN_CELLS + 2 * workers)
+        width = OWN_CELLS + 2 * workers
         self._fd = -1 if path is None else os.open(path, os.O_RDWR)
         self._map = mmap.mmap(self._fd, 0 if path else ROWS * width * CELL_BYTES)
         self._cells = np.frombuffer(self._map, np.float64).reshape(ROWS, width)
         with self._locked():
-            self._cells[:, self._own] = 0
+            self._cells[:, [self._own, self._own + workers]] = 0
 
     @staticmethod
     def create(path: Path, workers: int) -> None:
         """A file for so many. Raises OSError."""
         with path.open("xb") as file:
-            file.truncate(ROWS * (OWN_CELLS + workers) * CELL_BYTES)
+            file.truncate(ROWS * (OWN_CELLS + 2 * workers) * CELL_BYTES)
 
     def close(self) -> None:
         """Lets go of the file; nobody may ask any more."""
@@ -95,13 +97,25 @@ class Allowances:
             raise _refused(tenant.limits, changed, used, now)
         return changed, now
 
+    @property
+    def are_shared(self) -> bool:
+        """Whether there are other workers."""
+        return self._workers > 1
+
+    def about_to_pin(self, tenant: str, tokens: int) -> int:
+        """This worker is about to have so many more tokens kept for a tenant, or fewer; returns what others are about to."""
+        with self._locked():
+            row = self._cells[self._row(tenant, self._clock())]
+            row[self._own + self._workers] += tokens
+            return int(row[self._pins].sum() - row[self._own + self._workers])
+
     def _written(
         self, tenant: str, change: Callable[[Used, float], Used | Refusal], now: float
     ) -> tuple[Used, Used | Refusal]:
         """Used before and after. A frame of its own: an exception would keep the map open for as long as it is kept."""
         with self._locked():
             row = self._cells[self._row(tenant, now)]
-            used = Used(float(row[REQUESTS]), float(row[TOKENS]), int(row[OWN_CELLS:].sum()))
+            used = Used(float(row[REQUESTS]), float(row[TOKENS]), int(row[OWN_CELLS : self._pins.start].sum()))
             changed = change(used, now)
             if isinstance(changed, Used):
                 row[REQUESTS], row[TOKENS] = changed.requests_full_at, changed.tokens_full_at

@@ -108,7 +108,7 @@ class FrontDoor:
         self.tokens = Tokens(config.oidc) if config.oidc.issuer else None
         self.keyring = Keyring(config.tenants, config.operator_keys, self.tokens, unix_s)
         self.allowances = allowances
-        self.contexts = Contexts(clusters, metrics, tasks, clock)
+        self.contexts = Contexts(clusters, metrics, tasks, clock, allowances)
         self._tasks = tasks
         self._clock = clock
         self._boot = uuid.uuid4().hex[:12]

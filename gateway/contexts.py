@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
+from gateway.allowances import Allowances
 from gateway.caching import TTL_S, Breakpoint
 from gateway.clusters import Clusters
 from gateway.connections import JSON
@@ -35,6 +36,7 @@ TOO_SHORT: Final = "shorter_than_a_block"
 # What an engine has computed is prefix cache at its agent a moment later, or (vLLM) once it has been copied.
 PAUSES_S: Final = (0.0, 0.02, 0.2)
 OUTCOME_WAIT_S: Final = 2.0
+NEWS_S: Final = 1.0  # by then, what a node keeps has come to all workers
 
 TenantOf = Callable[[web.Request], Tenant]
 
@@ -95,6 +97,7 @@ class Contexts:
     metrics: Metrics
     tasks: TaskSet
     clock: Callable[[], float]
+    allowances: Allowances
     _making: dict[str, asyncio.Lock] = field(
         default_factory=dict
     )  # by tenant: what it may have is asked and taken at once
@@ -143,8 +146,10 @@ class Contexts:
         self, node: Node, context_id: str, hashes: list[bytes], num_tokens: int, tenant: Tenant, ttl_s: float
     ) -> Kept:
         """What `node` keeps of a prefix now. Raises NodeError."""
+        # Said before it is looked at what there is: of two workers at once, one at least sees what the other one wants.
+        others = self._others(tenant, num_tokens) if self._holder(tenant, context_id) is None else 0
         elsewhere = sum(each.owned_tokens(tenant.name) for each in self.clusters.nodes if each is not node)
-        budget = tenant.pinned_tokens - elsewhere
+        budget = tenant.pinned_tokens - elsewhere - others
         if budget <= 0:
             raise NodeError(node.id, "over_budget", f"{elsewhere} tokens are kept on other nodes")
         failure: NodeError | None = None
@@ -165,6 +170,20 @@ class Contexts:
             return kept
         assert failure is not None
         raise failure
+
+    def _others(self, tenant: Tenant, num_tokens: int) -> int:
+        """Tokens that other workers are about to have kept for a tenant; they see for a while that this one is, too."""
+        if not self.allowances.are_shared:
+            return 0
+        others = self.allowances.about_to_pin(tenant.name, num_tokens)
+        self.tasks.start(self._let_go(tenant, num_tokens), "let_go")
+        return others
+
+    async def _let_go(self, tenant: Tenant, num_tokens: int) -> None:
+        try:
+            await asyncio.sleep(NEWS_S)
+        finally:
+            self.allowances.about_to_pin(tenant.name, -num_tokens)
 
     def _holder(self, tenant: Tenant, context_id: str) -> Node | None:
         """The node that keeps this prefix already."""

@@ -16,7 +16,8 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from gateway.caching import MARK, MAX_MARKS, Ttl
+from gateway.caching import MAX_MARKS, Ttl
+from gateway.dialects.marks import also_marked, content_of, marked
 from gateway.errors import BadRequest
 from gateway.openai import NOT_JSON, Tokens, bad_field
 from gateway.rules import MAX_TOOLS, Name, Stops
@@ -236,8 +237,7 @@ def _messages(asked: MessagesRequest) -> list[dict[str, Any]]:
         else:
             messages += _from_blocks(message.role, message.content, f"messages[{index}].content")
     if asked.cache_control is not None:  # at the end of the last block
-        marked = _marked(asked.cache_control, "cache_control")
-        messages[-1][MARK] = [*messages[-1].get(MARK, ()), *marked.values()]
+        also_marked(messages[-1], _marked(asked.cache_control, "cache_control"))
     return messages
 
 
@@ -245,7 +245,7 @@ def _system(system: str | list[SystemText] | None) -> dict[str, Any]:
     if isinstance(system, str):
         return {} if system.startswith(BILLING) or not system else {"content": system}
     blocks = [(index, block) for index, block in enumerate(system or ()) if not block.text.startswith(BILLING)]
-    content = _content(
+    content = content_of(
         [
             {"type": "text", "text": block.text} | _marked(block.cache_control, f"system[{index}].cache_control")
             for index, block in blocks
@@ -256,7 +256,7 @@ def _system(system: str | list[SystemText] | None) -> dict[str, Any]:
 
 def _marked(control: CacheControl | None, field: str) -> dict[str, Any]:
     """What a chat says for a `cache_control`; an error calls it `field`."""
-    return {} if control is None else {MARK: {"mode": "explicit", "ttl": control.ttl, "said": field}}
+    return {} if control is None else marked(control.ttl, field)
 
 
 def _check_marks(asked: MessagesRequest) -> None:
@@ -297,9 +297,8 @@ def _from_blocks(role: str, blocks: list[Block], where: str) -> list[dict[str, A
                 raise _invalid(f"{where}[{index}].type", f"'{tag}' has no place in a message of role '{role}'")
     if not (content or calls or thoughts) and results:
         return results
-    message: dict[str, Any] = {"role": role} | _content(content)
-    if whole:
-        message[MARK] = [*message.get(MARK, ()), *whole.values()]
+    message: dict[str, Any] = {"role": role} | content_of(content)
+    also_marked(message, whole)
     if thoughts:
         message |= dict.fromkeys(
             ("reasoning", "reasoning_content"), "".join(thoughts)
@@ -307,19 +306,6 @@ def _from_blocks(role: str, blocks: list[Block], where: str) -> list[dict[str, A
     if calls:
         message["tool_calls"] = calls
     return [*results, message]
-
-
-def _content(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The content of a message with these parts; in a text that was several, marks are at characters."""
-    content, marks, length = _plain(parts), [], 0
-    if not isinstance(content, str):
-        return {"content": content}
-    for index, part in enumerate(parts):
-        length += len(part["text"])
-        if MARK in part:
-            is_inside = index + 1 < len(parts) and 0 < length < len(content)
-            marks.append(part[MARK] | ({"end": length} if is_inside else {}))
-    return {"content": content} | ({MARK: marks} if marks else {})
 
 
 def _plain(content: list[dict[str, Any]]) -> str | list[dict[str, Any]]:

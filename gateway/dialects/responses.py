@@ -13,12 +13,21 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta, Raw
 
+from gateway.caching import MARK, Ttl
+from gateway.dialects.marks import content_of, marked
 from gateway.errors import BadRequest
 from gateway.openai import NOT_JSON, Tokens, bad_field
 from gateway.rules import MAX_TOOLS, Name
 
 SYSTEM: Final = frozenset({"system", "developer"})  # many templates know no developer
 LOGPROBS: Final = "message.output_text.logprobs"
+
+
+class CacheBreakpoint(msgspec.Struct, frozen=True):
+    """The prompt up to and including what bears this is kept for a time; that of `prompt_cache_options` if it says none."""
+
+    mode: Literal["explicit"]
+    ttl: Ttl | None = None
 
 
 class Content(msgspec.Struct, frozen=True):
@@ -29,6 +38,7 @@ class Content(msgspec.Struct, frozen=True):
     refusal: str = ""
     image_url: str | None = None
     detail: str | None = None
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
 
 
 class MessageItem(msgspec.Struct, frozen=True, tag="message"):
@@ -242,17 +252,17 @@ def _messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
         match item:
             case FunctionCallOutput():
                 turn = None
-                content = _said(item.output)
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+                content = _said(item.output, f"input[{index}].output")
+                messages.append({"role": "tool", "tool_call_id": item.call_id, **content})
             case MessageItem() if item.role != "assistant":
                 turn = None
                 role = "system" if item.role in SYSTEM else "user"
-                messages.append({"role": role, "content": _said(item.content)})
+                messages.append({"role": role, **_said(item.content, f"input[{index}].content")})
             case _:
                 if turn is None or _is_next_turn(turn, item):
                     turn = {"role": "assistant", "content": ""}
                     messages.append(turn)
-                _add(turn, item)
+                _add(turn, item, f"input[{index}].content")
     if not messages:
         raise _invalid("input", "at least one item is needed")
     return messages
@@ -281,10 +291,10 @@ def _is_next_turn(turn: dict[str, Any], item: Item) -> bool:
     return has_ended or (isinstance(item, ReasoningItem) and "reasoning" in turn)
 
 
-def _add(turn: dict[str, Any], item: Item) -> None:
+def _add(turn: dict[str, Any], item: Item, where: str) -> None:
     match item:
         case MessageItem():
-            turn["content"] = _said(item.content)
+            turn |= _said(item.content, where)
         case FunctionCall():
             function = {"name": item.name, "arguments": item.arguments}
             turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
@@ -293,19 +303,20 @@ def _add(turn: dict[str, Any], item: Item) -> None:
                 turn |= dict.fromkeys(("reasoning", "reasoning_content"), thoughts)
 
 
-def _said(content: str | list[Content]) -> str | list[dict[str, Any]]:
+def _said(content: str | list[Content], where: str) -> dict[str, Any]:
     if isinstance(content, str):
-        return content
-    if all(part.type != "input_image" for part in content):
-        return "".join(part.text or part.refusal for part in content)
-    return [_part(part) for part in content]
+        return {"content": content}
+    return content_of([_part(part, f"{where}[{index}]") for index, part in enumerate(content)])
 
 
-def _part(part: Content) -> dict[str, Any]:
+def _part(part: Content, where: str) -> dict[str, Any]:
+    mark, said = part.prompt_cache_breakpoint, {}
+    if mark is not None:
+        said = marked(mark.ttl, f"{where}.{MARK}")
     if part.type != "input_image":
-        return {"type": "text", "text": part.text}
+        return {"type": "text", "text": part.text or part.refusal} | said
     image = {"url": part.image_url or ""} | ({"detail": part.detail} if part.detail else {})
-    return {"type": "image_url", "image_url": image}
+    return {"type": "image_url", "image_url": image} | said
 
 
 def _invalid(param: str, what: str) -> BadRequest:

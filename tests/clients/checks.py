@@ -152,6 +152,37 @@ def anthropic_tools() -> None:
     assert client.messages.create(**asked, messages=turns).content
 
 
+def openai_prompt_caching() -> None:
+    client = _openai(URL)
+    part = {"type": "text", "text": f"Somebody marks this. {TEXT}", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    asked = {"model": MODEL, "max_tokens": 4, "temperature": 0, "prompt_cache_key": "checks"}
+
+    def ask(question: str) -> tuple[int, int]:
+        messages = [{"role": "system", "content": [part]}, {"role": "user", "content": question}]
+        details = client.chat.completions.create(**asked, messages=messages).usage.prompt_tokens_details
+        return details.cached_tokens, details.cache_write_tokens
+
+    read, written = ask("What is it? ")
+    assert (read, written > 0) == (0, True)
+    assert ask("Where is it? ") == (written, 0)
+    listed = client.get("/contexts", cast_to=object)
+    kept = [each["id"] for each in listed["data"] if each["tokens"] == written]
+    assert client.delete(f"/contexts/{kept[0]}", cast_to=object)["deleted"]
+    with pytest.raises(openai.NotFoundError):
+        client.delete(f"/contexts/{kept[0]}", cast_to=object)
+
+
+def anthropic_prompt_caching() -> None:
+    client = _anthropic(URL)
+    block = {"type": "text", "text": f"Anthropic marks this. {TEXT}", "cache_control": {"type": "ephemeral"}}
+    asked = {"model": MODEL, "max_tokens": 4, "system": [block]}
+    first = client.messages.create(**asked, messages=[{"role": "user", "content": "What is it?"}]).usage
+    assert first.cache_creation.ephemeral_5m_input_tokens == first.cache_creation_input_tokens > 0
+    with client.messages.stream(**asked, messages=[{"role": "user", "content": "Where is it?"}]) as stream:
+        again = stream.get_final_message().usage
+    assert (again.cache_read_input_tokens, again.cache_creation_input_tokens) == (first.cache_creation_input_tokens, 0)
+
+
 def anthropic_async() -> None:
     async def ask() -> str:
         async with (
@@ -191,7 +222,7 @@ def litellm_sdk() -> None:
 
 CHECKS = (
     openai_chats_and_completions, openai_async, openai_errors, openai_responses, openai_tools_and_parse,
-    anthropic_messages, anthropic_tools, anthropic_async, langchain, litellm_sdk,
+    anthropic_messages, anthropic_tools, anthropic_async, openai_prompt_caching, anthropic_prompt_caching, langchain, litellm_sdk,
 )  # fmt: skip
 
 

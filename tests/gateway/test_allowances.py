@@ -137,3 +137,16 @@ def test_a_tenants_limits_come_from_its_table() -> None:
     keyring = Keyring(TENANTS, ())
     assert keyring.named("acme").limits == Limits(requests=Bucket(2))
     assert not keyring.named("free").limits.are_any
+
+
+def test_workers_see_what_others_are_about_to_pin(tmp_path: Path) -> None:
+    path = tmp_path / "allowances"
+    Allowances.create(path, 2)
+    first, second = (Allowances(lambda: 0.0, path, workers=2, own=number) for number in range(2))
+    assert first.are_shared
+    assert (first.about_to_pin("acme", 100), second.about_to_pin("acme", 50)) == (0, 100)
+    assert (first.about_to_pin("acme", -100), first.about_to_pin("globex", 1)) == (50, 0)
+    third = Allowances(lambda: 0.0, path, workers=2, own=1)  # in the place of the second, which has died
+    assert first.about_to_pin("acme", 0) == 0
+    for each in (first, second, third):
+        each.close()

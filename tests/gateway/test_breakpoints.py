@@ -177,3 +177,19 @@ def test_marked_tools_are_kept_where_a_template_puts_them_first() -> None:
     with pytest.raises(BadRequest) as refused:
         caching_with(TOOLS_LAST, body)
     assert refused.value.param == "tools[0].prompt_cache_breakpoint"
+
+
+def test_responses_marks_are_the_same() -> None:
+    parts = [{"type": "input_text", "text": LONG, "prompt_cache_breakpoint": {"mode": "explicit"}}]
+    asked = {"input": [{"role": "developer", "content": parts}, {"role": "user", "content": "And now?"}]}
+    caching, _, fields = caching_of(
+        {**asked, "prompt_cache_options": {"mode": "explicit", "ttl": "1h"}}, Endpoint.RESPONSES
+    )
+    (found,) = caching.breakpoints
+    assert (found.field, found.ttl) == ("input[0].content[0].prompt_cache_breakpoint", "1h")
+    assert found.tokens == found.asked_tokens > TOKENS
+    assert fields["messages"][0] == {"role": "system", "content": LONG}
+    parts[0]["prompt_cache_breakpoint"] = {"mode": "explicit", "ttl": "2h"}
+    with pytest.raises(BadRequest) as refused:
+        caching_of(asked, Endpoint.RESPONSES)
+    assert refused.value.param == "input[0].content[0].prompt_cache_breakpoint.ttl"

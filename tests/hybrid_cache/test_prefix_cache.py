@@ -6,8 +6,8 @@ from hybrid_cache.eviction.choice import POLICIES, policy_named
 from hybrid_cache.lookup import PrefixHit
 from hybrid_cache.pool import PagePool
 from hybrid_cache.prefix_cache import PrefixCache
-from hybrid_cache.reservation import Purpose
-from tests.hybrid_cache.builders import FULL, STATE, WINDOW, hashes_of, make_layout, prefill, reserve
+from hybrid_cache.reservation import Hints, Purpose
+from tests.hybrid_cache.builders import BLOCK, FULL, STATE, WINDOW, hashes_of, make_layout, prefill, reserve
 
 PROMPT = list(range(18))  # four full blocks and a half
 HASHES = hashes_of(PROMPT)
@@ -297,3 +297,37 @@ def test_a_copy_is_given_up_from_its_end_down_to_what_is_of_use():
     assert cache.drop(hashes_of(tokens), 8, unused_since=50.0, now=101.0) == 3  # something goes on from 12 tokens
     assert cache.match(hashes_of(tokens), 40).num_tokens == 12
     cache.check_integrity()
+
+
+def test_a_state_is_kept_where_later_prompts_will_leave() -> None:
+    cache = PrefixCache(make_layout(FULL, STATE), 200)
+    prompt = list(range(32))
+    hashes = hashes_of(prompt)
+    hints = Hints(branch_tokens=(16, 17))  # no block ends at 17
+    reservation = cache.reserve("r", hashes, 32, now=0.0, purpose=Purpose.PREFILL, hints=hints)
+    assert set().union(*reservation.states) == {16, 32}
+    cache.commit("r", 32, 0.0)
+    cache.release("r", 0.0)
+    assert cache.match(hashes_of([*prompt[:16], *range(70, 86)]), 32).num_tokens == 16
+    cache.check_integrity()
+
+
+def test_what_is_of_no_use_leaves_first_unless_others_use_it() -> None:
+    cache = PrefixCache(make_layout(FULL), 40)
+    old, useless, used = list(range(16)), list(range(100, 132)), list(range(200, 216))
+    nothing = Hints(useful_tokens=0)
+
+    def compute(name: str, prompt: list[int], hints: Hints) -> None:
+        cache.reserve(name, hashes_of(prompt), len(prompt), now=float(len(name)), purpose=Purpose.PREFILL, hints=hints)
+        cache.commit(name, len(prompt), float(len(name)))
+        cache.release(name, float(len(name)))
+
+    compute("a", old, Hints())
+    compute("bb", used, nothing)
+    compute("ccc", used, Hints())
+    compute("dddd", useless, nothing)
+    pages = cache.match(hashes_of(useless), 32).num_tokens // BLOCK
+    cache.shrink(pages, 9.0)
+    assert cache.match(hashes_of(useless), 32).num_tokens == 0
+    assert cache.match(hashes_of(old), 16).num_tokens == 16
+    assert cache.match(hashes_of(used), 16).num_tokens == 16

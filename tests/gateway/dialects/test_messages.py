@@ -198,6 +198,29 @@ def test_a_whole_answer_is_a_message() -> None:
     }
 
 
+def test_what_was_written_to_a_cache_is_told_by_time() -> None:
+    told = {
+        "field": "system[0].cache_control",
+        "ttl": "1h",
+        "tokens": 9,
+        "kept": 6,
+        "context": "ctx_1",
+        "reason": "partial",
+    }
+    details = {
+        "cached_tokens": 1,
+        "cache_write_tokens": 5,
+        "cache_writes_by_ttl": {"5m": 0, "1h": 5},
+        "breakpoints": [told],
+    }
+    usage = {"prompt_tokens": 10, "completion_tokens": 1, "prompt_tokens_details": details}
+    choices = [{"index": 0, "message": {"content": "x"}, "finish_reason": "stop"}]
+    said = json.loads(telling().whole(200, json.dumps({"choices": choices, "usage": usage}).encode()))["usage"]
+    assert (said["input_tokens"], said["cache_creation_input_tokens"], said["cache_read_input_tokens"]) == (4, 5, 1)
+    assert said["cache_creation"] == {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 5}
+    assert said["cache_breakpoints"] == [told]
+
+
 @pytest.mark.parametrize(
     ("finish", "stop", "reason", "sequence"),
     [

@@ -1,0 +1,30 @@
+"""Marks of where a prefix of the prompt ends, as a chat says them: what becomes one text has them at characters of it."""
+
+from typing import Any
+
+from gateway.caching import MARK, Ttl
+
+
+def marked(ttl: Ttl | None, field: str) -> dict[str, Any]:
+    """What a part of a chat's message, or a message, says for a mark; an error calls it `field`."""
+    mark = {"mode": "explicit", "said": field}
+    return {MARK: mark if ttl is None else mark | {"ttl": ttl}}
+
+
+def content_of(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The content of a message with these parts: one text where all are, with the marks that were in it beside it."""
+    if not all(part["type"] == "text" for part in parts):
+        return {"content": parts}
+    text = "".join(part["text"] for part in parts)
+    length, marks = 0, []
+    for part in parts:
+        length += len(part["text"])
+        if MARK in part:
+            marks.append(part[MARK] | ({"end": length} if 0 < length < len(text) else {}))
+    return {"content": text} | ({MARK: marks} if marks else {})
+
+
+def also_marked(message: dict[str, Any], mark: dict[str, Any]) -> None:
+    """Marks the end of a message, whatever else is marked in it."""
+    if mark:
+        message[MARK] = [*message.get(MARK, ()), mark[MARK]]
