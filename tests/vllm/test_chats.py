@@ -19,6 +19,7 @@ from tests.vllm.random_chats import Writer
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
+    pytest.mark.dimensions(start="chats"),
     pytest.mark.filterwarnings("ignore"),  # what vLLM's import warns of is not ours to mend
 ]
 MODEL = Model(names=("m",), max_model_len=MAX_MODEL_LEN, hashing=Hashing(16, b""))
@@ -31,7 +32,7 @@ LEAST_READ = 25  # of a template's chats; some refuse what others take
 class Both:
     """One template, read by both. Its cases share what was read before, as those of a gateway do."""
 
-    def __init__(self, directory: Path, template: str = "") -> None:
+    def __init__(self, directory: Path, template: str) -> None:
         self.template = template
         self.vllm = VllmReader(directory)
         self.tokenizer = TextTokenizer.load(directory)
@@ -49,51 +50,57 @@ class Both:
         return tokens
 
 
-@pytest.fixture(scope="module", params=TEMPLATES, ids=lambda path: path.stem)
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
-    made = Both(save_model(tmp_path_factory.mktemp("chats") / "model", request.param), request.param.stem)
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Both]]:
+    """Of all templates: a sample of this suite has them all, as one costs a second."""
+    made = [Both(save_model(tmp_path_factory.mktemp("chats") / "model", path), path.stem) for path in TEMPLATES]
     yield made
-    made.vllm.close()
+    for each in made:
+        each.vllm.close()
 
 
-def test_every_chat_has_the_tokens_that_vllm_reads(both: Both) -> None:
-    read, unlike = 0, []
-    for name, fields in bodies().items():
-        expected = both.vllm.tokens(fields)
-        if expected is None or name in REFUSED_HERE:
-            continue  # refused, so that nobody computes it
-        read += 1
-        if both.ours(fields) != expected:
-            unlike.append(name)
-    assert not unlike
-    assert read >= LEAST_READ
-
-
-def test_so_has_what_chance_writes(both: Both) -> None:
-    writer, read = Writer(both.template), 0
-    for _ in range(DRAWN):
-        fields = writer.body()
-        try:
+def test_every_chat_has_the_tokens_that_vllm_reads(readers: list[Both]) -> None:
+    unlike = []
+    for both in readers:
+        read = 0
+        for name, fields in bodies().items():
             expected = both.vllm.tokens(fields)
-        except TypeError:
-            continue  # vLLM's own: an error 500
-        if expected is not None:
+            if expected is None or name in REFUSED_HERE:
+                continue  # refused, so that nobody computes it
             read += 1
-            assert both.ours(fields) == expected, json.dumps(fields)
-    assert read
+            if both.ours(fields) != expected:
+                unlike.append((both.template, name))
+        assert read >= LEAST_READ, both.template
+    assert not unlike
 
 
-def test_a_chat_that_goes_on_has_them_too(both: Both) -> None:
-    """What was read before is not read again: turn by turn it is still what vllm reads of the whole."""
-    both.memory.conversations = Conversations(both.tokenizer, stride_bytes=64)
-    for number, (name, history) in enumerate(HISTORIES.items()):
-        fields: dict[str, Any] = {"tools": TOOLS["another order"]} if number % 2 else {}
-        said = [*history, *HISTORIES["compact arguments"][:3], *HISTORIES["parts"]]
-        for length in range(1, len(said) + 1):
-            chat = fields | {"messages": said[:length]}
-            expected = both.vllm.tokens(chat)
+def test_so_has_what_chance_writes(readers: list[Both]) -> None:
+    for both in readers:
+        writer, read = Writer(both.template), 0
+        for _ in range(DRAWN):
+            fields = writer.body()
+            try:
+                expected = both.vllm.tokens(fields)
+            except TypeError:
+                continue  # vLLM's own: an error 500
             if expected is not None:
-                assert both.ours(chat) == expected, (name, length)
+                read += 1
+                assert both.ours(fields) == expected, (both.template, json.dumps(fields))
+        assert read, both.template
+
+
+def test_a_chat_that_goes_on_has_them_too(readers: list[Both]) -> None:
+    """What was read before is not read again: turn by turn it is still what vllm reads of the whole."""
+    for both in readers:
+        both.memory.conversations = Conversations(both.tokenizer, stride_bytes=64)
+        for number, (name, history) in enumerate(HISTORIES.items()):
+            fields: dict[str, Any] = {"tools": TOOLS["another order"]} if number % 2 else {}
+            said = [*history, *HISTORIES["compact arguments"][:3], *HISTORIES["parts"]]
+            for length in range(1, len(said) + 1):
+                chat = fields | {"messages": said[:length]}
+                expected = both.vllm.tokens(chat)
+                if expected is not None:
+                    assert both.ours(chat) == expected, (both.template, name, length)
 
 
 def test_the_corpus_is_large() -> None:
