@@ -34,6 +34,7 @@ from engine.openai.server import MAX_BODY_BYTES, OpenAIServer
 from engine.serving import MAX_REQUESTS, Service
 from prompts.errors import TokenizerUnreadable
 from prompts.tokenizer import TextTokenizer
+from transport.control.last_words import CANNOT_SERVE
 from transport.control.messages import Welcome
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         model = _load(args)
     except (EngineError, TokenizerUnreadable) as exc:
-        print(f"engine: {exc}", file=sys.stderr)
+        print(f"{CANNOT_SERVE}{exc}", file=sys.stderr)
         return EXIT_USAGE
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

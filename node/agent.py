@@ -27,7 +27,7 @@ from node.consumer import Consumer
 from node.contexts import Contexts
 from node.engine_cache import EngineCache
 from node.engine_socket import EngineConnection, EngineSocket
-from node.errors import ArenaError, ConfigError, EngineError, LayoutMismatch, NodeRefusal, SecondEngine
+from node.errors import ArenaError, ConfigError, EngineError, EngineRefused, LayoutMismatch, NodeRefusal, SecondEngine
 from node.integrity import PacedCheck
 from node.kv_events import events_endpoint, follow
 from node.links import Links, rdma_of
@@ -105,8 +105,10 @@ class NodeAgent:
         """Waits for an engine that takes requests. Raises TimeoutError, and EngineError when waiting is in vain."""
         async with asyncio.timeout(timeout_s):
             while not self._engine_serves:
-                if self.unusable or self.supervisor.gave_up:
-                    raise EngineError(self.unusable or "it died too often")
+                if refusal := self.unusable or self.supervisor.refusal:
+                    raise EngineRefused(refusal)
+                if self.supervisor.gave_up:
+                    raise EngineError("it died too often")
                 await asyncio.sleep(POLL_S)
 
     async def drain(self, timeout_s: float) -> bool:

@@ -5,6 +5,7 @@ NodeError
 ├── PortHeld              a process of this node's earlier start does not let go of a port
 ├── NoRoom                 the host's shared memory has no room for the arena
 ├── EngineError
+│   ├── EngineRefused      no start of the engine can succeed
 │   ├── ArenaError         no page arena can be made for the engine's model
 │   ├── LayoutMismatch     an engine came back with another KVCache layout than the arena was cut for
 │   └── SecondEngine       an engine says Hello while another one is connected
@@ -30,6 +31,10 @@ class NoRoom(NodeError):
 
 class EngineError(NodeError):
     """The engine side of the node failed."""
+
+
+class EngineRefused(EngineError):
+    """What is configured cannot be served, however often it is tried: says why."""
 
 
 class ArenaError(EngineError):

@@ -18,7 +18,7 @@ from node.agent import ENGINE_STOP_S, NodeAgent
 from node.calls import CallServer
 from node.command_line import add_node_arguments, config_from, split_engine_args
 from node.config import LISTENERS, NodeConfig
-from node.errors import ConfigError, EngineError, NodeError, NoRoom
+from node.errors import ConfigError, EngineError, EngineRefused, NodeError, NoRoom
 from node.metrics import serve_metrics
 from node.ports import UNUSABLE, Port, wait_free
 from node.role import Role
@@ -66,8 +66,8 @@ async def _run(config: NodeConfig, role: Role, read_again: Callable[[], NodeConf
             return EXIT_BAD_CONFIG if isinstance(exc, ConfigError | NoRoom) else EXIT_FAILED
         if agent is None:
             return 0
-        if not await _engine_came(agent, stop):
-            return EXIT_ENGINE_FAILED
+        if status := await _engine_came(agent, stop):
+            return status
         if not stop.is_set():
             about = agent.describe()
             print(f"node ready id={about.node_id} role={about.role} engine={about.engine_url}", flush=True)
@@ -131,14 +131,20 @@ async def _or_stopped(work: Coroutine[None, None, T], stop: asyncio.Event) -> T 
     return None if task.cancelled() else task.result()
 
 
-async def _engine_came(agent: NodeAgent, stop: asyncio.Event) -> bool:
-    """Whether there is an engine, or no need for one any more."""
+async def _engine_came(agent: NodeAgent, stop: asyncio.Event) -> int:
+    """0 when there is an engine, or no need for one any more; else the exit status."""
     try:
         await _or_stopped(agent.wait_ready(agent.config.start_timeout_s), stop)
+    except EngineRefused as refusal:
+        print(
+            f"node {agent.config.node_id}: its engine cannot serve: {refusal} (log: {agent.engine_log})",
+            file=sys.stderr,
+        )
+        return EXIT_BAD_CONFIG
     except (TimeoutError, EngineError) as failure:
         _say_why(agent, f"its engine did not come up: {str(failure) or 'it said nothing'}")
-        return False
-    return True
+        return EXIT_ENGINE_FAILED
+    return 0
 
 
 async def _serve_until_told(agent: NodeAgent, stop: asyncio.Event) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from node.children import Child
 from node.config import NodeConfig
 from node.ports import NODE_VARIABLE
+from node.refusal import MOST_BYTES, Cause, cause_in
 from node.restarts import Restarts
 from node.start_log import start_log
 
@@ -71,6 +72,9 @@ class EngineSupervisor:
         self._process: Child | None = None
         self.started_at = now()
         self.restarts = 0
+        self.refusal = ""  # why no start of this engine can succeed
+        self._cause: Cause | None = None  # of its last end
+        self._has_served = False
         self._given_up = asyncio.Event()
 
     @property
@@ -89,6 +93,7 @@ class EngineSupervisor:
 
     def engine_serves(self) -> None:
         """The engine takes requests."""
+        self._has_served = True
         self._deaths.on_ready()
 
     async def run(self) -> None:
@@ -96,14 +101,33 @@ class EngineSupervisor:
         while True:
             await self._live_and_die()
             pause_s = self._deaths.on_death(self._now())
-            if pause_s is None:
-                log.error("engine given up node=%s after %d deaths", self._config.node_id, self._deaths.deaths)
+            self.refusal = self._reason()
+            if pause_s is None or self.refusal:
+                log.error(
+                    "engine given up node=%s after %d deaths%s",
+                    self._config.node_id,
+                    self._deaths.deaths,
+                    self.refusal and f": {self.refusal}",
+                )
                 self._given_up.set()
                 self._on_state()
                 return
             self._on_state()
             await asyncio.sleep(pause_s)
             self.restarts += 1
+
+    def _reason(self) -> str:
+        """Why another start would end as the last one did; "" if it might not: an engine that has served can be served."""
+        if self._has_served:
+            return ""
+        try:
+            with self._log_path.open("rb") as file:
+                before, self._cause = self._cause, cause_in(file.read(MOST_BYTES).decode(errors="replace"))
+        except OSError:
+            return ""
+        if self._cause is None or not (self._cause.is_final or self._cause == before):
+            return ""
+        return self._cause.reason
 
     async def _live_and_die(self) -> None:
         self.started_at = self._now()

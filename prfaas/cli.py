@@ -23,6 +23,7 @@ from prfaas.errors import (
     InitError,
     KeyNameError,
     PrfaasError,
+    StartRefused,
     TopologyError,
 )
 from prfaas.preparing import STATE_DIR, add_preparations
@@ -55,7 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return (
             EXIT_BAD_CONFIG
             if isinstance(
-                exc, TopologyError | CertificateError | ConversionError | CheckError | InitError | KeyNameError
+                exc,
+                TopologyError
+                | CertificateError
+                | ConversionError
+                | CheckError
+                | InitError
+                | KeyNameError
+                | StartRefused,
             )
             else EXIT_FAILED
         )

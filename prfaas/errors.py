@@ -9,6 +9,7 @@ PrfaasError            printed without a traceback
 ├── InitError          the answers make no system, or its files cannot be written
 ├── CheckError         there is no file that says whom to ask
 └── StartError         a process did not come up, or a port is taken
+    └── StartRefused   a process found that it never can, as it is configured
 """
 
 
@@ -46,3 +47,7 @@ class CheckError(PrfaasError):
 
 class StartError(PrfaasError):
     """A process did not start."""
+
+
+class StartRefused(StartError):
+    """A process found that it never can, as it is configured: says why."""

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from node.children import ending_with_us
 from node.start_log import start_log
-from prfaas.errors import StartError
+from prfaas.errors import StartError, StartRefused
 
 LOG_TAIL_BYTES = 1500
+BAD_CONFIG = 2  # the exit status of what nothing but another configuration helps
 # gRPC's fork handlers start threads in children that are about to exec, and crash some of them.
 ENVIRONMENT = {"GRPC_VERBOSITY": "ERROR", "GRPC_ENABLE_FORK_SUPPORT": "0"}
 
@@ -62,12 +63,24 @@ class Process:
         except TimeoutError:
             raise StartError(f"{self.name} did not say {prefix!r} within {timeout_s:.0f} s{self._log_tail()}") from None
         status = await self._process.wait()
+        if status == BAD_CONFIG:
+            raise StartRefused(
+                f"{self.name}: {self._refusal() or f'it refuses its configuration; see {self.log_path}'}"
+            )
         raise StartError(f"{self.name} ended with status {status} before it said {prefix!r}{self._log_tail()}")
 
     async def wait(self) -> int:
         """Its exit status, once it has ended."""
         assert self._process is not None
         return await self._process.wait()
+
+    def _refusal(self) -> str:
+        """What it said of itself, or else last: whoever refuses to start ends with the reason."""
+        text = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+        lines = [line for line in text.splitlines() if line.strip()]
+        own = f"node {self.name}: "
+        said = [line.removeprefix(own) for line in lines if line.startswith(own)] or lines
+        return said[-1] if said else ""
 
     def _log_tail(self) -> str:
         tail = self.log_path.read_text(errors="replace")[-LOG_TAIL_BYTES:] if self.log_path.exists() else ""

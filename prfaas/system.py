@@ -20,6 +20,7 @@ from node.config import IDENTITY_KEYS, NodeConfig
 from prfaas.certificates import GATEWAY_NAME, Holder, issue
 from prfaas.errors import StartError, TopologyError
 from prfaas.process import Process
+from prfaas.stages import Progress
 from prfaas.toml import dump_toml
 from prfaas.topology import Topology
 from prfaas.upkeep import keep_up
@@ -34,6 +35,7 @@ STOP_S = 60.0
 DEFAULT_PORT = 8000
 CERTIFICATE_DAYS = 365
 POLL_S = 0.1
+LOOK_S = 1.0
 
 
 class Node:
@@ -145,7 +147,15 @@ class System:
         listening = await process.line("node listening ", NODE_START_S)
         node.agent_address, node.metrics_url = listening["agent"], listening["metrics"]
         ready_s = config.start_timeout_s + ENGINE_START_MARGIN_S
-        node.engine_url = (await process.line("node ready ", ready_s))["engine"]
+        progress = Progress(
+            config.node_id, self._run_dir / f"{config.node_id}-engine.log", self._report, time.monotonic
+        )
+        watching = asyncio.create_task(_look_again(progress))
+        try:
+            node.engine_url = (await process.line("node ready ", ready_s))["engine"]
+        finally:
+            watching.cancel()
+            await asyncio.wait([watching])
         place = f"{config.cluster_kind}/{config.cluster} {config.role}"
         self._report(f"  {config.node_id:<10} {place:<22} agent {node.agent_address}")
         return node
@@ -286,6 +296,12 @@ class System:
             raise
         if self._lock is not None:
             self._lock.close()
+
+
+async def _look_again(progress: Progress) -> None:
+    while True:
+        await asyncio.sleep(LOOK_S)
+        progress.look()
 
 
 def _port_of(address: str) -> int:

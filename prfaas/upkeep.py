@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
 from node.restarts import Restarts
-from prfaas.errors import StartError
+from prfaas.errors import StartError, StartRefused
 
 MAX_RESTARTS: Final = 5  # within a minute, or without having come up
 
@@ -41,6 +41,8 @@ async def keep_up(
         await pause(pause_s)
         try:
             process = await start_again()
+        except StartRefused:
+            raise
         except (StartError, OSError) as exc:  # no room for its configuration, no memory for a process: may pass
             reason = str(exc)
             continue

@@ -9,7 +9,10 @@ class is called experimental there: `engine.vllm.version` says what was run. Wha
 """
 
 import logging
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +39,7 @@ from engine.vllm.steps import Step
 from engine.vllm.version import is_tested, release, untested
 from engine.vllm.worker import WorkerSide
 from hybrid_cache.errors import LayoutError
+from transport.control.last_words import CANNOT_SERVE
 
 log = logging.getLogger(__name__)
 
@@ -47,27 +51,40 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     step: Step
 
 
+@contextmanager
+def _saying_why() -> Iterator[None]:
+    """What cannot be served is said where the node looks: tracebacks of several processes follow."""
+    try:
+        yield
+    except (LayoutError, ValueError) as error:
+        print(f"{CANNOT_SERVE}{error}", file=sys.stderr, flush=True)
+        raise
+
+
 class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Prefill as a service for vLLM: pushes and receives KVCache through its node's agent."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         check_version(vllm.__version__)
-        internals.check_scheduling(vllm_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._agent: AgentThread | None = None
         if role is KVConnectorRole.SCHEDULER:
             end_with_parent()
-            layout = layout_of(vllm_config, kv_cache_config, identity(vllm_config, kv_cache_config))
+        with _saying_why():
+            internals.check_scheduling(vllm_config)
+            # Nobody asks a rank for its model's name, and reading all weights for it would take long.
+            name = identity(vllm_config, kv_cache_config) if role is KVConnectorRole.SCHEDULER else ""
+            layout = layout_of(vllm_config, kv_cache_config, name)
+        if role is KVConnectorRole.SCHEDULER:
             self._agent = _agent(vllm_config, layout)
             self._agent.start()
             local_tier = bool(self._kv_transfer_config.get_from_extra_config("local_tier", True))
             self._scheduler = SchedulerSide(
                 layout, self._agent, time.monotonic, local_tier=local_tier, has_input=internals.engine_has_input()
             )
-        else:  # nobody asks a rank for its model's name, and reading all weights for it would take long
-            layout = layout_of(vllm_config, kv_cache_config, "")
+        else:
             self._worker = WorkerSide(layout, get_tensor_model_parallel_rank())
 
     @property

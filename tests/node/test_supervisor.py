@@ -38,3 +38,27 @@ def test_each_start_of_an_engine_has_a_log_of_its_own(tmp_path: Path, monkeypatc
         settings = config(tmp_path, engine_max_restarts=0)
         asyncio.run(EngineSupervisor(settings, tmp_path / "engine.sock", path, time.monotonic, lambda: None).run())
     assert [log.read_text() for log in (path, earlier(path, 1))] == ["second\nsecond\n", "first\nfirst\n"]
+
+
+@pytest.mark.parametrize(
+    ("says", "serves", "starts", "refusal"),
+    [
+        ("engine: cannot serve: no attention layer", False, 1, "no attention layer"),
+        ("ValueError: no such quantisation", False, 1, "ValueError: no such quantisation"),
+        ("RuntimeError: size of tensor a", False, 2, "RuntimeError: size of tensor a"),
+        ("ValueError: no free memory", False, 3, ""),
+        ("ValueError: no such quantisation", True, 3, ""),  # it could be served, so it can be
+    ],
+)
+def test_an_engine_that_never_can_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, serves: bool, starts: int, refusal: str
+) -> None:
+    monkeypatch.setattr("node.restarts.FIRST_BACKOFF_S", 0.0)
+    monkeypatch.setattr(supervisor, "engine_command", lambda *_: ["sh", "-c", f"echo '{says}' >&2; exit 1"])
+    settings = config(tmp_path, engine_max_restarts=2)
+    path = tmp_path / "far-engine.log"
+    engine = EngineSupervisor(settings, tmp_path / "engine.sock", path, time.monotonic, lambda: None)
+    if serves:
+        engine.engine_serves()
+    asyncio.run(engine.run())
+    assert (engine.restarts + 1, engine.refusal, engine.gave_up) == (starts, refusal, True)

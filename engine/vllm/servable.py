@@ -1,0 +1,68 @@
+"""What a model's own config.json and its server's flags say against serving it, before minutes are spent on loading."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+MAX_CONFIG_BYTES: Final = 4 << 20
+
+# Flags with the value from which on the connector cannot follow; None: whatever the value.
+FLAGS: Final[Mapping[str, tuple[int | None, str]]] = {
+    "--speculative-config": (None, "the connector does not work with speculative decoding"),
+    "--pipeline-parallel-size": (2, "the connector knows tensor parallelism only"),
+    "--decode-context-parallel-size": (2, "the connector knows tensor parallelism only"),
+    "--prefill-context-parallel-size": (2, "the connector knows tensor parallelism only"),
+    "--data-parallel-size": (2, "the connector knows one engine per node: start a node for each data parallel rank"),
+}
+SHORT: Final = {
+    "-pp": "--pipeline-parallel-size",
+    "-dcp": "--decode-context-parallel-size",
+    "-dp": "--data-parallel-size",
+}
+POOLING: Final = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "EmbeddingModel", "RewardModel")
+STATES_ONLY: Final = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv", "rwkv6", "rwkv7"})  # model_type
+
+
+def complaint_about_model(model: str) -> str | None:
+    """Why the model in this directory cannot be served; None for one that can, or of which nothing is known yet."""
+    path = Path(model) / "config.json"
+    try:
+        if not path.is_file() or path.stat().st_size > MAX_CONFIG_BYTES:
+            return None
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        return f"{path} cannot be read: {error}"
+    return refusal_of(config) if isinstance(config, dict) else f"{path} holds no JSON object"
+
+
+def refusal_of(config: Mapping[str, Any]) -> str | None:
+    """Why a model with this configuration (transformers' config.json) cannot be served through the connector."""
+    text = config.get("text_config")
+    inner: Mapping[str, Any] = text if isinstance(text, dict) else config
+    architectures = config.get("architectures") or []
+    named = next((name for name in architectures if isinstance(name, str)), "")
+    if config.get("is_encoder_decoder"):
+        return f"{named or 'the model'} is an encoder-decoder: a prompt's KVCache is not all in its decoder's layers"
+    if named.endswith("Model") or any(part in named for part in POOLING):
+        return f"{named} generates nothing: there is no prefill to take over"
+    if inner.get("model_type") in STATES_ONLY:
+        return f"{named or inner.get('model_type')} has no attention layer: there are no blocks that a prompt could be cut into"
+    return None
+
+
+def complaint_about_parallelism(flags: Sequence[str]) -> str | None:
+    """Why a server with these flags cannot be served through the connector."""
+    for name, value in _values(flags):
+        least, why = FLAGS[name]
+        if least is None or (value.isdigit() and int(value) >= least):
+            return f"{name} {value}: {why}".replace("  ", " ")
+    return None
+
+
+def _values(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for index, flag in enumerate(flags):
+        name, has_value, value = flag.partition("=")
+        name = SHORT.get(name, name.replace("_", "-"))
+        if name in FLAGS:
+            yield name, value if has_value else flags[index + 1] if index + 1 < len(flags) else ""
