@@ -6,6 +6,7 @@ Without either, CPython's subprocess uses vfork, and `node.launcher` does in the
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 LAUNCHER: Final = Path(__file__).with_name("launcher.py")
+TRACKER: Final = b"multiprocessing.resource_tracker"
 
 
 def ending_with_us(command: Sequence[str], by: signal.Signals) -> list[str]:
@@ -69,3 +71,23 @@ class Child:
             loop.remove_reader(pidfd)
             os.close(pidfd)
         return self._process.wait()
+
+
+def kill_group(leader: int) -> None:
+    """SIGKILL for a child and whatever it started in its session, but for what tidies up after them.
+
+    Python's resource tracker unlinks shared memory and semaphores that the killed ones held, and ends with the last of them;
+    killed beside them it would leave those names for ever.
+    """
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and _is_of(folder, leader):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(int(folder.name), signal.SIGKILL)
+
+
+def _is_of(process: Path, leader: int) -> bool:
+    try:
+        group = os.getpgid(int(process.name))
+        return group == leader and TRACKER not in (process / "cmdline").read_bytes()
+    except OSError:  # it has ended
+        return False

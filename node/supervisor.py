@@ -1,7 +1,6 @@
 """Starts the engine process, watches it, starts it again when it dies, and ends it with the node."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -9,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from node.children import Child
+from node.children import Child, kill_group
 from node.config import NodeConfig
 from node.ports import NODE_VARIABLE
 from node.refusal import MOST_BYTES, Cause, cause_in
@@ -19,6 +18,7 @@ from node.start_log import start_log
 log = logging.getLogger(__name__)
 
 CANNOT_START = -1
+STARTING_STOP_S = 2.0
 
 
 def engine_command(config: NodeConfig, socket_path: Path) -> list[str]:
@@ -75,6 +75,7 @@ class EngineSupervisor:
         self.refusal = ""  # why no start of this engine can succeed
         self._cause: Cause | None = None  # of its last end
         self._has_served = False
+        self._serves = False  # this start of it
         self._given_up = asyncio.Event()
 
     @property
@@ -93,7 +94,7 @@ class EngineSupervisor:
 
     def engine_serves(self) -> None:
         """The engine takes requests."""
-        self._has_served = True
+        self._has_served = self._serves = True
         self._deaths.on_ready()
 
     async def run(self) -> None:
@@ -130,7 +131,7 @@ class EngineSupervisor:
         return self._cause.reason
 
     async def _live_and_die(self) -> None:
-        self.started_at = self._now()
+        self.started_at, self._serves = self._now(), False
         try:
             returncode = await self._run_once()
         except OSError as exc:  # no memory for a process, no room for its log: may pass
@@ -166,8 +167,7 @@ class EngineSupervisor:
     def _kill_group(self) -> None:
         """The engine and what it started: workers that outlive their server would hold its pages and its memory."""
         assert self._process is not None
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process.pid)
 
     async def stop(self, timeout_s: float) -> None:
         """SIGTERM (running streams finish), SIGKILL after `timeout_s`. Call after `run` was cancelled."""
@@ -176,7 +176,8 @@ class EngineSupervisor:
             return
         process.terminate()
         try:
-            async with asyncio.timeout(timeout_s):
+            # One that only starts has nothing to end in order, and vLLM does not hear of it while it waits for its processes.
+            async with asyncio.timeout(timeout_s if self._serves else min(timeout_s, STARTING_STOP_S)):
                 await process.wait()
         except TimeoutError:
             log.error("engine killed node=%s: it did not end within %.1fs", self._config.node_id, timeout_s)

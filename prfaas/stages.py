@@ -12,7 +12,7 @@ STAGES: Final = (
     ("KV cache size", "has its KVCache"),
     ("torch.compile takes", "compiles"),
     ("Capturing CUDA graphs", "captures CUDA graphs"),
-    ("init engine", "has its engine, starts its server"),
+    ("init engine", "starts its server"),
 )
 FIRST: Final = "starts"
 MOST_BYTES: Final = 1 << 20  # of a log that are read: one that is longer has begun

@@ -6,14 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
-from node.children import Child, ending_with_us
+from node.children import Child, ending_with_us, kill_group
 from tests.node.running import new_runner
 
 STARTS = 200
@@ -116,3 +118,21 @@ def test_a_child_whose_parent_died_first_does_not_begin() -> None:
     command[command.index(str(os.getpid()))] = "1"  # as if we were somebody else's child by now
     late = subprocess.run(command, capture_output=True, check=False)
     assert (late.returncode, late.stdout) == (128 + signal.SIGTERM, b"")
+
+
+def test_what_tidies_up_after_killed_children_is_spared() -> None:
+    program = (
+        "import time\nfrom multiprocessing.shared_memory import SharedMemory\n"
+        "print(SharedMemory(create=True, size=64).name, flush=True)\ntime.sleep(1000)"
+    )
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as said, os.fdopen(writing, "wb") as out:
+        started = Child([sys.executable, "-c", program], output=out, environment=os.environ, orphaned_by=signal.SIGKILL)
+        name = said.readline().strip()
+        assert (Path("/dev/shm") / name).exists()
+        kill_group(started.pid)
+        asyncio.run(started.wait())
+    deadline = time.monotonic() + 60
+    while (Path("/dev/shm") / name).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
