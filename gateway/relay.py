@@ -20,7 +20,7 @@ from gateway.run import Attempt
 from gateway.seam import DONE, Seam, names_tokens, why_not
 from gateway.several import Part, PartReply
 from gateway.tasks import TaskSet
-from gateway.usage import RECOMPUTED, UsagePatch, completion_tokens, with_cached_tokens, with_details
+from gateway.usage import MARK, RECOMPUTED, UsagePatch, completion_tokens, with_cached_tokens, with_details
 
 OUTCOME_WAIT_S: Final = 2.0  # the prefill's own report is a round trip behind the KVCache that the answer needed
 EVENT_END: Final = b"\n\n"
@@ -184,6 +184,8 @@ class Relay:
             tail = (tail + chunk[-len(DONE) :])[-len(DONE) :]
             if RECOMPUTED in chunk:
                 self._accounts.notice_recompute(request, chunk)
+            if MARK in chunk:
+                request.completion_tokens = completion_tokens(chunk)
             return chunk
 
         return read
@@ -221,6 +223,10 @@ class _Continued:
                     self._accounts.taken_over(self._request, self._clock() - failed_at)
                 if RECOMPUTED in chunk:
                     self._accounts.notice_recompute(self._request, chunk)
+                if named := self._seam.num_tokens:
+                    self._request.completion_tokens = named
+                elif MARK in chunk:
+                    self._request.completion_tokens = completion_tokens(chunk)
                 return chunk
         return b""
 

@@ -107,7 +107,7 @@ class Request:
     fallbacks: list[str] = field(default_factory=list)
     fetched_from: str = ""  # the node whose prefix was sent to the prefill node for this request
     events: int = 0  # SSE events relayed
-    completion_tokens: int | None = None  # as the answer's usage says; a stream need not have one
+    completion_tokens: int | None = None  # as the answer names them, or its usage says; a stream need not have either
     is_between_events: bool = True  # of the stream: the last one relayed was whole
     writing_since: float | None = None  # when the client was last offered bytes that it has not taken yet
     stream_error: str = ""  # why a stream ended before its end
@@ -143,7 +143,10 @@ class Request:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of the answer. Of a stream one for each event but its end and its usage; some engines send a role by itself."""
+        """Tokens of the answer: as they are named or its usage counts them, else one for each event but its end and its usage.
+
+        Some engines send a role by itself, and several tokens in one event.
+        """
         if self.completion_tokens is not None:
             return self.completion_tokens
         return max(0, self.events - 1 - self.call.options.wants_usage)

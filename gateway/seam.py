@@ -66,7 +66,7 @@ def _said(call: Call, name: str) -> bool:
 class Seam:
     """What has been relayed of one stream: at most `max_bytes` of its tokens' names. `is_asked`: the client wants them, too."""
 
-    __slots__ = ("_created", "_error", "_held", "_ids", "_is_asked", "_last", "_max_bytes", "is_too_long")
+    __slots__ = ("_created", "_error", "_held", "_ids", "_is_asked", "_last", "_max_bytes", "is_too_long", "num_tokens")
 
     def __init__(self, max_bytes: int, *, is_asked: bool = False) -> None:
         self._max_bytes = max_bytes
@@ -76,6 +76,7 @@ class Seam:
         self._last = b""  # the events that were last relayed
         self._error = ""  # the event that followed them
         self._created = b""  # the date of the answer, once another engine dates it
+        self.num_tokens = 0  # named so far, kept or not
         self.is_too_long = False
 
     @property
@@ -125,7 +126,9 @@ class Seam:
         ids, parts, start = self._ids, [], 0
         while at >= 0:
             end = chunk.index(b"]", at)
-            ids += chunk[at + len(IDS) : end]
+            named = chunk[at + len(IDS) : end]
+            self.num_tokens += named.count(b",") + bool(named)
+            ids += named
             ids += b","
             parts.append(chunk[start:at])
             start = end + 1

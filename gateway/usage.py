@@ -70,9 +70,9 @@ def with_cached_tokens(body: bytes, cached_tokens: int | None, details: Mapping[
 
 
 def completion_tokens(body: bytes | None) -> int | None:
-    """What the usage of a whole answer counts, None where there is none."""
-    found = _COMPLETION_TOKENS.search(body or b"")
-    return int(found[1]) if found else None
+    """What the usage of an answer counts, the last of a stream's; None where there is none."""
+    found = _COMPLETION_TOKENS.findall(body or b"")
+    return int(found[-1]) if found else None
 
 
 def recompute_reason(answer: bytes) -> str | None:

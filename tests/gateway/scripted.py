@@ -44,6 +44,7 @@ class Script:
     deltas: tuple[dict[str, Any], ...] = ()  # of chats, instead of words; a whole answer is the first of them
     finish_reason: str = "stop"  # of chats
     is_resumable: bool = False  # names its tokens (one a word: its number), and goes on after those that it is told
+    tokens_per_event: int = 1  # that its usage counts, and resumable streams name
     forgets: bool = False  # that it is told them
     not_resumable: str = ""  # why it names none, as it says itself
     ends_before_usage: bool = False  # its streams end after their last word
@@ -362,12 +363,9 @@ class ScriptedNode(NodeAgentServicer):
         if refusal := await self._fault(http, fault):
             return refusal
         why = await self._load(params)
-        usage: dict[str, Any] = {
-            "prompt_tokens": 7,
-            "completion_tokens": len(self.script.words),
-            "total_tokens": 7 + len(self.script.words),
-            "prompt_tokens_details": {"cached_tokens": 3},
-        }
+        said = self.script.tokens_per_event * len(self.script.words)
+        usage: dict[str, Any] = {"prompt_tokens": 7, "completion_tokens": said, "total_tokens": 7 + said}
+        usage |= {"prompt_tokens_details": {"cached_tokens": 3}}
         extra = {"kv_transfer_params": {"recomputed": True, "reason": why}} if why else {}
         if body.get("stream"):
             return await self._stream(http, body, fault, usage, extra)
@@ -407,7 +405,8 @@ class ScriptedNode(NodeAgentServicer):
             value: dict[str, Any] = {"id": "x", **chunk, "choices": [{"index": 0, **choice}], "usage": None}
             if is_resumed:
                 last = script.finish_reason if number + 1 == len(words) and not is_chat else None
-                value["choices"] = [{"index": 0, **choice, "finish_reason": last, "token_ids": [number]}]
+                ids = [number] * script.tokens_per_event
+                value["choices"] = [{"index": 0, **choice, "finish_reason": last, "token_ids": ids}]
             event = _event(value, (",", ":") if is_resumed else None)
             if after and number == int(after):
                 return await self._end_early(http, response, fails, event)

@@ -278,3 +278,28 @@ async def test_a_stream_that_its_engine_ends_too_early_is_never_told_as_whole(
         assert record["fallbacks"] == ["decode_stream_cut"]
         assert record["error"]
         await w.settled()
+
+
+@pytest.mark.parametrize("is_usage_asked", [False, True])
+@on_loop
+async def test_tokens_are_counted_as_they_are_named_however_many_come_in_one_event(is_usage_asked: bool) -> None:
+    async with world(decode=1) as w:
+        resumable(w)
+        w.nodes.decode[0].script.tokens_per_event = 3
+        assert texts(await streamed(w, **(USAGE if is_usage_asked else {}))) == list(WORDS)
+        (record,) = await w.records()
+        assert record["output_tokens"] == 3 * len(WORDS)
+
+
+@pytest.mark.parametrize("kept_answer_bytes", [0, 1 << 10])
+@on_loop
+async def test_without_names_tokens_are_those_of_the_usage_where_it_is_asked_for(kept_answer_bytes: int) -> None:
+    async with world(decode=1, kept_answer_bytes=kept_answer_bytes) as w:
+        w.nodes.decode[0].script.words = WORDS
+        w.nodes.decode[0].script.tokens_per_event = 3
+        events = await streamed(w, **USAGE)
+        usage = next(
+            json.loads(event.removeprefix(b"data: "))["usage"] for event in events if b"prompt_tokens" in event
+        )
+        (record,) = await w.records()
+        assert record["output_tokens"] == usage["completion_tokens"] == 3 * len(WORDS)
