@@ -10,6 +10,9 @@ from typing import Annotated, Any, Final, get_args
 import msgspec
 from msgspec import Meta
 
+from gateway.caching import KEY as CACHE_KEY
+from gateway.caching import MAX_KEY_CHARS, TTL_S
+from gateway.caching import OPTIONS as OPTIONS_OF_CACHE
 from gateway.dialects.messages import MessagesRequest
 from gateway.dialects.responses import Item, ResponsesRequest
 from gateway.openai import OPTIONS, RESERVED, Endpoint
@@ -64,6 +67,14 @@ _MESSAGE: Final[Json] = {
         },
     },
 }
+# As `gateway.breakpoints` decodes it; marks stand in parts of messages.
+_CACHING: Final[Json] = {
+    OPTIONS_OF_CACHE: {
+        "type": ["object", "null"],
+        "properties": {"mode": {"enum": ["implicit", "explicit"]}, "ttl": {"enum": list(TTL_S)}},
+    },
+    CACHE_KEY: {"type": ["string", "null"], "maxLength": MAX_KEY_CHARS},
+}
 _EVENT: Final[Json] = {"type": "object", "properties": {"data": {"type": "string"}, "event": {"type": "string"}}}
 _STATUSES: Final = {
     400: "The request is wrong; `param` names the field.",
@@ -95,7 +106,7 @@ def document(models: Sequence[str] = ()) -> bytes:
     options = {endpoint: _name(kind) for endpoint, kind in OPTIONS.items()}
     for endpoint, prompt in ((Endpoint.CHAT, _CHAT_PROMPT), (Endpoint.COMPLETIONS, _TEXT_PROMPT)):
         component = components[options[endpoint]]
-        component["properties"] |= {name: named[name] for name in prompt}
+        component["properties"] |= {name: named[name] for name in prompt} | _CACHING
         if endpoint is Endpoint.CHAT:
             component["properties"]["messages"]["items"] = _MESSAGE
         component["required"] = [endpoint.prompt_field, *component["required"]]
@@ -103,6 +114,7 @@ def document(models: Sequence[str] = ()) -> bytes:
     items = {"type": "array", "minItems": 1, "items": {"anyOf": [_ref(_name(kind)) for kind in get_args(Item)]}}
     components["MessageItem"]["required"].remove("type")  # what has none is a message
     components["ResponsesRequest"]["properties"]["input"] = {"anyOf": [{"type": "string"}, items]}
+    components["ResponsesRequest"]["properties"] |= _CACHING
     components["CountTokensRequest"] = _counted(components["MessagesRequest"])
     components["Error"] = _ERROR
     if models:

@@ -67,13 +67,14 @@ class Reader:
 
         Nothing is remembered for anybody but `tenant`.
         """
-        if len(body) <= TINY_BODY_BYTES:
+        marked = is_marked(body)  # each mark has the conversation up to it rendered and tokenised, twice at worst
+        if len(body) <= TINY_BODY_BYTES and not marked:
             return read_call(endpoint, body, model, self._memory, tenant, answered)
         is_fast = self._tokenizer.encoder.is_fast
         loop, memory = asyncio.get_running_loop(), self._memory
         reading = partial(read_call, endpoint, body, model, memory, tenant, answered)
         if len(body) <= (LONGER_BODY_BYTES if is_fast else LONG_BODY_BYTES) and _is_mostly_text(body):
-            if endpoint is not Endpoint.CHAT or answered or is_marked(body):
+            if endpoint is not Endpoint.CHAT or answered or marked:
                 return await loop.run_in_executor(self._threads, reading)
             call, marks = unmarked(call_in(endpoint, body))
             try:

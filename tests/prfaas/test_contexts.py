@@ -97,6 +97,9 @@ def test_a_marked_prefix_is_kept_for_its_tenant_until_it_is_deleted(tmp_path: Pa
             assert (await contexts("globex", kept["context"]))[0] == 404
             other = await ask(chat("And why?", marked=False), "globex")
             assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+            assert (
+                other["choices"][0]["message"] == second["choices"][0]["message"]
+            )  # computed whole, and from the state
             # What is more than a tenant may keep is answered, and not kept.
             beyond = await ask(chat("Hm?", system="Another one. " * 60))
             (refused,) = beyond["usage"]["prompt_tokens_details"]["breakpoints"]
