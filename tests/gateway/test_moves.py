@@ -119,9 +119,10 @@ async def test_moves_that_time_out_are_soon_made_no_more() -> None:
             assert (await w.complete(LONG)).headers["x-prfaas-route"].startswith("local; node=p1; ")
         assert len(target.bodies) == 8
         # Feared to take 1, 2, 4, 8 and 16 s, where computing takes some 7 and, with a node busy, counts for half as much again.
-        assert 1 <= len(source.loads) <= 5
         fallbacks = [record["fallbacks"] for record in await w.records()]
-        assert fallbacks.count([]) == 8 - len(source.loads)
+        tried = 8 - fallbacks.count([])
+        assert 1 <= tried <= 5
+        assert len(source.loads) <= tried  # on a busy machine the time of a move may be over before its source is asked
 
 
 @on_loop
