@@ -308,7 +308,9 @@ def test_a_chat_that_vllm_reads_otherwise_is_read_by_vllm_the_next_time(bench: B
             assert ours == alone
             record = await bench.record(name)
             seen.append((record["fallbacks"], record["total"] == ours[1]))
-        assert seen[0] == (["prefill_digest_mismatch", "recompute_no_prefill"], False)
+        told, is_right = seen[0]  # the decode node's engine may see it, too, and before
+        assert {"prefill_digest_mismatch", "recompute_no_prefill"} <= {*told}
+        assert not is_right
         assert seen[1:] == [([], True)] * 2
 
     bench.run(scenario())
