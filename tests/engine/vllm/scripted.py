@@ -30,7 +30,7 @@ class Agent:
         events, self.events = self.events, []
         return events
 
-    def begin(self, request_id, prompt, num_tokens, salt, ticket):
+    def begin(self, request_id, prompt, num_tokens, salt, ticket, hints):
         self.asked.append(("begin", num_tokens, ticket))
         return len(self.asked)
 
