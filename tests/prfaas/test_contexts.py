@@ -50,7 +50,7 @@ def chat(question: str, *, system: str = SYSTEM, marked: bool = True) -> dict[st
 
 
 def test_a_marked_prefix_is_kept_for_its_tenant_until_it_is_deleted(tmp_path: Path) -> None:
-    system = hybrid(tmp_path, cache_bytes=24 << 20)
+    system = hybrid(tmp_path, cache_bytes=8 << 20)
 
     async def scenario() -> None:
         async with system, aiohttp.ClientSession(system.api_url) as http:
@@ -84,7 +84,7 @@ def test_a_marked_prefix_is_kept_for_its_tenant_until_it_is_deleted(tmp_path: Pa
             assert (told["cached_tokens"], told["cache_write_tokens"]) == (kept["kept"], 0)
             unmarked = chat("What is a cache?", system="Nobody marks this one. " * 24, marked=False)
             await ask(unmarked)
-            for number in range(60):  # more than memory has room for
+            for number in range(24):  # more than memory has room for
                 await ask(chat(f"{number:03d} " * 300, system=f"{number} is not it. " * 8, marked=False))
             third = await ask(chat("Then what?", marked=False))
             assert third["usage"]["prompt_tokens_details"]["cached_tokens"] >= kept["kept"]
