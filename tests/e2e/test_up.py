@@ -1,6 +1,7 @@
 """`prfaas up` as a process: what is killed comes back by itself, and its terminal may go."""
 
 import contextlib
+import http.client
 import json
 import os
 import queue
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +29,7 @@ name = "tiny"
 port = {port}
 [node]
 engine = "emulated"
+engine_args = ["--decode-step-s", "0.02"]
 cache_bytes = 8388608
 [[clusters]]
 name = "west"
@@ -67,6 +70,26 @@ class Up:
             if f"-m\0{module}\0" in Path(f"/proc/{child}/cmdline").read_text():
                 return int(child)
         raise AssertionError(f"no child runs {module}")
+
+    def children(self) -> list[int]:
+        """The pids of all."""
+        pid = self.process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def until_gone(self, pids: list[int]) -> None:
+        """Waits until no process has one of these any more."""
+        deadline = time.monotonic() + 100.0
+        while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.01)
+
+    def streaming(self, max_tokens: int) -> http.client.HTTPResponse:
+        """A long answer that has begun."""
+        said = {"model": "tiny", "prompt": "hello", "stream": True, "ignore_eos": True, "max_tokens": max_tokens}
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(said).encode(), headers)
+        answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=60.0)
+        return answer
 
     def ask(self) -> int:
         """The completion tokens of a request."""
@@ -122,6 +145,15 @@ def test_what_is_killed_comes_back_by_itself(up: Up) -> None:
     os.kill(up.child("gateway"), signal.SIGKILL)
     up.wait_for("gateway is back")
     assert up.until_answered() == 4
-    up.process.send_signal(signal.SIGHUP)
-    up.wait_for("stopping: running streams finish first")
-    assert up.process.wait(100.0) == 0
+    children = up.children()
+    with up.streaming(max_tokens=30_000) as stream:  # for ten minutes
+        assert stream.readline().startswith(b"data: ")
+        up.process.send_signal(signal.SIGHUP)
+        up.wait_for("stopping: running streams finish first")
+        assert stream.readline() == b"\n"
+        assert stream.readline().startswith(b"data: ")
+        up.process.send_signal(signal.SIGINT)  # the second signal ends streams, too
+        assert up.process.wait(100.0) == 0
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            assert b"data: [DONE]" not in stream.read()
+    up.until_gone(children)
