@@ -126,7 +126,7 @@ class Dispatcher:
                 self._refusals.decoding(request, request.route.decode_node)
             answering = Answering(self, request, attempt, held)
             yield answering
-            if request.is_answered and answering.attempt.answer.status == 200:
+            if request.is_served and answering.attempt.answer.status == 200:
                 self._decider.learn_answer(request)
                 self._poison.answered(shape, self._clock())
 
@@ -134,7 +134,7 @@ class Dispatcher:
         """After a request, however it ended: what the engines that died under it say of its kind."""
         if len(request.deaths) < MAX_DEATHS:
             self._poison.ended(shape, self._clock())
-        elif not request.is_answered:
+        elif not request.is_served:
             self._accounts.killed_engines(request, str(shape), self._poison.killed(shape, self._clock()))
 
     async def _first_answer(self, request: Request, held: AsyncExitStack) -> Attempt:

@@ -107,7 +107,7 @@ class Refusals:
             return
         beside = (stay.beside + self._decoding[stay.node]) / 2
         self._gone_from(stay.node)
-        if not request.is_answered or request.stream_error:
+        if not request.is_served:
             self._forecast.on_left()
             return
         self._forecast.on_ended(stay.since, self._clock())

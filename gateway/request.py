@@ -165,6 +165,11 @@ class Request:
         return self.timeline.last_token is not None
 
     @property
+    def is_served(self) -> bool:
+        """Whether the client has its whole answer: a stream that broke off has been told so, and ended."""
+        return self.is_answered and not self.stream_error
+
+    @property
     def has_cost(self) -> bool:
         """Whether anything was computed for it."""
         return self.timeline.first_token is not None or self.wasted_prefill_s > 0

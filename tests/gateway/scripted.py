@@ -59,7 +59,8 @@ class Script:
     reserve: list[str] = field(default_factory=list)  # a grpc.StatusCode name
     # "die", "hang", "drop", "garbled", "undelivered REASON" or "STATUS code"
     prefill: list[str] = field(default_factory=list)
-    # The same, "die_after_first", "stall_after_first" or, after so many words, "die_after N", "half_after N" (an event is cut),
+    # The same, "die_after_first", "stall_after_first" or, after so many words, "die_after N", "kill_after N" (the engine),
+    # "half_after N" (an event is cut),
     # "error_after N", "cut_after N" (the stream ends, orderly and early); "200 html" is no answer, "200 error" an error's event
     decode: list[str] = field(default_factory=list)
     load: list[str] = field(default_factory=list)  # "hang" or a grpc.StatusCode name
@@ -414,10 +415,7 @@ class ScriptedNode(NodeAgentServicer):
             if fault == "stall_after_first":
                 await asyncio.sleep(self.script.hang_s)
             if fault == "die_after_first":
-                await asyncio.sleep(0.05)
-                assert http.transport is not None
-                http.transport.abort()
-                raise ConnectionResetError
+                return await self._end_early(http, response, "die", event)
             await asyncio.sleep(self.script.word_interval_s)
         if script.ends_before_usage:
             return response
@@ -445,6 +443,8 @@ class ScriptedNode(NodeAgentServicer):
         if how == "half":
             await response.write(event[: len(event) // 2])
         await asyncio.sleep(0.01)  # what has been written arrives
+        if how == "kill":
+            self.become(pb.NODE_STATE_ENGINE_DOWN)
         assert http.transport is not None
         http.transport.abort()
         raise ConnectionResetError

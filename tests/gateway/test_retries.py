@@ -97,6 +97,20 @@ async def test_after_that_no_other_request_of_its_kind_is_tried_for_a_while() ->
 
 @pytest.mark.usefixtures("patient")
 @on_loop
+async def test_engines_that_die_in_the_middle_of_an_answer_tell_of_its_kind_too() -> None:
+    async with world(decode=6) as w:
+        faults = ["kill_after 2", "kill_after 4"]
+        for node in w.nodes.decode:
+            node.script.words, node.script.is_resumable, node.script.decode = (" w",) * 9, True, faults
+        response = await w.complete(LONG, seed=1, stream=True)
+        assert b"[DONE]" not in await response.read()
+        response = await w.complete(LONG, seed=2, stream=True)
+        assert (response.status, (await response.json())["error"]["code"]) == (503, "shape_kills_engines")
+        await w.settled()
+
+
+@pytest.mark.usefixtures("patient")
+@on_loop
 async def test_a_kind_that_was_answered_before_is_not_refused_for_engines_that_died_beside_it() -> None:
     async with world(decode=6) as w:
         assert (await w.complete(LONG)).status == 200
