@@ -20,7 +20,10 @@ SHORT: Final = {
     "-dcp": "--decode-context-parallel-size",
     "-dp": "--data-parallel-size",
 }
-POOLING: Final = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "EmbeddingModel", "RewardModel")
+# Ends of names that no generating model of vLLM has. A bare `Model` is not among them: ChatGLMModel generates.
+POOLING: Final = (
+    "ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "ForRewardModel", "BertModel", "RobertaModel",
+)  # fmt: skip
 STATES_ONLY: Final = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv", "rwkv6", "rwkv7"})  # model_type
 
 
@@ -44,7 +47,7 @@ def refusal_of(config: Mapping[str, Any]) -> str | None:
     named = next((name for name in architectures if isinstance(name, str)), "")
     if config.get("is_encoder_decoder"):
         return f"{named or 'the model'} is an encoder-decoder: a prompt's KVCache is not all in its decoder's layers"
-    if named.endswith("Model") or any(part in named for part in POOLING):
+    if named.endswith(POOLING):
         return f"{named} generates nothing: there is no prefill to take over"
     if inner.get("model_type") in STATES_ONLY:
         return f"{named or inner.get('model_type')} has no attention layer: there are no blocks that a prompt could be cut into"

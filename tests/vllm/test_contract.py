@@ -5,6 +5,8 @@ from importlib.metadata import version
 
 import pytest
 
+from engine.vllm.servable import refusal_of
+
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),  # importing vLLM is slow
@@ -225,3 +227,11 @@ def test_another_version_is_a_warning(caplog):
     check_version("0.99.1+cpu")
     assert "0.99.1" in caplog.text
     assert "tested" in caplog.text
+
+
+def test_no_model_that_generates_is_refused_by_its_name() -> None:
+    from vllm.model_executor.models import registry
+
+    names = [*registry._TEXT_GENERATION_MODELS, *registry._MULTIMODAL_MODELS]
+    assert len(names) > 200
+    assert [name for name in names if refusal_of({"architectures": [name]})] == []

@@ -17,7 +17,7 @@ HYBRID = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next",
     [
         ({"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, "encoder-decoder"),
         ({"architectures": ["BertForSequenceClassification"]}, "generates nothing"),
-        ({"architectures": ["LlamaModel"]}, "generates nothing"),
+        ({"architectures": ["XLMRobertaModel"]}, "generates nothing"),
         ({"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2"}, "no attention layer"),
         ({"architectures": ["X"], "text_config": {"model_type": "falcon_mamba"}}, "no attention layer"),
     ],
@@ -28,7 +28,15 @@ def test_a_model_that_cannot_be_served(config: dict[str, Any], words: str) -> No
 
 @pytest.mark.parametrize(
     "config",
-    [{}, HYBRID, {"architectures": None}, {"architectures": [5]}, {"text_config": HYBRID, "architectures": ["A"]}],
+    [
+        {},
+        HYBRID,
+        {"architectures": None},
+        {"architectures": [5]},
+        {"architectures": ["ChatGLMModel"]},
+        {"architectures": ["GPT2LMHeadModel"]},
+        {"text_config": HYBRID, "architectures": ["A"]},
+    ],
 )
 def test_a_model_of_which_nothing_is_known_to_be_wrong(config: dict[str, Any]) -> None:
     assert refusal_of(config) is None
