@@ -118,9 +118,14 @@ class Moves:
     async def _run(self, move: Move) -> str:
         sent = 0
         began = self._clock()
+
+        def on_sent(num_bytes: int) -> None:
+            nonlocal sent
+            sent = num_bytes  # whatever becomes of them
+
         try:
             async with asyncio.timeout(self._timeout_s):
-                sent = await self._carry_out(move)
+                await self._carry_out(move, on_sent)
             outcome = OK
         except TimeoutError:
             outcome = "timeout"
@@ -142,16 +147,15 @@ class Moves:
         )  # fmt: skip
         return outcome
 
-    async def _carry_out(self, move: Move) -> int:
+    async def _carry_out(self, move: Move, on_sent: Callable[[int], None]) -> None:
         name = f"prefix-{move.hashes[-1].hex()[:16]}"
         ticket = await move.target.agent.reserve_prefix(name, move.hashes, move.num_tokens, self._timeout_s)
         try:
-            sent = await move.source.agent.load(name, move.hashes, ticket, self._timeout_s)
+            on_sent(await move.source.agent.load(name, move.hashes, ticket, self._timeout_s))
             await move.target.agent.commit(ticket.transfer_id, self._timeout_s)
         except BaseException:
             self._tasks.start(_abort(move.target, ticket.transfer_id), "abort")
             raise
-        return sent
 
 
 async def _abort(target: Node, transfer_id: str) -> None:

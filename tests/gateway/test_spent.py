@@ -3,10 +3,18 @@
 import csv
 import io
 import json
+from typing import cast
 
+from gateway.agent import AgentClient
+from gateway.errors import NodeError
 from gateway.keys import TenantConfig, digest_of
+from gateway.metrics import Metrics
+from gateway.moves import Move, Moves
+from gateway.node import Node
 from gateway.spent import Sent, Spent, as_csv, spent_by
-from tests.gateway.worlds import on_loop, world
+from gateway.tasks import TaskSet
+from tests.gateway.worlds import PATIENCE_S, on_loop, world
+from transport.control.messages import TicketInfo
 
 ACME, RIVAL, OPERATOR = "sk-acme", "sk-rival", "sk-operator"
 TENANTS = {
@@ -96,3 +104,35 @@ async def test_of_a_stream_that_another_engine_goes_on_with_the_answer_is_no_pro
         legs = [body for node in w.nodes.remote + w.nodes.local for body in node.bodies]
         assert len(legs) == 2
         assert sum(each["bytes"] for each in acme["kv_bytes"]) > record["bytes"] > 0
+
+
+@on_loop
+async def test_a_prefix_that_crossed_the_link_and_was_not_taken_is_counted() -> None:
+    class Source:
+        address = "r0"
+
+        async def load(self, *_: object) -> int:
+            return 500
+
+    class Target:
+        address = "p0"
+
+        async def reserve_prefix(self, *_: object) -> TicketInfo:
+            return TicketInfo(
+                transfer_id="t", secret=b"", num_tokens=16, have_tokens=0, tokens_digest=b"", endpoints=(), ttl_s=1.0,
+                layout_fingerprint="", node_id="p0", cluster="west",
+            )  # fmt: skip
+
+        async def commit(self, *_: object) -> None:
+            raise NodeError("p0", "no_capacity")
+
+        async def abort(self, *_: object) -> None:
+            pass
+
+    source, target = (Node(cast(AgentClient, each)) for each in (Source(), Target()))
+    metrics, tasks = Metrics(), TaskSet(lambda name: None)
+    moves = Moves(metrics, tasks, lambda: 0.0, limit=1, timeout_s=PATIENCE_S)
+    assert await moves.make(Move(source, target, (b"h" * 32,), 16, 500, tenant="acme"), PATIENCE_S) == "no_capacity"
+    await tasks.join(PATIENCE_S)
+    (spent,) = metrics.spent()
+    assert [each.bytes for each in spent.kv_bytes] == [500]
