@@ -92,7 +92,6 @@ class RequestLog:
         self._waiting: deque[Entry] = deque()
         self._is_closing = threading.Event()
         self._is_failing = False
-        self._directory.mkdir(parents=True, exist_ok=True)
         self._file = self._next_file()
         self._thread = threading.Thread(target=self._write_until_closed, name="request log", daemon=True)
         self._thread.start()
@@ -122,12 +121,13 @@ class RequestLog:
         if not entries:
             return
         try:
-            if not os.fstat(self._file.fileno()).st_nlink or self._file.tell() >= self._file_bytes:
+            # It is closed since the last try to open another one failed.
+            if self._file.closed or not os.fstat(self._file.fileno()).st_nlink or self._file.tell() >= self._file_bytes:
                 self._file.close()
                 self._file = self._next_file()
             self._append(b"".join(map(line_of, entries)))
             self._is_failing = False
-        except (OSError, ValueError) as error:  # ValueError: the last try to open another file had failed
+        except (OSError, ValueError) as error:
             self._on_lost("disk", len(entries))
             if not self._is_failing:
                 self._is_failing = True
@@ -143,6 +143,7 @@ class RequestLog:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _next_file(self) -> FileIO:
+        self._directory.mkdir(parents=True, exist_ok=True)
         _make_room(self._directory, self._max_bytes - self._file_bytes)
         name = f"requests-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.jsonl"
         return FileIO(self._directory / name, "ab", opener=_for_the_owner)

@@ -1,8 +1,10 @@
 """The request log: lines that a planner replays, files that stay bounded, disks that are full."""
 
+import asyncio
 import errno
 import json
 import os
+import shutil
 
 import pytest
 from hypothesis import given
@@ -74,6 +76,23 @@ async def test_a_file_that_somebody_deletes_is_begun_again(tmp_path) -> None:
         path.unlink()
         assert (await w.complete(LONG)).status == 200
     (path,) = tmp_path.glob(PATTERN)
+    assert len(path.read_text().splitlines()) == 1
+
+
+@on_loop
+async def test_a_directory_that_was_gone_for_a_while_is_written_to_again(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("gateway.request_log.INTERVAL_S", 0.01)
+    directory = tmp_path / "log"
+    async with world(request_log=RequestLogConfig(directory=directory)) as w:
+        shutil.rmtree(directory)
+        directory.write_text("in the way: no file can be opened there")
+        assert (await w.complete(LONG)).status == 200
+        async with asyncio.timeout(60):
+            while b'prfaas_request_log_lost_total{reason="disk"} 1.0' not in w.gateway.door.metrics.render():
+                await asyncio.sleep(0.01)
+        directory.unlink()
+        assert (await w.complete(LONG)).status == 200
+    (path,) = directory.glob(PATTERN)
     assert len(path.read_text().splitlines()) == 1
 
 
