@@ -235,7 +235,8 @@ class Connection(RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """What is no HTTP, or not as it should be: one answer in the API's shape, one line in the log at most."""
-        text = (message or "Bad request.").splitlines()[0][:200]
+        # What follows is what was read, and may be a key.
+        text = (message or "Bad request.").splitlines()[0].partition(": b")[0][:200]
         self._gate.noted("malformed", self.address, text)
         response = error_response(ApiError(status, f"The request cannot be read: {text}", code="bad_http"))
         response.force_close()

@@ -315,6 +315,27 @@ def test_workers_tell_each_other_which_links_are_drained(tmp_path: Path) -> None
     assert first.links() == {("north", "south")}
 
 
+def test_links_stay_drained_when_their_folder_is_gone_or_cannot_be_read(tmp_path: Path, caplog) -> None:
+    folder = tmp_path / "drained"
+    drained = SharedDrained(folder)
+    drained.set(("east", "west"), True)
+    (folder / "notes").touch()
+    assert drained.links() == {("east", "west")}
+    shutil.rmtree(folder)
+    assert drained.links() == drained.links() == {("east", "west")}
+    folder.touch()
+    assert drained.links() == {("east", "west")}
+    with pytest.raises(OSError, match="exists"):
+        drained.set(("north", "south"), True)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    folder.unlink()
+    drained.set(("north", "south"), True)
+    assert SharedDrained(folder).links() == drained.links() == {("east", "west"), ("north", "south")}
+    drained.set(("east", "west"), False)
+    drained.set(("north", "south"), False)
+    assert drained.links() == frozenset()
+
+
 @on_loop
 async def test_without_a_plan_service_that_is_said() -> None:
     async with world() as w:

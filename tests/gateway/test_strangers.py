@@ -173,6 +173,18 @@ async def test_malformed_connections_are_counted_and_log_a_line_now_and_then(cap
         assert sum("malformed" in record.getMessage() for record in caplog.records) == 1
 
 
+@on_loop
+async def test_a_key_that_is_too_long_to_be_read_is_in_no_log_and_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+    async with world() as w, raw(w) as client:
+        await client.say(
+            b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret" + b"y" * 20_000 + b"\r\n\r\n"
+        )
+        status, _, body = await client.answer()
+    assert (status, b"Got more than 8190 bytes" in body, b"secret" in body) == (400, True, False)
+    assert any("Got more than 8190 bytes" in record.getMessage() for record in caplog.records)
+    assert "secret" not in caplog.text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_half_closed_client_gets_its_answer(stream: bool) -> None:
     @on_loop
