@@ -1,6 +1,5 @@
 """The request log: lines that a planner replays, files that stay bounded, disks that are full."""
 
-import asyncio
 import errno
 import json
 import os
@@ -14,7 +13,7 @@ from gateway.errors import ConfigError
 from gateway.request import RequestRecord
 from gateway.request_log import FILES, PATTERN, Entry, RequestLog, RequestLogConfig, line_of
 from planner.model.workload import infinite_cache_hits, read_trace
-from tests.gateway.worlds import on_loop, world
+from tests.gateway.worlds import on_loop, until, world
 from transport.control.settings import SettingsError
 
 LONG = "the quick brown fox jumps over the lazy dog " * 100
@@ -87,9 +86,7 @@ async def test_a_directory_that_was_gone_for_a_while_is_written_to_again(tmp_pat
         shutil.rmtree(directory)
         directory.write_text("in the way: no file can be opened there")
         assert (await w.complete(LONG)).status == 200
-        async with asyncio.timeout(60):
-            while b'prfaas_request_log_lost_total{reason="disk"} 1.0' not in w.gateway.door.metrics.render():
-                await asyncio.sleep(0.01)
+        await until(lambda: b'prfaas_request_log_lost_total{reason="disk"} 1.0' in w.gateway.door.metrics.render())
         directory.unlink()
         assert (await w.complete(LONG)).status == 200
     (path,) = directory.glob(PATTERN)
