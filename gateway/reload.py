@@ -8,6 +8,7 @@ Of several workers the one that is asked tells the process that started them, wh
 
 import logging
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -21,6 +22,7 @@ from gateway.errors import ApiError, ConfigError, Unavailable
 log = logging.getLogger("prfaas.gateway")
 
 SECRET: Final = frozenset({"keys", "operator_keys"})  # digests, but nobody's business
+_PASSWORD: Final = re.compile(r"(://)[^/?#\s]*@")  # and the name before it, in a URL (RFC 3986, 3.2.1)
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -62,7 +64,7 @@ def _told(key: str, value: Any) -> str:
     if is_dataclass(value):
         parts = ((each.name, getattr(value, each.name)) for each in fields(value))
         return ", ".join(f"{name} = {_told(name, part)}" for name, part in parts)
-    return str(value)
+    return _PASSWORD.sub(r"\1…@", str(value))
 
 
 def _is_changeable(key: str) -> bool:

@@ -54,6 +54,14 @@ def test_a_tenant_that_comes_is_told_without_its_digests() -> None:
     assert "ffff" not in change.will_be
 
 
+def test_a_url_is_told_without_its_password() -> None:
+    urls = [f"https://{user}collector.example:4318/v1/traces?as=a@b" for user in ("me:hunter2@", "me:other@", "")]
+    first, second, third = (config_of(traces={"endpoint": url}) for url in urls)
+    masked = urls[2].replace("//", "//…@")
+    assert changes(first, second) == [Change("traces.endpoint", masked, masked, True)]
+    assert changes(third, first) == [Change("traces.endpoint", urls[2], masked, True)]
+
+
 async def asked(w: World, *, apply: bool = False, status: int = 200, headers: Mapping[str, str] = JSON) -> Any:
     async with w.http.request("POST" if apply else "GET", "/prfaas/config", headers=headers) as answer:
         assert answer.status == status
