@@ -95,6 +95,7 @@ class Tokens:
         self._jwt = jwt
         self._config = config
         self._keys: dict[str | None, PyJWK] = {}
+        self._shown: frozenset[bytes] = frozenset()
         self._holders: OrderedDict[str, Holder] = OrderedDict()
         self.is_ready = False
         self.wanted: Callable[[], None] = lambda: None  # is called for a token whose key is unknown
@@ -109,9 +110,11 @@ class Tokens:
         keys = {name: key for name, key in keys.items() if key.algorithm_name in ALGORITHMS}
         if not keys:
             raise ValueError("no keys for signatures by any of " + ", ".join(ALGORITHMS))
-        if keys.keys() != self._keys.keys():
+        # By all that is said of them, names are not enough: a provider's next key may have the last one's, or none.
+        shown = frozenset(msgspec.json.encode(each, order="sorted") for each in document["keys"])
+        if shown != self._shown:
             self._holders.clear()  # a key that was taken back opens nothing any more
-        self._keys, self.is_ready = keys, True
+        self._keys, self._shown, self.is_ready = keys, shown, True
 
     def holder(self, token: str, digest: str, now: float) -> Holder:
         """Whom a token names. Raises Unauthorised, and Unavailable before there are keys."""

@@ -118,6 +118,20 @@ def test_a_token_is_remembered_until_it_ends_or_its_key_goes() -> None:
         checked.holder(held, "digest", 0.0)
 
 
+@pytest.mark.parametrize("name", ["r", None])
+def test_a_key_that_is_replaced_under_its_name_opens_nothing_any_more(name: str | None) -> None:
+    def only(key: Any) -> dict[str, Any]:
+        return {"keys": [{what: said for what, said in shown(key, name or "", "RS256").items() if said}]}
+
+    checked, held, now = tokens(only(RSA_KEY)), token(name=name), time.time()  # noqa: TID251
+    checked.holder(held, "digest", now)
+    checked.take_keys(only(OTHER_KEY))
+    with pytest.raises(ApiError) as refused:
+        checked.holder(held, "digest", now)
+    assert refused.value.code == "invalid_token"
+    assert checked.holder(token(OTHER_KEY, name), "another", now).subject == "acme"
+
+
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.oidc.MAX_REMEMBERED", 3)
     checked, held = tokens(), token()
