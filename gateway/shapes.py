@@ -3,7 +3,7 @@
 import re
 from typing import Final, NamedTuple
 
-from gateway.openai import Call, Endpoint
+from gateway.openai import OPTIONS, Call, Endpoint
 
 # They say whose a request is or what it is about, not what an engine is to do.
 CONTENTS: Final = frozenset(
@@ -20,7 +20,18 @@ CONTENTS: Final = frozenset(
     }
 )
 _KINDS: Final = re.compile(rb'"type"\s*:\s*"(\w{1,32})"')
-_NAME: Final = re.compile(r"\w{1,64}", re.ASCII)
+# Names that engines know, beside those that the gateway checks. Any other is the client's invention: shapes by such names could
+# be as many as somebody likes, and what is known of real ones would be pushed out.
+KNOWN: Final = frozenset(
+    {name for options in OPTIONS.values() for name in options.__struct_fields__}
+    | {
+        "allowed_token_ids", "bad_words", "chat_template_kwargs", "documents", "functions", "guided_choice", "guided_grammar",
+        "guided_json", "guided_regex", "ignore_eos", "include_stop_str_in_output", "length_penalty", "logits_processors",
+        "mm_processor_kwargs", "priority", "reasoning_effort", "return_token_ids", "return_tokens_as_token_ids",
+        "skip_special_tokens", "spaces_between_special_tokens", "stop_token_ids", "structured_outputs", "suffix", "tools",
+        "truncate_prompt_tokens", "use_beam_search", "vllm_xargs",
+    }
+)  # fmt: skip
 
 
 class Shape(NamedTuple):
@@ -38,9 +49,9 @@ class Shape(NamedTuple):
 def shape_of(call: Call, num_tokens: int) -> Shape:
     """The shape of a call whose prompt has so many tokens."""
     fields = call.fields.keys() - CONTENTS
-    options = {name for name in fields if _NAME.fullmatch(name)}
+    options = fields & KNOWN
     if len(options) < len(fields):
-        options.add("…")  # names that are nobody's: they are the client's to choose, and may be any
+        options.add("…")
     if call.options.temperature == 0:
         options.add("temperature=0")
     for name in ("response_format", "tool_choice"):
