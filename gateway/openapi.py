@@ -62,7 +62,7 @@ _MESSAGE: Final[Json] = {
         "content": {
             "anyOf": [
                 {"type": ["string", "null"]},
-                {"type": "array", "items": {"type": "object", "required": ["type"]}},
+                {"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "object", "required": ["type"]}]}},
             ]
         },
     },

@@ -135,7 +135,7 @@ def _part(part: Any, in_parts: bool, where: str) -> Any:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "tool_reference" and isinstance(part.get("name"), str):
         return {"type": "tool_reference", "name": part["name"]} if in_parts else part["name"]
-    if kind not in TEXTS:
+    if not isinstance(kind, str) or kind not in TEXTS:
         raise invalid(where, "this model takes text parts only")
     text = part.get(TEXTS[kind])
     if text is None and (kind in MAY_BE_MISSING or not in_parts):

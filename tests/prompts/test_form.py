@@ -167,6 +167,8 @@ def test_effort_is_a_variable_and_so_is_thinking(
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0]"),
         ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages[0].content[0]"),
         ({"role": "user", "content": [None]}, "messages[0].content[0]"),
+        ({"role": "user", "content": [{"type": [], "text": "x"}]}, "messages[0].content[0]"),
+        ({"role": "user", "content": [{"type": {}, "text": "x"}]}, "messages[0].content[0]"),
         ({"role": "assistant", "tool_calls": ["x"]}, "messages[0].tool_calls[0]"),
         ({"role": "assistant", "tool_calls": [{"type": "custom", "custom": {}}]}, "messages[0].tool_calls[0]"),
     ],
