@@ -152,7 +152,7 @@ def _tokens() -> Json:
     asked = {
         "type": "object",
         "properties": strings
-        | {"prompt": {"type": "string"}, "messages": {"type": "array", "minItems": 1, "items": _MESSAGE}},
+        | {"prompt": {"type": ["string", "array"]}, "messages": {"type": "array", "minItems": 1, "items": _MESSAGE}},
         "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
     }
     tokenise = _operation("The tokens that a prompt or a chat is read as.", asked, _json(told))
