@@ -131,6 +131,7 @@ class AgentLink:
         http_url: str,
         notice: str = "",
         not_done_json: str = "",
+        takes_media: bool = False,
         on_welcome: Callable[[Welcome], None],
         on_drain: Callable[[], None],
         on_lost: Callable[[], Awaitable[None]] | None = None,
@@ -147,6 +148,7 @@ class AgentLink:
             http_url=http_url,
             notice=notice,
             not_done_json=not_done_json,
+            takes_media=takes_media,
         )
         self._on_welcome = on_welcome
         self._on_drain = on_drain

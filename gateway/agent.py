@@ -64,6 +64,8 @@ class NodeInfo:
     block_size: int = 0
     role_epoch: int = 0  # of the newest command to change its role
     not_done_json: str = ""  # what its engine does nothing about
+    adapters: tuple[str, ...] = ()  # that its engine serves beside the model
+    takes_media: bool = False  # its engine takes messages with images, sounds or videos
     calls_port: int = 0  # where it takes calls over kept connections; 0: nowhere
     version: str = ""  # of what it runs; empty: of a time when nodes did not say
     contexts: tuple[Kept, ...] = ()
@@ -402,6 +404,8 @@ def info_from(node: pb.NodeDescription) -> NodeInfo:
         layout_fingerprint=node.layout_fingerprint,
         max_model_len=node.max_model_len,
         not_done_json=node.not_done_json,
+        adapters=tuple(node.adapters),
+        takes_media=node.takes_media,
         boot_id=node.boot_id,
         engine_pid=node.engine_pid,
         block_size=node.block_size,

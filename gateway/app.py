@@ -303,7 +303,7 @@ class FrontDoor:
     async def _answer(self, listener: web.Request | Part, request: Request) -> web.StreamResponse:
         status, error, code = 500, "internal error", "internal_error"
         response: web.StreamResponse | None = None
-        if not why_not(request.call):
+        if not (why_not(request.call) or request.prompt.is_alone):
             request.kept_bytes = self.config.kept_answer_bytes
         try:
             async with self.rooms.dispatcher.answered(request) as answering:

@@ -46,13 +46,32 @@ class ServedModel:
     max_model_len: int
     hashing: Hashing
     not_done: NotDone = field(default_factory=NotDone)
+    adapters: frozenset[str] = frozenset()  # of the model, that some decode node serves
+    takes_media: bool = False  # some decode node does
+
+    def by(self, nodes: Sequence[NodeInfo]) -> "ServedModel":
+        """The same as `nodes` serve it: as long a context as all of them take, and what some of them can do."""
+        decodes = [info for info in nodes if info.role == Role.DECODE]
+        return replace(
+            self,
+            max_model_len=min((info.max_model_len for info in nodes), default=self.max_model_len),
+            not_done=NotDone.of(info.not_done_json for info in nodes),
+            adapters=frozenset(name for info in decodes for name in info.adapters) - {self.name, self.model_id},
+            takes_media=any(info.takes_media for info in decodes),
+        )
 
     def as_read(self, group: str = "") -> Model:
         """The model as reading a prompt of one of `group` sees it."""
         hashing = self.hashing
         if group:
             hashing = Hashing(hashing.block_size, hashing.salt, group)
-        return Model(names=(self.name, self.model_id), max_model_len=self.max_model_len, hashing=hashing)
+        return Model(
+            names=(self.name, self.model_id),
+            max_model_len=self.max_model_len,
+            hashing=hashing,
+            adapters=self.adapters,
+            takes_media=self.takes_media,
+        )
 
 
 def salt_of(layout: ModelLayout) -> bytes:
@@ -142,6 +161,17 @@ class Clusters:
         prefills, decodes = self._ready()
         by_cluster = {cluster: views for cluster, nodes in prefills.items() if (views := seen(nodes))}
         return ReadyNodes(by_cluster, seen(decodes))
+
+    def unfit(self, prompt: Prompt) -> set[str]:
+        """Nodes whose engines do not serve the adapter of `prompt`, or take no media if it has some."""
+        return {
+            node.id
+            for node in self.nodes
+            if (info := node.info) is not None
+            and (
+                (prompt.adapter and prompt.adapter not in info.adapters) or (prompt.has_media and not info.takes_media)
+            )
+        }
 
     def decodes(self) -> list[Node]:
         """Decode nodes of the model served to which new work may be sent."""
@@ -272,26 +302,18 @@ class Clusters:
                 log.warning("node %s has another layout than the model served; it is not used", info.node_id)
                 return
             log.warning("model %s is served from now on: no node has %s any more", info.model_id, self.served.model_id)
-        self.served = ServedModel(
+        served = ServedModel(
             name=self._served_name or info.model_id,
             model_id=info.model_id,
             layout=index.layout,
-            max_model_len=self._max_model_len(index.layout) or info.max_model_len,
+            max_model_len=info.max_model_len,
             hashing=Hashing(index.layout.block_size, salt_of(index.layout)),
-            not_done=self._not_done(index.layout),
         )
+        self.served = served.by(self._peers(index.layout))
 
     def _is_served(self) -> bool:
         """Whether a connected node has the model that is served."""
         return any(node.connected and self._serves(node) for node in self.nodes)
-
-    def _max_model_len(self, layout: ModelLayout) -> int:
-        """The longest context that every connected node of this layout takes; 0 without any."""
-        return min((info.max_model_len for info in self._peers(layout)), default=0)
-
-    def _not_done(self, layout: ModelLayout) -> NotDone:
-        """What no connected node of this layout does anything about."""
-        return NotDone.of(info.not_done_json for info in self._peers(layout))
 
     def _peers(self, layout: ModelLayout) -> list[NodeInfo]:
         infos = [node.info for node in self.nodes if node.connected and node.info]
@@ -307,9 +329,8 @@ class Clusters:
         node.connected = False
         node.reported(NodeLoad())
         if self.served is not None:
-            if longest := self._max_model_len(self.served.layout):
-                not_done = self._not_done(self.served.layout)
-                self.served = replace(self.served, max_model_len=longest, not_done=not_done)
+            if peers := self._peers(self.served.layout):
+                self.served = self.served.by(peers)
             elif (other := self._another_model()) is not None:
                 self._adopt_model(other)
         self._serving = None

@@ -33,6 +33,7 @@ from gateway.tasks import TaskSet
 
 KEPT: Final = "kept"
 TOO_SHORT: Final = "shorter_than_a_block"
+NOT_SHARED: Final = "unshared"  # an adapter's, or with media: nodes keep no such prefix
 # What an engine has computed is prefix cache at its agent a moment later, or (vLLM) once it has been copied.
 PAUSES_S: Final = (0.0, 0.02, 0.2)
 OUTCOME_WAIT_S: Final = 2.0
@@ -128,6 +129,8 @@ class Contexts:
         return self.clusters.by_id(request.prefill_node)
 
     async def _one(self, node: Node, prompt: Prompt, tenant: Tenant, wish: Breakpoint, size: int) -> Outcome:
+        if prompt.is_alone:
+            return Outcome(wish, reason=NOT_SHARED)
         blocks = min(wish.tokens // size, len(prompt.hashes))
         if not blocks:
             return Outcome(wish, reason=TOO_SHORT)

@@ -99,6 +99,8 @@ class Decider:
         question = self._question(request, home)
         request.plan_version = self.plan_version
         self._cost.as_of(self._clock())
+        if request.prompt.is_alone:
+            exclude = {*exclude, *self._clusters.unfit(request.prompt)}
         nodes, links = self._clusters.views(request.prompt, exclude), self._links.views()
         try:
             found = route_among(nodes, question, links, self._policy_now(), place=self._place, cost=self._cost)
@@ -112,7 +114,8 @@ class Decider:
     def explain(self, request: Request) -> Explanation:
         """What `route` would say now, and why; nobody is sent anywhere, and nothing is learned. Raises Unavailable."""
         self._cost.as_of(self._clock())
-        nodes, links = self._clusters.views(request.prompt), self._links.views()
+        unfit = self._clusters.unfit(request.prompt) if request.prompt.is_alone else ()
+        nodes, links = self._clusters.views(request.prompt, unfit), self._links.views()
         policy = self._policy_now()
         try:
             return explain_among(nodes, self._question(request), links, policy, place=self._place, cost=self._cost)

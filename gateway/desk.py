@@ -15,7 +15,7 @@ from gateway.admit import Admission
 from gateway.allowances import Allowances
 from gateway.clusters import Clusters
 from gateway.connections import JSON
-from gateway.errors import ApiError, BadRequest, LegFailed, Unauthorised, Unavailable
+from gateway.errors import ApiError, BadRequest, LegFailed, Unauthorised, Unavailable, unknown_model
 from gateway.keys import Tenant
 from gateway.legs import Legs
 from gateway.metrics import Metrics
@@ -172,8 +172,7 @@ def _for_engine(body: bytes, model: Model) -> bytes:
         if reserved in fields:
             raise BadRequest(f"'{reserved}' cannot be set by a client.", param=reserved, code="unsupported")
     if name is not None and name not in model.names:
-        message = f"The model '{name}' does not exist; this gateway serves '{model.names[0]}'."
-        raise ApiError(404, message, param="model", code="model_not_found")
+        raise unknown_model(name, model.names[0])
     return msgspec.json.encode(fields | {"model": Raw(msgspec.json.encode(model.names[-1]))})
 
 

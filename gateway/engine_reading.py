@@ -85,6 +85,8 @@ class EngineReadings:
 
     async def understood(self, call: Call, prompt: Prompt, model: Model, tenant: bytes) -> Understood:
         """`prompt`, or what an engine reads in its place. Raises BadRequest."""
+        if prompt.is_alone:  # no other node will compute it, whatever it is read as
+            return Understood(prompt)
         is_assumed = self._renders_otherwise and call.endpoint is Endpoint.CHAT
         if not self._styles and not is_assumed:  # nothing differs, as far as is known: that costs nothing
             return Understood(prompt)

@@ -83,6 +83,12 @@ class ApiError(GatewayError):
         )
 
 
+def unknown_model(name: str, served: str) -> "ApiError":
+    """404 for a model that is not served."""
+    message = f"The model '{name}' does not exist; this gateway serves '{served}'."
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
 class BadRequest(ApiError):
     """The request can never work as it is."""
 

@@ -213,7 +213,7 @@ def _common(request: Request, params: dict[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {"kv_transfer_params": params}
     if request.prompt.namespace:  # of caches that engines keep for themselves
         values["cache_salt"] = request.prompt.namespace
-    if request.call.options.model != request.served.model_id:
+    if not request.prompt.adapter and request.call.options.model != request.served.model_id:
         values["model"] = request.served.model_id
     return values
 

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from gateway.admit import Admission
 from gateway.board import State
-from gateway.clusters import Clusters
+from gateway.clusters import Clusters, ServedModel
 from gateway.connections import JSON
 from gateway.console.pages import Console, Page
 from gateway.decide import Decider
@@ -97,20 +97,21 @@ class Pages:
     async def _models(self, http: web.Request) -> web.Response:
         self._keyring.tenant(http.headers)
         served = self._clusters.served
-        return json_response(
-            {"object": "list", "data": [self._card(served.name, served.max_model_len)] if served else []}
-        )
+        names = [served.name, *sorted(served.adapters)] if served else []
+        return json_response({"object": "list", "data": [self._card(served, name) for name in names if served]})
 
     async def _model(self, http: web.Request) -> web.Response:
         self._keyring.tenant(http.headers)
         served, name = self._clusters.served, http.match_info["name"]
-        if served is None or name not in (served.name, served.model_id):
+        if served is None or name not in {served.name, served.model_id, *served.adapters}:
             raise ApiError(404, f"The model '{name}' does not exist.", param="model", code="model_not_found")
-        return json_response(self._card(served.name, served.max_model_len))
+        return json_response(self._card(served, name if name in served.adapters else served.name))
 
-    def _card(self, name: str, max_model_len: int) -> dict[str, object]:
-        card = {"id": name, "object": "model", "created": self._started_at, "owned_by": "prfaas"}
-        return card | {"max_model_len": max_model_len}
+    def _card(self, served: ServedModel, name: str) -> dict[str, object]:
+        card: dict[str, object] = {"id": name, "object": "model", "created": self._started_at, "owned_by": "prfaas"}
+        if name != served.name:
+            card["parent"] = served.name  # as vLLM says of adapters
+        return card | {"max_model_len": served.max_model_len}
 
     async def _alive(self, http: web.Request) -> web.Response:
         """Whether this process answers."""

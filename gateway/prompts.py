@@ -15,7 +15,8 @@ from msgspec.structs import replace
 from gateway.breakpoints import NO_MARKS, Marks, breakpoints, unmarked
 from gateway.caching import NO_CACHING, Breakpoint, Caching
 from gateway.dialects.translation import call_in
-from gateway.errors import ApiError, BadRequest
+from gateway.errors import BadRequest, unknown_model
+from gateway.media import TOKENS_EACH, Apart, apart, may_have_media
 from gateway.openai import NOT_JSON, Call, ChatOptions, Endpoint, bad_field
 from gateway.rules import Tools, check_tools
 from hybrid_cache.chains import ChainCache
@@ -30,6 +31,8 @@ from prompts.tokenizer import TextTokenizer
 SAID: Final[tuple[str, ...]] = (
     "tools", "documents", "chat_template_kwargs", "add_generation_prompt", "reasoning_effort",
 )  # fmt: skip
+MEDIA: Final = "media"  # how such a prompt was read
+ALONE: Final = "alone:"  # no namespace begins so
 SEVERAL_PROMPTS: Final = "several_prompts"  # the code of a refusal that `gateway.several` makes good
 _PROMPT: Final = msgspec.json.Decoder(str | list[int | str | list[int]])
 _MESSAGES: Final = msgspec.json.Decoder(list[dict[str, Any]])
@@ -63,7 +66,8 @@ class Prompt(msgspec.Struct, frozen=True):
     """A prompt as the clusters know it. `hashes` are those of the full blocks of its first N-1 tokens.
 
     `caching` is what is to be done with its KVCache. `how` it was read, for a metric: "continued" from where an earlier body had
-    ended, or why as a whole. `salt` is what the hashes start from, that of `namespace`.
+    ended, or why as a whole. `salt` is what the hashes start from, that of `namespace`. KVCache of an `adapter`,
+    or with media, is not that of the tokens alone: no other prompt's blocks are called so. With media `num_tokens` is guessed.
     """
 
     num_tokens: int
@@ -73,6 +77,13 @@ class Prompt(msgspec.Struct, frozen=True):
     salt: bytes = b""
     namespace: str = ""
     caching: Caching = NO_CACHING
+    adapter: str = ""
+    has_media: bool = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether its KVCache is that of more than its tokens: nobody shares it."""
+        return self.has_media or bool(self.adapter)
 
     @property
     def transfer_tokens(self) -> int:
@@ -81,11 +92,16 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """What reading needs to know of the model served: the names it goes by, the longest context, how blocks are named."""
+    """What reading needs to know of the model served: the names it goes by, the longest context, how blocks are named.
+
+    `adapters` of it are served, too, by names of their own; whether messages may have media in them.
+    """
 
     names: tuple[str, ...]
     max_model_len: int
     hashing: Hashing
+    adapters: frozenset[str] = frozenset()
+    takes_media: bool = False
 
 
 class PromptMemory:
@@ -127,9 +143,32 @@ def prompt_of(
     With `most_new`, TakesLonger for all but a chat that goes on, by so many bytes at most.
     """
     check_name(call, model)
+    if model.takes_media and (media := _media_of(call, model, most_new)) is not None:
+        return _prompt_with(media, model, memory, tenant, marks)
     tokens, how = tokens_of_prompt(call, model, memory, tenant, most_new)
     prompt = prompt_from(call, tokens, how, model, memory, tenant, answered)
-    return prompt if marks is NO_MARKS else replace(prompt, caching=_caching(call, marks, tokens, memory, tenant))
+    if marks is NO_MARKS:
+        return prompt
+    caching = _unkept(marks) if prompt.is_alone else _caching(call, marks, tokens, memory, tenant)
+    return replace(prompt, caching=caching)
+
+
+def _media_of(call: Call, model: Model, most_new: int | None) -> Apart | None:
+    """The texts of a chat that has media in it; TakesLonger as `prompt_of`, BadRequest for a name that others may have given."""
+    if call.endpoint is not Endpoint.CHAT or not may_have_media(call.fields["messages"]):
+        return None
+    if most_new is not None:
+        raise TakesLonger
+    return apart(call, may_be_named=not model.hashing.namespace(call.options.cache_salt))
+
+
+def _prompt_with(media: Apart, model: Model, memory: PromptMemory, tenant: bytes, marks: Marks) -> Prompt:
+    """The prompt of texts with media between them: its tokens are guessed, its blocks named by what the media are."""
+    tokens, _ = tokens_of_prompt(media.texts, model, memory, tenant)
+    prompt = prompt_from(media.texts, tokens, MEDIA, model, memory, tenant, media=media.digest)
+    room = model.max_model_len - 1  # who is sure that it fits is the engine
+    guessed = max(prompt.num_tokens, min(room, prompt.num_tokens + media.number * TOKENS_EACH))
+    return replace(prompt, num_tokens=guessed, caching=_unkept(marks))
 
 
 def tokens_of_prompt(
@@ -150,8 +189,12 @@ def prompt_from(
     memory: PromptMemory,
     tenant: bytes = b"",
     answered: Sequence[int] = (),
+    media: bytes = b"",
 ) -> Prompt:
-    """The prompt of `call` that has `tokens`, with what has been `answered` after it. Raises BadRequest."""
+    """The prompt of `call` that has `tokens`, with what has been `answered` after it. Raises BadRequest.
+
+    `media` is the digest of what the messages have beside texts.
+    """
     if not len(tokens):
         raise _invalid(call.endpoint.prompt_field, "the prompt is empty")
     check_length(call, len(tokens), model.max_model_len)
@@ -160,16 +203,27 @@ def prompt_from(
     hashing = model.hashing
     namespace = hashing.namespace(call.options.cache_salt)
     salt = namespaced(hashing.salt, namespace)
+    adapter = call.options.model if call.options.model in model.adapters else ""
+    if adapter or media:
+        salt = namespaced(salt, f"{ALONE}{media.hex()}/{adapter}")
     chain = memory.chains.chain(tokens, hashing.block_size, salt, tenant)
-    return Prompt(len(tokens), chain.hashes, chain.digest, how, salt, namespace)
+    return Prompt(
+        len(tokens),
+        chain.hashes,
+        chain.digest,
+        how,
+        salt,
+        namespace,
+        adapter=adapter,
+        has_media=bool(media),
+    )
 
 
 def check_name(call: Call, model: Model) -> None:
     """Raises ApiError 404 for a model that is not served."""
     name = call.options.model
-    if name not in model.names:
-        message = f"The model '{name}' does not exist; this gateway serves '{model.names[0]}'."
-        raise ApiError(404, message, param="model", code="model_not_found")
+    if name not in model.names and name not in model.adapters:
+        raise unknown_model(name, model.names[0])
 
 
 def check_length(call: Call, num_tokens: int, max_model_len: int) -> None:
@@ -210,6 +264,12 @@ def _caching(call: Call, marks: Marks, tokens: TokenArray, memory: PromptMemory,
         places = breakpoints(marks.marks, chat, tokens, read)
     else:
         places = ()
+    return Caching(places, marks.category, marks.is_explicit)
+
+
+def _unkept(marks: Marks) -> Caching:
+    """What `marks` mean for a prompt whose blocks nobody keeps: each is told that."""
+    places = tuple(Breakpoint(mark.field, mark.ttl, 0, 0) for mark in marks.marks)
     return Caching(places, marks.category, marks.is_explicit)
 
 

@@ -54,6 +54,8 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     salt: bytes
     namespace: str
     caching: Caching
+    adapter: str
+    has_media: bool
     fields: list[tuple[str, int]]
     echo: bytes
     why_plain: str
@@ -96,6 +98,8 @@ def answer_of(header: bytes, data: bytearray, endpoint: Endpoint) -> tuple[Call,
         answer.salt,
         answer.namespace,
         answer.caching,
+        answer.adapter,
+        answer.has_media,
     )
     if endpoint is answer.endpoint:
         return call_of(endpoint, fields), prompt, answer.why_plain
@@ -132,6 +136,8 @@ def _answer(question: Question, body: bytes, memory: PromptMemory) -> Iterable[b
         prompt.salt,
         prompt.namespace,
         prompt.caching,
+        prompt.adapter,
+        prompt.has_media,
         list(zip(call.fields, sizes, strict=True)),
         call.echo,
         memory.tokenizer.encoder.why_plain,

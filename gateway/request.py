@@ -139,7 +139,7 @@ class Request:
     @property
     def is_unshared(self) -> bool:
         """Whether KVCache computed elsewhere is of no use to it."""
-        return self.call.options.is_unshared or self.reading is Reading.ALONE
+        return self.call.options.is_unshared or self.reading is Reading.ALONE or self.prompt.is_alone
 
     @property
     def output_tokens(self) -> int:

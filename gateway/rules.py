@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from gateway.errors import BadRequest
 
-MAX_STOPS: Final = 16  # OpenAI takes 4; the embedded engine 16, and vLLM as many as come
+MAX_STOPS: Final = 256  # OpenAI takes 4, vLLM as many as come
 MAX_STOP_CHARS: Final = 1024
 MAX_TOOLS: Final = 1024
 MAX_ANSWERS: Final = 128  # of one request: `n`, as OpenAI bounds it

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, Raw
 
-from gateway.errors import ApiError, BadRequest
+from gateway.errors import BadRequest, unknown_model
 from gateway.openai import NOT_JSON, Endpoint, bad_field, call_of, check_fields
 from gateway.prompts import Model, PromptMemory, check_name, prompt_tokens
 from prompts.tokenizer import TextTokenizer
@@ -54,9 +54,8 @@ def tokens_of(body: bytes, model: Model, memory: PromptMemory, tenant: bytes) ->
 def text_of(body: bytes, model: Model, tokenizer: TextTokenizer) -> bytes:
     """The answer to a body of `/detokenize`, special tokens spelled out. Raises ApiError."""
     asked: Detokenise = _decoded(body, _DETOKENISE)
-    if asked.model is not None and asked.model not in model.names:
-        message = f"The model '{asked.model}' does not exist; this gateway serves '{model.names[0]}'."
-        raise ApiError(404, message, param="model", code="model_not_found")
+    if asked.model is not None and asked.model not in model.names and asked.model not in model.adapters:
+        raise unknown_model(asked.model, model.names[0])
     if asked.tokens and max(asked.tokens) > tokenizer.max_token_id:
         what = f"token ids must be in [0, {tokenizer.max_token_id}]"
         raise BadRequest(f"Invalid value for 'tokens': {what}.", param="tokens", code="invalid_value")

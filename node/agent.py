@@ -35,7 +35,7 @@ from node.owned import OwnedDirectory, sweep_directories, sweep_files
 from node.pages import Pages, as_message
 from node.producer import Producer
 from node.role import Landings, Role
-from node.serving import serves
+from node.serving import adapters_of, serves
 from node.supervisor import EngineSupervisor
 from node.tasks import Tasks
 from transport.control import messages as m
@@ -81,6 +81,7 @@ class NodeAgent:
         self._alone_since = now()
         self._engine: EngineConnection | None = None
         self._engine_serves = False
+        self._adapters: tuple[str, ...] = ()  # that its engine serves
         self._engine_cache: EngineCache | None = None
         self.failures: Counter[str] = Counter()  # errors of our own that were survived, by what failed
         self.tasks = Tasks(self.failures)
@@ -221,6 +222,9 @@ class NodeAgent:
         self._takes_requests()
         log.info("engine serves node=%s url=%s", self.config.node_id, url)
         self.publish_description()
+        async for adapters in adapters_of(url):
+            self._adapters = adapters
+            self.publish_description()
 
     def _takes_requests(self) -> None:
         self._engine_serves = True
@@ -307,7 +311,7 @@ class NodeAgent:
             self.producer.engine_gone(engine)
             self.landings.engine_gone(engine)
         if self._engine is engine:
-            self._engine, self._engine_serves = None, False
+            self._engine, self._engine_serves, self._adapters = None, False, ()
             self._engine_tasks.cancel()
             self._forget_engine_cache()
             self._alone_since = self._now()
@@ -397,6 +401,8 @@ class NodeAgent:
             description.engine_url = hello.http_url
             description.max_model_len = hello.max_model_len
             description.not_done_json = hello.not_done_json
+            description.takes_media = hello.takes_media
+            description.adapters.extend(self._adapters)
         if self.pages:
             description.layout_json = self.pages.layout.to_json()
             description.layout_fingerprint = self.pages.layout.fingerprint

@@ -33,7 +33,8 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     parent_block_hash: EngineHash | None
     token_ids: list[int]
     block_size: int
-    lora_id: int | None = None
+    lora_id: int | None = None  # deprecated in vLLM for the name
+    lora_name: str | None = None
     extra_keys: list[Any] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
@@ -100,7 +101,7 @@ class EngineCache:
     def _learn(self, event: BlockStored) -> None:
         size = self._layout.block_size
         told = len(event.block_hashes) * size == len(event.token_ids)
-        if event.block_size != size or not told or event.lora_id is not None:
+        if event.block_size != size or not told or (event.lora_id, event.lora_name) != (None, None):
             return
         parent = b"" if event.parent_block_hash is None else self._names.get(event.parent_block_hash)
         if parent is None:

@@ -1,15 +1,34 @@
-"""Whether an engine answers over HTTP yet: one whose connector says Hello long before its API server listens."""
+"""What an engine says over HTTP: whether it answers yet, long after its connector's Hello, and which adapters it serves."""
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 from typing import Final
 
 import aiohttp
+import msgspec
+
+from transport.control.bounded import BodyTooLong, read_bounded
 
 log = logging.getLogger(__name__)
 
 POLL_S: Final = 0.25
 ANSWER_S: Final = 10.0
+ADAPTERS_S: Final = 10.0  # between two looks at which adapters there are: they come and go while it runs
+MAX_MODELS_BYTES: Final = 1 << 20
+MAX_ADAPTERS: Final = 1000
+
+
+class _Model(msgspec.Struct):
+    id: str
+    parent: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+_MODELS: Final = msgspec.json.Decoder(_Models)
 
 
 async def serves(url: str) -> None:
@@ -26,3 +45,29 @@ async def _is_well(session: aiohttp.ClientSession, url: str) -> bool:
             return answer.status == 200
     except (aiohttp.ClientError, TimeoutError, OSError):
         return False
+
+
+async def adapters_of(url: str) -> AsyncIterator[tuple[str, ...]]:
+    """Names that `GET {url}/v1/models` has with a parent (vLLM's LoRA adapters), whenever they have changed; for ever."""
+    timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+    known: tuple[str, ...] = ()
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        while True:
+            found = await _adapters(session, f"{url}/v1/models")
+            if found is not None and found != known:
+                known = found
+                yield known
+            await asyncio.sleep(ADAPTERS_S)
+
+
+async def _adapters(session: aiohttp.ClientSession, url: str) -> tuple[str, ...] | None:
+    """None: it does not say now."""
+    try:
+        async with session.get(url) as answer:
+            if answer.status != 200:
+                return None
+            models = _MODELS.decode(await read_bounded(answer.content.iter_any(), MAX_MODELS_BYTES))
+    except (aiohttp.ClientError, TimeoutError, OSError, BodyTooLong, msgspec.DecodeError, UnicodeDecodeError) as error:
+        log.warning("%s was not understood: %r", url, error)
+        return None
+    return tuple(sorted(model.id for model in models.data if model.parent is not None)[:MAX_ADAPTERS])

@@ -23,7 +23,7 @@ from transport.control.messages import TicketInfo
 ANSWERED_HEADER: Final = "x-prfaas-answered"  # after how many tokens a stream goes on; who ignores them does not say so
 NOT_RESUMABLE_HEADER: Final = "x-prfaas-not-resumable"  # why a stream's tokens are not named, though that was asked for
 DEFAULT_COMPLETION_TOKENS: Final = 16  # as OpenAI's /v1/completions
-MAX_STOPS: Final = 16
+MAX_STOPS: Final = 256
 MAX_STOP_CHARS: Final = 1024
 DEFAULT_LANDING_TIMEOUT_S: Final = 300.0
 

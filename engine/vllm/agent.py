@@ -45,7 +45,15 @@ class AgentThread:
     """Jobs for the scheduler's side of the connector. Public methods may be called from any thread, and never wait."""
 
     def __init__(
-        self, socket: Path, layout: VllmLayout, *, model_id: str, max_model_len: int, http_url: str, notice: str = ""
+        self,
+        socket: Path,
+        layout: VllmLayout,
+        *,
+        model_id: str,
+        max_model_len: int,
+        http_url: str,
+        notice: str = "",
+        takes_media: bool = False,
     ) -> None:
         self.news: Final = threading.Event()  # set with every event
         self._socket = socket
@@ -54,6 +62,7 @@ class AgentThread:
         self._max_model_len = max_model_len
         self._http_url = http_url
         self._notice = notice
+        self._takes_media = takes_media
         self._events: queue.SimpleQueue[AgentEvent] = queue.SimpleQueue()
         self._errands: dict[int, Errand] = {}
         self._by_job: dict[str, Errand] = {}
@@ -173,6 +182,7 @@ class AgentThread:
             max_model_len=self._max_model_len,
             http_url=self._http_url,
             notice=self._notice,
+            takes_media=self._takes_media,
             on_welcome=self._welcome,
             on_drain=lambda: log.info("the agent drains: what runs is finished"),
             on_lost=self._release_all,

@@ -246,4 +246,5 @@ def _agent(vllm_config: Any, layout: VllmLayout) -> AgentThread:
         max_model_len=model.max_model_len,
         http_url=str(settings.get_from_extra_config("http_url", "")),
         notice="" if is_tested(vllm.__version__) else untested(vllm.__version__),
+        takes_media=internals.takes_media(vllm_config),
     )

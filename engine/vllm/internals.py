@@ -117,6 +117,12 @@ def check_scheduling(vllm_config: Any) -> None:
         raise ValueError("the connector knows one engine per node: start a node for each data parallel rank")
 
 
+def takes_media(vllm_config: Any) -> bool:
+    """Whether the model sees or hears, and has not been told to leave that."""
+    media = vllm_config.model_config.multimodal_config
+    return media is not None and not media.language_model_only
+
+
 # The front end (vllm.v1.engine.async_llm, its detokenizer)
 
 

@@ -87,10 +87,10 @@ class ScriptedNode(NodeAgentServicer):
         self.layout = LAYOUT
         self.max_model_len = 4096
         self.not_done_json = ""
+        self.adapters, self.takes_media = list[str](), False
         self.load = pb.Load()
         self.cache: list[pb.BlocksStored] = []
-        self.agent_address = ""
-        self.engine_url = ""
+        self.agent_address, self.engine_url = "", ""
         self.open_reservations: set[str] = set()
         self.aborts: list[tuple[str, str]] = []
         self.loads: list[tuple[str, int, int]] = []  # of prefixes: to whom, tokens, blocks
@@ -100,9 +100,8 @@ class ScriptedNode(NodeAgentServicer):
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[Mapping[str, str]] = []
         self.connections: list[int] = []  # of each leg, by the port that it came from
-        self.running = 0
         self.created_s = 1_700_000_000  # of its answers
-        self._made = 0
+        self.running, self._made = 0, 0
         self._listeners: set[asyncio.Queue[pb.NodeEvent]] = set()
         self.takes_calls = True  # over kept connections; False: an agent of before there were any
         self.calls_port = 0
@@ -174,6 +173,8 @@ class ScriptedNode(NodeAgentServicer):
             block_size=BLOCK_SIZE,
             max_model_len=self.max_model_len,
             not_done_json=self.not_done_json,
+            adapters=self.adapters,
+            takes_media=self.takes_media,
             load=self.load,
             boot_id="1",
             calls_port=self.calls_port,

@@ -45,7 +45,7 @@ BAD_CHAT = [
     bad({"seed": "x"}, "seed"),
     bad({"stop": 5}, "stop"),
     bad({"stop": [5]}, "stop[0]"),
-    bad({"stop": ["x"] * 17}, "stop"),
+    bad({"stop": ["x"] * 257}, "stop"),
     bad({"stop": ["x" * 1025]}, "stop[0]"),
     bad({"n": 129}, "n"),
     bad({"response_format": "json"}, "response_format"),

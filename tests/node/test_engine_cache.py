@@ -105,6 +105,7 @@ def test_windows_are_told_apart_by_their_size() -> None:
     "more",
     [
         {"lora_id": 3},
+        {"lora_name": "terse"},
         {"extra_keys": [("salted",), None]},
         {"parent_block_hash": 12345},
         {"block_size": 2 * BLOCK},

@@ -54,7 +54,8 @@ class TicketInfo(Message, frozen=True, kw_only=True):
 class Hello(Message, frozen=True, kw_only=True):
     """First message of an engine. `layout_json` is ModelLayout.to_json(), `notice` what the node's operator should read.
 
-    `not_done_json` names fields of requests that it does nothing about, each with the values that ask for nothing.
+    `not_done_json` names fields of requests that it does nothing about, each with the values that ask for nothing; `takes_media`:
+    its model sees or hears what messages have beside texts.
     """
 
     engine_pid: int
@@ -64,6 +65,7 @@ class Hello(Message, frozen=True, kw_only=True):
     http_url: str
     notice: str = ""
     not_done_json: str = ""
+    takes_media: bool = False
 
 
 class Welcome(Message, frozen=True, kw_only=True):

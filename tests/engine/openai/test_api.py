@@ -65,7 +65,7 @@ def refusal(make, **fields):
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stop": 7}, "stop"),
-        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ["x"] * 257}, "stop"),
         ({"seed": "a"}, "seed"),
         ({"logprobs": 21}, "logprobs"),
         ({"echo": True}, "echo"),

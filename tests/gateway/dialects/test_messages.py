@@ -131,7 +131,7 @@ def test_a_line_of_a_clients_books_is_no_part_of_the_prompt() -> None:
          "messages[0].content[0].input", "invalid_value"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"max_tokens": None}, "max_tokens", "invalid_value"),
-        ({"stop_sequences": ["x"] * 17}, "stop_sequences", "invalid_value"),
+        ({"stop_sequences": ["x"] * 257}, "stop_sequences", "invalid_value"),
         ({"temperature": 3}, "temperature", "invalid_value"),
         ({"tools": [{"name": "w", "type": "web_search_20250305"}]}, "tools[0].type", "unsupported"),
         ({"tools": [{"name": "w"}]}, "tools[0].input_schema", "missing_required_parameter"),
