@@ -113,6 +113,12 @@ OPERATIONS: Final = Dashboard(
                     "reqps",
                 ),
                 Panel(
+                    "Streams that broke off",
+                    (("sum by (reason) (rate(prfaas_streams_broken_total[5m]))", "{{reason}}"),),
+                    "reqps",
+                    "Answers of which the client had a part and not the rest. Takeovers that succeed are none of them.",
+                ),
+                Panel(
                     "Prefill computed for nobody",
                     (("sum by (reason) (rate(prfaas_wasted_prefill_seconds_total[5m]))", "{{reason}}"),),
                     "s",

@@ -123,9 +123,14 @@ class Accounts:
         request.timeline.last_token = self._clock()
 
     def closed(self, request: Request, status: int, error: str, code: str) -> None:
-        """The request is over, however it ended; `code` is why."""
+        """The request is over, however it ended; `code` is why.
+
+        An answer that broke off counts by its end, not by the status that it began with.
+        """
+        if (broken := request.broken_off) is not None:
+            status, error, code = broken.status, broken.detail, broken.reason
         request.wasted_prefill_s = self._wasted_s(request)
-        record = self._records.add(request, status, request.stream_error or error)
+        record = self._records.add(request, status, error)
         if self._on_ended:
             arrived_unix_s = datetime.now(UTC).timestamp() - (self._clock() - request.timeline.arrived)
             for on_ended in self._on_ended:

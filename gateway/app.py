@@ -37,7 +37,7 @@ from gateway.prompts import SEVERAL_PROMPTS
 from gateway.read import Reader
 from gateway.receive import Receiver, check_head
 from gateway.relay import Relay
-from gateway.request import Request, Timeline
+from gateway.request import BrokenOff, Request, Timeline
 from gateway.rules import MAX_ANSWERS
 from gateway.seam import why_not
 from gateway.settle import settle
@@ -186,7 +186,9 @@ class FrontDoor:
             for request in visit.requests:
                 since = request.writing_since
                 if since is not None and now - since > self.config.timeouts.client_stall_s:
-                    request.stream_error = "client stalled"
+                    request.broken_off = request.broken_off or BrokenOff(
+                        "client_stalled", "client stalled", CLIENT_CLOSED
+                    )
                     work.cancel()
 
     async def _serve(self, visit: Visit) -> web.StreamResponse:

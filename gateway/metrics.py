@@ -50,7 +50,7 @@ class Children(dict[tuple[str, ...], M]):
 def kept(request: Request) -> str:
     """What came of a stream's promises; "" of what is no stream: nobody saw its tokens come."""
     ttft_s, tbt_s, service = request.timeline.ttft_s, request.tbt_s, request.service
-    if not request.call.stream or ttft_s is None or request.stream_error:
+    if not request.call.stream or ttft_s is None:
         return ""
     if ttft_s > min(service.ttft_s, service.deadline_s):
         return "late_first_token"
@@ -262,6 +262,12 @@ class Metrics:
             "prfaas_takeovers", "Streams whose engine failed, by whether another one went on, or why not", ["outcome"],
             registry=registry,
         )  # fmt: skip
+        self._broken = Children(
+            Counter(
+                "prfaas_streams_broken", "Streams whose client had a part of its answer and was not given the rest, by why",
+                ["reason"], registry=registry,
+            )
+        )  # fmt: skip
         self._retries_refused = Counter(
             "prfaas_retries_refused", "Failures that were not tried elsewhere, as too many were of late", ["stage"],
             registry=registry,
@@ -316,6 +322,8 @@ class Metrics:
         self.travelled(request)
         if tenant := request.tenant.name:
             self._count_tenant(request, tenant, status)
+        if request.broken_off is not None and request.call.stream:
+            self._broken[request.broken_off.reason,].inc()
         if request.wasted_prefill_s:
             self._wasted[WASTED.get(status, "failed"),].inc(request.wasted_prefill_s)
         if status == OVERLOADED and code != "none":

@@ -14,10 +14,10 @@ from gateway.accounts import Accounts
 from gateway.dispatch import Answering
 from gateway.errors import ApiError, DecodeFailed, LegFailed
 from gateway.reply import Date, Reply
-from gateway.request import Request
+from gateway.request import BrokenOff, Request
 from gateway.request import cached_tokens as known_cached_tokens
 from gateway.run import Attempt
-from gateway.seam import DONE, Seam, names_tokens, why_not
+from gateway.seam import DONE, ERROR, MAX_TOLD_BYTES, Seam, names_tokens, why_not
 from gateway.several import Part, PartReply
 from gateway.tasks import TaskSet
 from gateway.usage import MARK, RECOMPUTED, UsagePatch, completion_tokens, with_cached_tokens, with_details
@@ -113,22 +113,24 @@ class Relay:
         try:
             await pass_on(self._telling(request, answering), reply, request, self._clock)
         except DecodeFailed as error:
-            self._tell(reply, request, f"The decode node failed: {error.reason}.", error.reason, error)
+            self._tell(reply, request, 502, f"The decode node failed: {error.reason}.", error.reason, error)
         except ApiError as error:  # what the engine says makes no sense in the client's dialect
-            self._tell(reply, request, error.message, error.code or "bad_answer", error)
+            self._tell(reply, request, 502, error.message, error.code or "bad_answer", error)
         except ConnectionResetError:
             raise  # the client has left
         except Exception as error:
             self._tasks.unforeseen("relay", error)
-            self._tell(reply, request, "Internal error.", "internal_error", error)
+            self._tell(reply, request, 500, "Internal error.", "internal_error", error)
         finally:
             reply.probed_by(None)
         await self._end(reply, request)
         return reply
 
-    def _tell(self, reply: Reply | PartReply, request: Request, message: str, code: str, error: Exception) -> None:
-        request.stream_error = str(error) or code
-        failure = ApiError(502, message, type="server_error", code=code)
+    def _tell(
+        self, reply: Reply | PartReply, request: Request, status: int, message: str, code: str, error: Exception
+    ) -> None:
+        request.broken_off = request.broken_off or BrokenOff(code, str(error) or code, status)
+        failure = ApiError(status, message, type="server_error", code=code)
         told = b"data: " + failure.body() + EVENT_END if request.telling is None else request.telling.failure(failure)
         reply.offer(told)
 
@@ -181,7 +183,9 @@ class Relay:
                 self._accounts.fell_back(request, f"decode_{error.reason}", error)
                 self._accounts.not_taken_over(request, why_not(request.call) or "off")
                 raise
-            tail = (tail + chunk[-len(DONE) :])[-len(DONE) :]
+            tail += chunk
+            _notice_error(request, tail)
+            tail = tail[-len(DONE) :]
             if RECOMPUTED in chunk:
                 self._accounts.notice_recompute(request, chunk)
             if MARK in chunk:
@@ -221,6 +225,7 @@ class _Continued:
             if chunk:
                 if failed_at is not None:
                     self._accounts.taken_over(self._request, self._clock() - failed_at)
+                _notice_error(self._request, chunk)
                 if RECOMPUTED in chunk:
                     self._accounts.notice_recompute(self._request, chunk)
                 if named := self._seam.num_tokens:
@@ -264,6 +269,13 @@ class _Continued:
             raise error from failure
         self._first = self._answering.attempt.answer.first
         return None
+
+
+def _notice_error(request: Request, told: bytes) -> None:
+    """An error that an engine tells, and the gateway has nobody else for, is the client's: its answer ends there."""
+    if ERROR in told and request.broken_off is None:
+        detail = told[told.index(ERROR) :][:MAX_TOLD_BYTES].decode(errors="replace")
+        request.broken_off = BrokenOff("stream_error", detail)
 
 
 async def pass_on(read: Read, reply: Offered, request: Request, clock: Callable[[], float]) -> None:

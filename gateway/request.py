@@ -68,6 +68,17 @@ class PrefillOutcome(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class BrokenOff(msgspec.Struct, frozen=True):
+    """Why an answer that had begun ended before its end: `reason` is a metric label, `status` is what it counts as.
+
+    502 and 500 as for an answer that never began, 499 where the client is to blame.
+    """
+
+    reason: str
+    detail: str
+    status: int = 502
+
+
 @dataclass(slots=True)
 class Stay:
     """An accepted request as decode will have it, or has it."""
@@ -110,7 +121,7 @@ class Request:
     completion_tokens: int | None = None  # as the answer names them, or its usage says; a stream need not have either
     is_between_events: bool = True  # of the stream: the last one relayed was whole
     writing_since: float | None = None  # when the client was last offered bytes that it has not taken yet
-    stream_error: str = ""  # why a stream ended before its end
+    broken_off: BrokenOff | None = None  # its client had a part of its answer, and no more
     deaths: list[str] = field(default_factory=list)  # nodes whose engine died while it worked on this
     kept_bytes: int = 0  # of the names of its answer's tokens, for another engine to go on with; 0: it could not
     answered: list[int] = field(
@@ -167,7 +178,7 @@ class Request:
     @property
     def is_served(self) -> bool:
         """Whether the client has its whole answer: a stream that broke off has been told so, and ended."""
-        return self.is_answered and not self.stream_error
+        return self.is_answered and self.broken_off is None
 
     @property
     def has_cost(self) -> bool:

@@ -88,6 +88,12 @@ CAUSES: dict[str, dict[str, str]] = {
         f'prfaas_requests_total{{{GATEWAY}, status="502"}}': "0+6x60 360x120",
         f'prfaas_requests_total{{{GATEWAY}, status="200"}}': "0+60x180",
     },
+    "PrfaasStreamsBreak": {  # one in a hundred: too few for PrfaasErrors
+        f'prfaas_streams_broken_total{{{GATEWAY}, reason="stream_broken"}}': "0+6x60 360x120",
+        f'prfaas_streams_broken_total{{{GATEWAY}, reason="client_stalled"}}': "0+60x180",
+        f'prfaas_requests_total{{{GATEWAY}, status="502"}}': "0+6x60 360x120",
+        f'prfaas_requests_total{{{GATEWAY}, status="200"}}': "0+600x180",
+    },
     "PrfaasRefusing": {
         f'prfaas_requests_total{{{GATEWAY}, status="429"}}': "0+6x60 360x120",
         f'prfaas_requests_total{{{GATEWAY}, status="200"}}': "0+60x180",

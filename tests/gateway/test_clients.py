@@ -64,6 +64,7 @@ async def test_a_client_that_stops_reading_loses_its_place() -> None:
         await w.settled()
         (record,) = await w.records()
         assert (record["status"], record["error"]) == (499, "client stalled")
+        assert 'prfaas_streams_broken_total{reason="client_stalled"} 1.0' in await w.metrics()
         writer.close()
 
 

@@ -314,6 +314,11 @@ async def test_a_stream_that_breaks_after_its_first_token_ends_with_an_error_eve
         assert (last["error"]["type"], last["error"]["code"]) == ("server_error", reason)
         (record,) = await w.records()
         assert (record["fallbacks"], bool(record["error"])) == ([f"decode_{reason}"], True)
+        # Its client has had status 200, and no answer: it counts as one that failed.
+        assert (response.status, record["status"]) == (200, 502)
+        told = await w.metrics()
+        assert f'prfaas_streams_broken_total{{reason="{reason}"}} 1.0' in told
+        assert ('status="502"' in told, 'status="200"' in told) == (True, False)
         await w.settled()
 
 

@@ -52,8 +52,16 @@ def resumable(w: World, *faults: str) -> None:
 
 
 async def takeovers(w: World) -> dict[str, float]:
+    return await counted(w, "prfaas_takeovers_total{")
+
+
+async def streams_broken(w: World) -> dict[str, float]:
+    return await counted(w, "prfaas_streams_broken_total{")
+
+
+async def counted(w: World, name: str) -> dict[str, float]:
     lines = (await w.metrics()).splitlines()
-    found = [line for line in lines if line.startswith("prfaas_takeovers_total{")]
+    found = [line for line in lines if line.startswith(name)]
     return {line.split('"')[1]: float(line.rsplit(" ", 1)[1]) for line in found}
 
 
@@ -68,6 +76,7 @@ async def test_the_client_gets_every_event_once_wherever_the_engine_fails(path: 
             resumable(w, f"{fault}_after {number}")
             assert undated(await streamed(w, path, **USAGE)) == undated(whole)
         assert (await takeovers(w)) == {"continued": len(WORDS) - 1}
+        assert await streams_broken(w) == {}
         await w.settled()
 
 
@@ -142,6 +151,24 @@ async def test_what_cannot_be_continued_ends_with_its_reason(fields: dict[str, A
         resumable(w, "die_after 3")
         assert error_of(await streamed(w, "/v1/chat/completions", **fields)) == "stream_broken"
         assert (await takeovers(w)) == {why: 1}
+        await w.settled()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("kept_answer_bytes", [0, 1 << 20])
+@on_loop
+async def test_an_error_that_an_engine_tells_its_client_ends_no_answer(path: str, kept_answer_bytes: int) -> None:
+    async with world(kept_answer_bytes=kept_answer_bytes) as w:
+        resumable(w, "error_after 3")
+        for node in w.nodes.decode:
+            node.script.is_resumable = False
+        said = [{"role": "user", "content": LONG}]
+        body = {"model": "scripted", "messages": said, "input": LONG, "max_tokens": 99, "stream": True}
+        async with w.http.post(path, json=body) as response:
+            assert (response.status, "scripted" in await response.text()) == (200, True)
+        (record,) = await w.records()
+        assert (record["status"], "scripted" in record["error"]) == (502, True)
+        assert await streams_broken(w) == {"stream_error": 1}
         await w.settled()
 
 
