@@ -1,23 +1,36 @@
 """Which prefixes of its prompt a request wants kept: marks of its blocks become lengths in tokens.
 
     OpenAI       `prompt_cache_breakpoint` of a content part, `prompt_cache_options` {mode, ttl}, `prompt_cache_key`
-    Anthropic    `cache_control` of a block, of a tool, of all: `gateway.dialects.messages` says it as OpenAI does
+    Anthropic    `cache_control` of a block, of a tool, of all: `gateway.dialects.messages` says it as OpenAI does; in a
+                 chat, as clients of both write it: of a part, a message, a tool, a call, of all
 
 A mark ends a prefix: the prompt up to and including the marked part. How long that is shows when the conversation up to there is
 rendered by itself: as far as its tokens are those of the whole prompt, they can be kept. A template that tells the marked part
 otherwise when more follows it leaves nothing to keep; then the request is refused, by the name of the field.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Annotated, Any, Final, Literal, cast
+from typing import Annotated, Any, Final, Literal, TypeVar, cast
 
 import msgspec
 import numpy as np
 from msgspec import Meta, Raw
 
-from gateway.caching import DEFAULT_TTL, KEY, MARK, MAX_KEY_CHARS, MAX_MARKS, OPTIONS, Breakpoint, Ttl
+from gateway.caching import (
+    CONTROL,
+    DEFAULT_TTL,
+    KEY,
+    MARK,
+    MAX_KEY_CHARS,
+    MAX_MARKS,
+    OPTIONS,
+    Breakpoint,
+    CacheControl,
+    Ttl,
+)
+from gateway.dialects.marks import check_number
 from gateway.errors import BadRequest
 from gateway.openai import NOT_JSON, Call, Endpoint, bad_field
 from prompts.errors import BadPrompt
@@ -25,6 +38,8 @@ from prompts.reading import Chat
 from prompts.segments import TokenArray
 
 CATEGORY_BYTES: Final = 8
+
+T = TypeVar("T")
 
 
 class _Mark(msgspec.Struct, frozen=True):
@@ -66,8 +81,9 @@ _MESSAGES: Final = msgspec.json.Decoder(list[dict[str, Any]])
 _TOOLS: Final = msgspec.json.Decoder(list[dict[str, Any]])
 _OPTIONS: Final = msgspec.json.Decoder(_Options | None)
 _KEY: Final = msgspec.json.Decoder(str | None)
-_SAID: Final = f'"{MARK}"'.encode()
-_CALLS_FOR_MARKS: Final = (_SAID, b'"cache_control"', f'"{OPTIONS}"'.encode())
+_CONTROL: Final = msgspec.json.Decoder(CacheControl | None)
+_SAID: Final = (f'"{MARK}"'.encode(), f'"{CONTROL}"'.encode())
+_CALLS_FOR_MARKS: Final = (*_SAID, f'"{OPTIONS}"'.encode())
 
 
 def is_marked(body: bytes) -> bool:
@@ -78,32 +94,37 @@ def is_marked(body: bytes) -> bool:
 def unmarked(call: Call) -> tuple[Call, Marks]:
     """The call without what it says of caching, which engines need not know, and that. Raises BadRequest."""
     fields = call.fields
-    if not (OPTIONS in fields or KEY in fields or any(_SAID in bytes(fields.get(name, b"")) for name in _WITH_MARKS)):
+    if not (any(name in fields for name in (OPTIONS, KEY, CONTROL)) or any(_bears(call, name) for name in _WITH_MARKS)):
         return call, NO_MARKS
     options = _decoded(_OPTIONS, fields, OPTIONS)
     key = _decoded(_KEY, fields, KEY) or ""
     if len(key) > MAX_KEY_CHARS:
         raise _invalid(KEY, f"it has more than {MAX_KEY_CHARS} characters")
-    kept = {name: raw for name, raw in fields.items() if name != OPTIONS}
+    kept = {name: raw for name, raw in fields.items() if name not in (OPTIONS, CONTROL)}
+    control = _decoded(_CONTROL, fields, CONTROL)
     ttl = options.ttl if options is not None else DEFAULT_TTL
     marks: list[Mark] = []
-    if _SAID in bytes(fields.get("tools", b"")):
+    if _bears(call, "tools"):
         tools = _decoded(_TOOLS, fields, "tools")
         for number, tool in enumerate(tools):
-            if (said := tool.pop(MARK, None)) is not None:
-                marks.append(_mark(said, f"tools[{number}]", ttl, tools=number + 1))
+            end = Mark("", ttl, tools=number + 1)
+            for where, bearer in ((f"tools[{number}]", tool), (f"tools[{number}].function", tool.get("function"))):
+                marks += _taken(bearer, where, end)
         kept["tools"] = Raw(msgspec.json.encode(tools))
     implicit = options is not None and options.mode == "implicit"
-    if call.endpoint is Endpoint.CHAT and (implicit or _SAID in bytes(fields.get("messages", b""))):
+    last = 0
+    if call.endpoint is Endpoint.CHAT and (implicit or control is not None or _bears(call, "messages")):
         messages = _decoded(_MESSAGES, fields, "messages")
         for number, message in enumerate(messages):
             marks += _in_message(message, number, ttl)
-        if implicit and messages:
-            marks.append(Mark(OPTIONS, ttl, len(messages) - 1))
         kept["messages"] = Raw(msgspec.json.encode(messages))
-    elif implicit:
-        marks.append(Mark(OPTIONS, ttl))
-    # OpenAI writes the last four; Anthropic's dialect has refused more before.
+        last = len(messages) - 1
+    if implicit and last >= 0:
+        marks.append(Mark(OPTIONS, ttl, last))
+    if control is not None and last >= 0:
+        marks.append(Mark(CONTROL, control.ttl, last))
+    check_number(sum(mark.field.endswith(CONTROL) for mark in marks))
+    # OpenAI writes the last four.
     return replace(call, fields=kept), Marks(
         tuple(marks[-MAX_MARKS:]),
         blake2b(key.encode("utf-8", "surrogatepass"), digest_size=CATEGORY_BYTES).hexdigest() if key else "",
@@ -113,31 +134,47 @@ def unmarked(call: Call) -> tuple[Call, Marks]:
 
 def _in_message(message: dict[str, Any], number: int, ttl: str) -> list[Mark]:
     """The marks in a message, which are taken out of it."""
-    where = f"messages[{number}]"
-    found = [_mark(said, where, ttl, message=number) for said in _listed(message.pop(MARK, None))]
-    content = message.get("content")
-    parts = content if isinstance(content, list) else []
+    where, whole = f"messages[{number}]", Mark("", ttl, message=number)
+    found = [*_taken(message, where, whole)]
+    for index, called in enumerate(_list(message.get("tool_calls"))):
+        found += _taken(called, f"{where}.tool_calls[{index}]", whole)  # a part of its message's end
+    parts = _list(message.get("content"))
     for index, part in enumerate(parts):
-        if isinstance(part, dict) and (said := part.pop(MARK, None)) is not None:
-            # After the last part it is the end of the message that is marked, with what the template puts there.
-            end = index + 1 if index + 1 < len(parts) else None
-            found.append(_mark(said, f"{where}.content[{index}]", ttl, message=number, end=end))
+        # After the last part it is the end of the message that is marked, with what the template puts there.
+        end = msgspec.structs.replace(whole, end=index + 1) if index + 1 < len(parts) else whole
+        found += _taken(part, f"{where}.content[{index}]", end)
     return found
 
 
-def _listed(said: Any) -> list[Any]:
-    if said is None:
-        return []
-    return said if isinstance(said, list) else [said]
+def _taken(bearer: Any, where: str, end: Mark) -> Iterator[Mark]:
+    """The marks of `bearer`, which it loses; they are where `end` is, unless they say so themselves. Raises BadRequest."""
+    if not isinstance(bearer, dict):
+        return
+    said = bearer.pop(MARK, None)
+    for each in [] if said is None else said if isinstance(said, list) else [said]:
+        mark = _converted(each, _Mark, f"{where}.{MARK}")
+        field = mark.said or f"{where}.{MARK}"
+        yield msgspec.structs.replace(end, field=field, ttl=mark.ttl or end.ttl, end=mark.end or end.end)
+    if (said := bearer.pop(CONTROL, None)) is not None:
+        control = _converted(said, CacheControl, f"{where}.{CONTROL}")
+        yield msgspec.structs.replace(end, field=f"{where}.{CONTROL}", ttl=control.ttl)
 
 
-def _mark(said: Any, where: str, ttl: str, message: int = 0, end: int | None = None, tools: int = 0) -> Mark:
-    field = f"{where}.{MARK}"
+def _converted(said: Any, kind: type[T], field: str) -> T:
     try:
-        mark = msgspec.convert(said, _Mark)
+        return msgspec.convert(said, kind)
     except msgspec.ValidationError as error:
         raise bad_field(error, field) from error
-    return Mark(mark.said or field, mark.ttl or ttl, message, mark.end or end, tools)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _bears(call: Call, name: str) -> bool:
+    """Whether something in this field of `call` may be marked."""
+    data = bytes(call.fields.get(name, b""))
+    return any(said in data for said in _SAID)
 
 
 def breakpoints(

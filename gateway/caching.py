@@ -5,6 +5,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 MARK: Final = "prompt_cache_breakpoint"
+CONTROL: Final = "cache_control"
 OPTIONS: Final = "prompt_cache_options"
 KEY: Final = "prompt_cache_key"
 TTL_S: Final = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0}
@@ -13,6 +14,13 @@ MAX_MARKS: Final = 4
 MAX_KEY_CHARS: Final = 512
 
 Ttl = Literal["5m", "30m", "1h"]
+
+
+class CacheControl(msgspec.Struct, frozen=True):
+    """Anthropic's mark: the prompt up to and including what bears this is kept for a time."""
+
+    type: Literal["ephemeral"]
+    ttl: Ttl = "5m"
 
 
 class Breakpoint(msgspec.Struct, frozen=True):

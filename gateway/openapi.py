@@ -10,8 +10,8 @@ from typing import Annotated, Any, Final, get_args
 import msgspec
 from msgspec import Meta
 
+from gateway.caching import CONTROL, MAX_KEY_CHARS, TTL_S
 from gateway.caching import KEY as CACHE_KEY
-from gateway.caching import MAX_KEY_CHARS, TTL_S
 from gateway.caching import OPTIONS as OPTIONS_OF_CACHE
 from gateway.dialects.messages import MessagesRequest
 from gateway.dialects.responses import Item, ResponsesRequest
@@ -53,28 +53,34 @@ _ERROR: Final[Json] = {
         }
     },
 }
-# As every template relies on it (`prompts.reading`); what else a message says, the template makes of it what it will.
-_MESSAGE: Final[Json] = {
-    "type": "object",
-    "required": ["role"],
-    "properties": {
-        "role": {"type": "string"},
-        "content": {
-            "anyOf": [
-                {"type": ["string", "null"]},
-                {"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "object", "required": ["type"]}]}},
-            ]
-        },
-    },
+# As `gateway.breakpoints` decodes them; marks stand in messages and their parts, too.
+_CONTROL: Final[Json] = {
+    "type": ["object", "null"],
+    "required": ["type"],
+    "properties": {"type": {"const": "ephemeral"}, "ttl": {"enum": list(TTL_S)}},
 }
-# As `gateway.breakpoints` decodes it; marks stand in parts of messages.
 _CACHING: Final[Json] = {
+    CONTROL: _CONTROL,
     OPTIONS_OF_CACHE: {
         "type": ["object", "null"],
         "properties": {"mode": {"enum": ["implicit", "explicit"]}, "ttl": {"enum": list(TTL_S)}},
     },
     CACHE_KEY: {"type": ["string", "null"], "maxLength": MAX_KEY_CHARS},
 }
+
+
+def _message(marks: Json) -> Json:
+    """As every template relies on it (`prompts.reading`); what else a message says, the template makes of it what it will."""
+    part = {"type": "object", "required": ["type"], "properties": marks}
+    parts = {"type": "array", "items": {"anyOf": [{"type": "string"}, part]}}
+    content = {"anyOf": [{"type": ["string", "null"]}, parts]}
+    return {
+        "type": "object",
+        "required": ["role"],
+        "properties": {"role": {"type": "string"}, "content": content, **marks},
+    }
+
+
 _EVENT: Final[Json] = {"type": "object", "properties": {"data": {"type": "string"}, "event": {"type": "string"}}}
 _STATUSES: Final = {
     400: "The request is wrong; `param` names the field.",
@@ -108,7 +114,7 @@ def document(models: Sequence[str] = ()) -> bytes:
         component = components[options[endpoint]]
         component["properties"] |= {name: named[name] for name in prompt} | _CACHING
         if endpoint is Endpoint.CHAT:
-            component["properties"]["messages"]["items"] = _MESSAGE
+            component["properties"]["messages"]["items"] = _message({CONTROL: _CONTROL})
         component["required"] = [endpoint.prompt_field, *component["required"]]
         component["not"] = {"anyOf": [{"required": [name]} for name in RESERVED]}
     items = {"type": "array", "minItems": 1, "items": {"anyOf": [_ref(_name(kind)) for kind in get_args(Item)]}}
@@ -152,7 +158,10 @@ def _tokens() -> Json:
     asked = {
         "type": "object",
         "properties": strings
-        | {"prompt": {"type": ["string", "array"]}, "messages": {"type": "array", "minItems": 1, "items": _MESSAGE}},
+        | {
+            "prompt": {"type": ["string", "array"]},
+            "messages": {"type": "array", "minItems": 1, "items": _message({})},
+        },
         "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
     }
     tokenise = _operation("The tokens that a prompt or a chat is read as.", asked, _json(told))

@@ -2,13 +2,21 @@
 
 from typing import Any
 
-from gateway.caching import MARK, Ttl
+from gateway.caching import CONTROL, MARK, MAX_MARKS, Ttl
+from gateway.errors import BadRequest
 
 
 def marked(ttl: Ttl | None, field: str) -> dict[str, Any]:
     """What a part of a chat's message, or a message, says for a mark; an error calls it `field`."""
     mark = {"mode": "explicit", "said": field}
     return {MARK: mark if ttl is None else mark | {"ttl": ttl}}
+
+
+def check_number(controls: int) -> None:
+    """Raises BadRequest for more marks than Anthropic allows in one request."""
+    if controls > MAX_MARKS:
+        what = f"{controls} blocks are marked, {MAX_MARKS} may be"
+        raise BadRequest(f"Invalid value for '{CONTROL}': {what}.", param=CONTROL, code="invalid_value")
 
 
 def content_of(parts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from gateway.caching import MAX_MARKS, Ttl
-from gateway.dialects.marks import also_marked, content_of, marked
+from gateway.caching import CacheControl
+from gateway.dialects.marks import also_marked, check_number, content_of, marked
 from gateway.errors import BadRequest
 from gateway.openai import NOT_JSON, Tokens, bad_field
 from gateway.rules import MAX_TOOLS, Name, Stops
@@ -31,13 +31,6 @@ class _Source(msgspec.Struct, frozen=True):
     media_type: str = "image/jpeg"
     data: str = ""
     url: str = ""
-
-
-class CacheControl(msgspec.Struct, frozen=True):
-    """The prompt up to and including what bears this is kept for a time."""
-
-    type: Literal["ephemeral"]
-    ttl: Ttl = "5m"
 
 
 class Text(msgspec.Struct, frozen=True, tag="text"):
@@ -265,8 +258,7 @@ def _check_marks(asked: MessagesRequest) -> None:
     blocks = [block for message in asked.messages if isinstance(message.content, list) for block in message.content]
     bearers: list[Any] = [asked, *(asked.tools or ()), *system, *blocks]
     marks = sum(getattr(bearer, "cache_control", None) is not None for bearer in bearers)
-    if marks > MAX_MARKS:
-        raise _invalid("cache_control", f"{marks} blocks are marked, {MAX_MARKS} may be")
+    check_number(marks)
 
 
 def _from_blocks(role: str, blocks: list[Block], where: str) -> list[dict[str, Any]]:

@@ -79,6 +79,79 @@ def test_implicit_marks_the_last_message_and_explicit_says_what_is_of_no_use() -
     assert whole == Breakpoint("prompt_cache_options", "30m", TOKENS, TOKENS)
 
 
+CONTROL = {"type": "ephemeral"}
+
+
+def test_a_chat_may_say_it_as_anthropic_does() -> None:
+    """Clients of many providers (LiteLLM) write `cache_control` into chats, as do those that know Anthropic's."""
+    user = {"role": "user", "content": "And now?"}
+    hour = {"cache_control": CONTROL | {"ttl": "1h"}}
+    parts = [text("Be brief. ") | {"cache_control": CONTROL}, text(LONG) | hour]
+    caching, total, fields = caching_of(chat({"role": "system", "content": parts}, user))
+    within, after = caching.breakpoints
+    assert [(each.field, each.ttl) for each in caching.breakpoints] == [
+        ("messages[0].content[0].cache_control", "5m"),
+        ("messages[0].content[1].cache_control", "1h"),
+    ]
+    assert 0 < within.tokens < TOKENS <= after.tokens < total
+    # Engines hear nothing of it, and the same prompt without it is the same.
+    assert fields["messages"] == [{"role": "system", "content": [text("Be brief. "), text(LONG)]}, user]
+    said = [text("Be brief. ", FIVE), text(LONG, {"mode": "explicit", "ttl": "1h"})]
+    same = caching_of(chat({"role": "system", "content": said}, user))[0].breakpoints
+    assert [(each.ttl, each.tokens) for each in same] == [("5m", within.tokens), ("1h", after.tokens)]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (chat({"role": "system", "content": LONG, "cache_control": CONTROL}), "messages[0].cache_control"),
+        (chat({"role": "user", "content": LONG}, cache_control=CONTROL), "cache_control"),
+        (
+            chat({"role": "user", "content": LONG, "cache_control": None, "tool_calls": None}, cache_control=CONTROL),
+            "cache_control",
+        ),
+    ],
+)
+def test_a_whole_message_may_be_marked_so(body: dict[str, Any], field: str) -> None:
+    caching, total, fields = caching_of(body)
+    (found,) = caching.breakpoints
+    assert (found.field, found.ttl, TOKENS <= found.tokens <= total) == (field, "5m", True)
+    assert "cache_control" not in json.dumps(fields)
+
+
+def test_a_call_may_be_marked_so() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    called = {"role": "assistant", "content": LONG, "tool_calls": [call | {"cache_control": CONTROL}]}
+    caching, total, fields = caching_of(chat({"role": "user", "content": "Hi"}, called))
+    (found,) = caching.breakpoints
+    assert (found.field, TOKENS <= found.tokens <= total) == ("messages[1].tool_calls[0].cache_control", True)
+    assert fields["messages"][1]["tool_calls"] == [call]
+
+
+def test_a_text_may_be_marked_so() -> None:
+    caching, total, fields = caching_of({"prompt": LONG, "cache_control": CONTROL}, Endpoint.COMPLETIONS)
+    assert caching.breakpoints == (Breakpoint("cache_control", "5m", total, total),)
+    assert "cache_control" not in fields
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"cache_control": {"type": "for_ever"}}, "cache_control.type"),
+        ({"cache_control": CONTROL | {"ttl": "2h"}}, "cache_control.ttl"),
+        (
+            {"messages": [{"role": "user", "content": [text("a") | {"cache_control": True}]}]},
+            "messages[0].content[0].cache_control",
+        ),
+        ({"messages": [{"role": "user", "content": "a", "cache_control": CONTROL}] * 5}, "cache_control"),
+    ],
+)
+def test_anthropics_mistakes_are_named_in_chats_too(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        caching_of(chat({"role": "user", "content": "hi"}) | fields)
+    assert refused.value.param == param
+
+
 def test_the_last_four_count() -> None:
     messages = [{"role": "user", "content": [text(f"{LONG}{number}", FIVE)]} for number in range(6)]
     found = caching_of(chat(*messages))[0].breakpoints
@@ -177,6 +250,12 @@ def test_marked_tools_are_kept_where_a_template_puts_them_first() -> None:
     with pytest.raises(BadRequest) as refused:
         caching_with(TOOLS_LAST, body)
     assert refused.value.param == "tools[0].prompt_cache_breakpoint"
+    del tools[0]["prompt_cache_breakpoint"]
+    for bearer, field in ((tools[0], "tools[0]"), (tools[0]["function"], "tools[0].function")):
+        bearer["cache_control"] = CONTROL
+        (same,) = caching_with(TOOLS_FIRST, body).breakpoints
+        assert (same.field, same.ttl, same.tokens) == (f"{field}.cache_control", "5m", found.tokens)
+        del bearer["cache_control"]
 
 
 def test_responses_marks_are_the_same() -> None:
