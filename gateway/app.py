@@ -6,7 +6,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Final
 
@@ -28,7 +28,7 @@ from gateway.dialects.translation import error_told, telling_of
 from gateway.dispatch import Dispatcher
 from gateway.engine_reading import EngineReadings
 from gateway.errors import ApiError, InternalError, Unavailable
-from gateway.keys import EVERYBODY, Keyring, Tenant
+from gateway.keys import EVERYBODY, Keyring
 from gateway.metrics import Metrics
 from gateway.oidc import Tokens
 from gateway.openai import Endpoint, request_id_or
@@ -46,30 +46,13 @@ from gateway.styles import Reading
 from gateway.tasks import TaskSet
 from gateway.trace_context import TRACEPARENT, TRACESTATE, Trace
 from gateway.traces import Traces
+from gateway.visits import CLIENT_CLOSED, Visit, Visits
 
 log = logging.getLogger("prfaas.gateway.http")
 
-CLIENT_CLOSED: Final = 499  # nginx's status for a client that did not wait
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@dataclass(slots=True, eq=False)
-class Visit:
-    """A body that has been given a place; `requests` once it has been read: one for each answer."""
-
-    http: web.Request
-    endpoint: Endpoint
-    body: bytes
-    arrived: float
-    tenant: Tenant
-    allowance: Allowance = UNLIMITED
-    requests: list[Request] = field(default_factory=list)
-
-    @property
-    def is_answered(self) -> bool:
-        return bool(self.requests) and all(request.is_answered for request in self.requests)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +96,7 @@ class FrontDoor:
         self._clock = clock
         self._boot = uuid.uuid4().hex[:12]
         self._numbers = itertools.count(1)
-        self._visits: dict[Visit, asyncio.Task[web.StreamResponse]] = {}
+        self.visits = Visits()
 
     def next_id(self) -> str:
         """An id that no other request of any gateway has."""
@@ -158,38 +141,16 @@ class FrontDoor:
         # not keep the books from being closed.
         work = self._tasks.start(self._serve(visit), "request", expected=(ApiError, ConnectionResetError))
         work.add_done_callback(lambda _: self._left(allowance))
-        return await self._until_answered(visit, work)
+        return await self.visits.until_answered(visit, work)
 
     def _left(self, allowance: Allowance) -> None:
         self.rooms.admission.give_back()
         allowance.leave()
 
-    async def _until_answered(self, visit: Visit, work: "asyncio.Task[web.StreamResponse]") -> web.StreamResponse:
-        self._visits[visit] = work
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            if not visit.is_answered:
-                work.cancel()
-            raise
-        finally:
-            del self._visits[visit]
-
     async def understood(self, http: web.Request, endpoint: Endpoint, body: bytes) -> Request:
         """The request that `body` would be at `endpoint`: read as one, but it has no place and is in no book. Raises ApiError."""
         tenant = self.keyring.named(http.query.get("tenant", ""))
         return await self._read(Visit(http, endpoint, body, self._clock(), tenant))
-
-    def end_stalled(self, now: float) -> None:
-        """Ends streams whose client has stopped reading: they hold a place on a decode node."""
-        for visit, work in self._visits.items():
-            for request in visit.requests:
-                since = request.writing_since
-                if since is not None and now - since > self.config.timeouts.client_stall_s:
-                    request.broken_off = request.broken_off or BrokenOff(
-                        "client_stalled", "client stalled", CLIENT_CLOSED
-                    )
-                    work.cancel()
 
     async def _serve(self, visit: Visit) -> web.StreamResponse:
         try:
@@ -324,6 +285,7 @@ class FrontDoor:
                 status, error, code = CLIENT_CLOSED, "client disconnected", "client_closed"
                 if isinstance(listener, Part) and listener.is_given_up:
                     error, code = "another answer to the same request failed", "given_up"
+                    request.broken_off = request.broken_off or BrokenOff(code, error, status)
             raise
         except Exception as failure:
             self._tasks.unforeseen("request", failure)

@@ -322,7 +322,7 @@ class Metrics:
         self.travelled(request)
         if tenant := request.tenant.name:
             self._count_tenant(request, tenant, status)
-        if request.broken_off is not None and request.call.stream:
+        if request.broken_off is not None and request.call.stream and request.timeline.first_token is not None:
             self._broken[request.broken_off.reason,].inc()
         if request.wasted_prefill_s:
             self._wasted[WASTED.get(status, "failed"),].inc(request.wasted_prefill_s)

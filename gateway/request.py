@@ -69,9 +69,9 @@ class PrefillOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BrokenOff(msgspec.Struct, frozen=True):
-    """Why an answer that had begun ended before its end: `reason` is a metric label, `status` is what it counts as.
+    """Why an answer ended before its end: `reason` is a metric label, `status` is what it counts as.
 
-    502 and 500 as for an answer that never began, 499 where the client is to blame.
+    500 to 503 as for an answer that never began, 499 where the client is to blame or nobody.
     """
 
     reason: str
@@ -121,7 +121,7 @@ class Request:
     completion_tokens: int | None = None  # as the answer names them, or its usage says; a stream need not have either
     is_between_events: bool = True  # of the stream: the last one relayed was whole
     writing_since: float | None = None  # when the client was last offered bytes that it has not taken yet
-    broken_off: BrokenOff | None = None  # its client had a part of its answer, and no more
+    broken_off: BrokenOff | None = None  # its client is given no more of its answer than it had by then
     deaths: list[str] = field(default_factory=list)  # nodes whose engine died while it worked on this
     kept_bytes: int = 0  # of the names of its answer's tokens, for another engine to go on with; 0: it could not
     answered: list[int] = field(

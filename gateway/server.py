@@ -319,6 +319,7 @@ async def running(
             gateway.listeners.append(operators)
         seat.be(_state(door))
         chores.keep(lambda: _heartbeat(door, gates, links, drained, clock, seat), "heartbeat")
+        stack.callback(door.visits.end_all)
         yield gateway
 
 
@@ -379,7 +380,7 @@ async def _heartbeat(
         due = clock() + BEAT_S
         await asyncio.sleep(BEAT_S)
         door.metrics.loop_lag(max(0.0, clock() - due))
-        door.end_stalled(clock())
+        door.visits.end_stalled(clock(), door.config.timeouts.client_stall_s)
         for gate in gates:
             gate.sweep()
         seat.be(_state(door))

@@ -4,6 +4,7 @@ import asyncio
 import json
 from dataclasses import replace
 
+import aiohttp
 import pytest
 
 from gateway.clusters import ServedModel
@@ -66,6 +67,23 @@ async def test_a_client_that_stops_reading_loses_its_place() -> None:
         assert (record["status"], record["error"]) == (499, "client stalled")
         assert 'prfaas_streams_broken_total{reason="client_stalled"} 1.0' in await w.metrics()
         writer.close()
+
+
+@on_loop
+async def test_what_the_gateway_does_not_live_to_see_the_end_of_is_no_fault_of_its_client() -> None:
+    async with world() as w:
+        for node in w.nodes.decode:
+            node.script.decode = ["stall_after_first"]
+        body = {"model": "scripted", "prompt": LONG, "stream": True}
+        async with w.http.post("/v1/completions", json=body) as response:
+            await response.content.readany()
+            w.gateway.door.visits.end_all()
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await response.read()
+        await w.settled()
+        (record,) = await w.records()
+        assert (record["status"], record["error"]) == (503, "the gateway was shut down")
+        assert 'prfaas_streams_broken_total{reason="shutdown"} 1.0' in await w.metrics()
 
 
 @on_loop

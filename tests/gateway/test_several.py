@@ -108,6 +108,7 @@ async def test_one_that_fails_fails_all_and_nothing_is_left() -> None:
         ) as got:
             assert '"error"' in await got.text()
         await w.settled()
+        assert 'prfaas_streams_broken_total{reason="stream_broken"} 1.0' in await w.metrics()
 
 
 @on_loop
