@@ -173,7 +173,7 @@ class AgentThread:
 
     async def _main(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        self._ranks = RankServer(self.rank_socket, self._hear_rank, ranks=self._layout.ranks)
+        self._ranks = RankServer(self.rank_socket, self._hear_rank, ranks=self._layout.workers)
         await self._ranks.start()
         self._link = AgentLink(
             self._socket,

@@ -11,15 +11,15 @@ class is called experimental there: `engine.vllm.version` says what was run. Wha
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import vllm
-from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -31,7 +31,7 @@ from engine.identity import default_memory
 from engine.vllm import internals
 from engine.vllm.agent import AgentThread, agent_socket
 from engine.vllm.identity import kv_identity, with_forms
-from engine.vllm.layout import Kind, VllmLayout, vllm_layout
+from engine.vllm.layout import CacheLayer, Kind, VllmLayout, vllm_layout
 from engine.vllm.parent import end_with_parent
 from engine.vllm.scheduler import SchedulerSide
 from engine.vllm.stats import PrfaasPromMetrics, PrfaasStats, copy_stats, handover_stats
@@ -49,6 +49,20 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """A Step in vLLM's envelope."""
 
     step: Step
+
+
+@dataclass(frozen=True)
+class Cached(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What a pipeline stage, or all of them, keep of a prompt: layers, what states consist of, how keys are packed.
+
+    `facts` (`internals.kv_facts`) are a rank's as well: models complete their configuration as they are loaded, which
+    reaches the scheduler only where both are one process.
+    """
+
+    layers: tuple[CacheLayer, ...]
+    forms: tuple[str, ...]
+    packings: tuple[str, ...]
+    facts: dict[str, str]
 
 
 @contextmanager
@@ -72,20 +86,27 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._agent: AgentThread | None = None
         if role is KVConnectorRole.SCHEDULER:
             end_with_parent()
+        self._cached: Cached | None = None
         with _saying_why():
             internals.check_scheduling(vllm_config)
-            # Nobody asks a rank for its model's name, and reading all weights for it would take long.
-            name = identity(vllm_config, kv_cache_config) if role is KVConnectorRole.SCHEDULER else ""
-            layout = layout_of(vllm_config, kv_cache_config, name)
-        if role is KVConnectorRole.SCHEDULER:
-            self._agent = _agent(vllm_config, layout)
-            self._agent.start()
-            local_tier = bool(self._kv_transfer_config.get_from_extra_config("local_tier", True))
-            self._scheduler = SchedulerSide(
-                layout, self._agent, time.monotonic, local_tier=local_tier, has_input=internals.engine_has_input()
-            )
-        else:
-            self._worker = WorkerSide(layout, get_tensor_model_parallel_rank())
+            if role is KVConnectorRole.WORKER:
+                self._cached = cached(vllm_config, kv_cache_config)
+                # Nobody asks a rank for its model's name, and reading all weights for it would take long.
+                layout = layout_of(vllm_config, self._cached, "")
+                if layout.stages > 1:
+                    internals.mend_eager_stages()
+                own = internals.layer_names(kv_cache_config)
+                self._worker = WorkerSide(layout, internals.rank_of_worker(), own=own)
+
+    def _begin_scheduling(self, everything: Cached) -> None:
+        with _saying_why():
+            layout = layout_of(self._vllm_config, everything, identity(self._vllm_config, everything))
+        self._agent = _agent(self._vllm_config, layout)
+        self._agent.start()
+        local_tier = bool(self._kv_transfer_config.get_from_extra_config("local_tier", True))
+        self._scheduler = SchedulerSide(
+            layout, self._agent, time.monotonic, local_tier=local_tier, has_input=internals.engine_has_input()
+        )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -105,6 +126,14 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return True
 
     # Scheduler
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Before any request: of a pipeline's layers vLLM tells the scheduler's side those of the first stage alone."""
+        everything = metadata[0, 0]
+        assert isinstance(everything, Cached)
+        self._begin_scheduling(everything)
 
     def on_new_request(self, request: Any) -> None:
         self._scheduling.on_new_request(request)
@@ -141,6 +170,10 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False
 
     # Worker
+
+    def get_handshake_metadata(self) -> Cached | None:
+        """What all stages have: each rank knows it."""
+        return self._cached
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._working.register(kv_caches)
@@ -212,27 +245,61 @@ def check_version(version: str) -> None:
         log.warning("%s", untested(version))
 
 
-def identity(vllm_config: Any, kv_cache_config: Any) -> str:
+def cached(vllm_config: Any, kv_cache_config: Any) -> Cached:
+    """On a rank: what all stages keep. Raises LayoutError for what cannot be transferred."""
+    mine: Cached | LayoutError
+    try:
+        mine = Cached(
+            layers=tuple(internals.cache_layers(vllm_config, kv_cache_config)),
+            forms=tuple(internals.state_forms(kv_cache_config)),
+            packings=tuple(internals.packings(vllm_config, kv_cache_config)),
+            facts=internals.kv_facts(vllm_config),
+        )
+    except LayoutError as error:  # said to the others: they would wait for this stage
+        mine = error
+    return all_cached(internals.of_all_stages(mine))
+
+
+def all_cached(stages: Sequence[Cached | LayoutError]) -> Cached:
+    """What all stages keep. Raises the LayoutError of one that cannot say."""
+    known = []
+    for stage in stages:
+        if isinstance(stage, LayoutError):
+            raise stage
+        known.append(stage)
+    return Cached(
+        layers=tuple(layer for stage in known for layer in stage.layers),
+        forms=tuple(sorted({form for stage in known for form in stage.forms})),
+        packings=tuple(sorted({packing for stage in known for packing in stage.packings})),
+        facts=known[0].facts,
+    )
+
+
+def identity(vllm_config: Any, everything: Cached) -> str:
     """The name of this server's KVCache. Raises LayoutError where weights cannot be told apart."""
-    facts = internals.kv_facts(vllm_config)
-    facts["vllm"] = release(vllm.__version__)
-    facts["packings"] = ", ".join(internals.packings(vllm_config, kv_cache_config))
+    facts = everything.facts | {"vllm": release(vllm.__version__), "packings": ", ".join(everything.packings)}
     source, commit = internals.model_source(vllm_config)
     revision = str(vllm_config.kv_transfer_config.get_from_extra_config("model_revision", ""))
     name = kv_identity(source, commit, facts, revision=revision, memory=default_memory())
-    return with_forms(name, internals.state_forms(kv_cache_config))
+    return with_forms(name, everything.forms)
 
 
-def layout_of(vllm_config: Any, kv_cache_config: Any, model: str) -> VllmLayout:
+def layout_of(vllm_config: Any, everything: Cached, model: str) -> VllmLayout:
     """The canonical layout of a model as vLLM caches it. Raises LayoutError for what cannot be transferred."""
-    layers = internals.cache_layers(vllm_config, kv_cache_config)
-    block_tokens = {layer.block_tokens for layer in layers if layer.kind is not Kind.STATE}
+    block_tokens = {layer.block_tokens for layer in everything.layers if layer.kind is not Kind.STATE}
     if not block_tokens:
         raise LayoutError("a model without any attention layer has no blocks that a prompt could be cut into")
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype
-    ranks = vllm_config.parallel_config.tensor_parallel_size
-    return vllm_layout(layers, model=model, dtype=dtype, block_tokens=max(block_tokens), ranks=ranks)
+    parallel = vllm_config.parallel_config
+    return vllm_layout(
+        everything.layers,
+        model=model,
+        dtype=dtype,
+        block_tokens=max(block_tokens),
+        ranks=parallel.tensor_parallel_size,
+        stages=parallel.pipeline_parallel_size,
+    )
 
 
 def _agent(vllm_config: Any, layout: VllmLayout) -> AgentThread:

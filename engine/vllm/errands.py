@@ -82,7 +82,7 @@ class Errand:
     def step_written(self, layout: VllmLayout, rank: int, message: StepWritten) -> bool:
         """Whether every rank has written everything."""
         self.written[rank] = message.num_tokens
-        return len(self.written) == layout.ranks and min(self.written.values()) >= self.num_tokens
+        return len(self.written) == layout.workers and min(self.written.values()) >= self.num_tokens
 
     def done(self, now: float) -> PrefillDone:
         """What the agent is told at the end."""

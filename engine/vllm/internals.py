@@ -13,10 +13,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import aclosing
 from copy import copy
 from types import FrameType, SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from engine.vllm.layout import CacheLayer, Kind
 from hybrid_cache.errors import LayoutError
+
+T = TypeVar("T")
 
 HELD_STEP: Final = 1 << 62  # a scheduler step that never comes
 
@@ -231,11 +233,11 @@ def _unfit(message: str) -> Exception:
 
 
 def cache_layers(vllm_config: Any, kv_cache_config: Any) -> list[CacheLayer]:
-    """The layers that are transferred, as one rank has them. Raises LayoutError for what cannot be."""
+    """The layers of a stage that are transferred, as one rank has them. Raises LayoutError for what cannot be."""
     parallel = vllm_config.parallel_config
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            raise LayoutError(f"{name} = {getattr(parallel, name)}: the connector knows tensor parallelism only")
+            raise LayoutError(f"{name} = {getattr(parallel, name)}: the connector knows no context parallelism")
     heads = vllm_config.model_config.get_total_num_kv_heads()
     return [
         _cache_layer(name, table, _layer_spec(group.kv_cache_spec, name), parallel.tensor_parallel_size, heads)
@@ -243,6 +245,57 @@ def cache_layers(vllm_config: Any, kv_cache_config: Any) -> list[CacheLayer]:
         if group.enable_kv_transfer
         for name in group.layer_names
     ]
+
+
+def layer_names(kv_cache_config: Any) -> frozenset[str]:
+    """Of the layers that a rank has."""
+    return frozenset(name for group in kv_cache_config.kv_cache_groups for name in group.layer_names)
+
+
+def of_all_stages(mine: T) -> list[T]:
+    """What every pipeline stage has said, in order; all of them must call this. Picklable values, of a few kB."""
+    import torch.distributed
+    from vllm.distributed import get_pp_group
+
+    group = get_pp_group()
+    said: list[Any] = [None] * group.world_size
+    if group.world_size == 1:
+        return [mine]
+    torch.distributed.all_gather_object(said, mine, group=group.cpu_group)
+    return said
+
+
+def mend_eager_stages() -> None:
+    """vLLM's CPU runner makes what a later stage receives into while it warms up what it has compiled. One that compiles
+    nothing (`--enforce-eager`) dies of its absence in its first step, with or without a connector: it is made then.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    if "sync_and_gather_intermediate_tensors" in vars(CPUModelRunner):
+        return
+    receive = CPUModelRunner.sync_and_gather_intermediate_tensors
+
+    @functools.wraps(receive)
+    def receive_somewhere(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.intermediate_tensors is None:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+        return receive(self, *args, **kwargs)
+
+    CPUModelRunner.sync_and_gather_intermediate_tensors = receive_somewhere
+
+
+def rank_of_worker() -> int:
+    """Of all ranks of this engine: those of a stage follow each other."""
+    from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    rank: int = get_pp_group().rank_in_group * get_tensor_model_parallel_world_size() + get_tensor_model_parallel_rank()
+    return rank
 
 
 def state_forms(kv_cache_config: Any) -> list[str]:

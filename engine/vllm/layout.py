@@ -1,4 +1,4 @@
-"""vLLM's KV cache in canonical pages: one layout whatever the tensor parallelism, and each rank's part of it.
+"""vLLM's KV cache in canonical pages: one layout however the model is spread over ranks, and each rank's part of it.
 
 A slab (one layer of one block) holds all KV heads of the layer in order; a rank has some of them, so it reads and writes
 one contiguous part. Where there are more ranks than heads, neighbours hold the same head and the first of them writes.
@@ -8,6 +8,9 @@ one contiguous part. Where there are more ranks than heads, neighbours hold the 
 
 Recurrent states have one part per rank, in the order of ranks. How heads lie inside a part depends on the model, so a
 state cut for two ranks cannot be read by one: layouts with states differ by the number of parts.
+
+Of a pipeline every stage has some of the layers, and nothing of the others: which ones is no part of the layout. Ranks are
+numbered as vLLM does, those of a stage one after the other.
 """
 
 import re
@@ -73,16 +76,22 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class VllmLayout:
-    """The canonical layout and the way back to vLLM's layers."""
+    """The canonical layout and the way back to vLLM's layers. `ranks` share each layer, `stages` the layers among them."""
 
     model: ModelLayout
     places: tuple[LayerPlace, ...]
     ranks: int
+    stages: int = 1
+
+    @property
+    def workers(self) -> int:
+        """Ranks of all stages."""
+        return self.ranks * self.stages
 
     def part(self, place: LayerPlace, rank: int) -> Part:
-        """What `rank` holds of each slab of a layer."""
+        """What `rank`, of a stage that has the layer, holds of each of its slabs."""
         replicas = self.ranks // place.layer.parts
-        index, replica = divmod(rank, replicas)
+        index, replica = divmod(rank % self.ranks, replicas)
         start = index * place.layer.part_bytes
         return Part(start, start + place.layer.part_bytes, writes=replica == 0)
 
@@ -95,8 +104,10 @@ class VllmLayout:
         return next(place for place in self.places if place.group == group and place.number == number)
 
 
-def vllm_layout(layers: Sequence[CacheLayer], *, model: str, dtype: str, block_tokens: int, ranks: int) -> VllmLayout:
-    """The canonical layout of a model's cache layers. Raises LayoutError for what pages cannot hold.
+def vllm_layout(
+    layers: Sequence[CacheLayer], *, model: str, dtype: str, block_tokens: int, ranks: int, stages: int = 1
+) -> VllmLayout:
+    """The canonical layout of a model's cache layers, those of all stages. Raises LayoutError for what pages cannot hold.
 
     Layers are numbered in the natural order of their names, equal on all nodes however vLLM groups them.
     """
@@ -115,7 +126,7 @@ def vllm_layout(layers: Sequence[CacheLayer], *, model: str, dtype: str, block_t
         for index, number in enumerate(entry.layers)
     ]
     layout = ModelLayout(model=model, dtype=dtype, block_size=block_tokens, groups=groups)
-    return VllmLayout(layout, tuple(sorted(places, key=lambda place: place.number)), ranks)
+    return VllmLayout(layout, tuple(sorted(places, key=lambda place: place.number)), ranks, stages)
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

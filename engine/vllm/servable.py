@@ -10,13 +10,11 @@ MAX_CONFIG_BYTES: Final = 4 << 20
 # Flags with the value from which on the connector cannot follow; None: whatever the value.
 FLAGS: Final[Mapping[str, tuple[int | None, str]]] = {
     "--speculative-config": (None, "the connector does not work with speculative decoding"),
-    "--pipeline-parallel-size": (2, "the connector knows tensor parallelism only"),
-    "--decode-context-parallel-size": (2, "the connector knows tensor parallelism only"),
-    "--prefill-context-parallel-size": (2, "the connector knows tensor parallelism only"),
+    "--decode-context-parallel-size": (2, "the connector knows no context parallelism"),
+    "--prefill-context-parallel-size": (2, "the connector knows no context parallelism"),
     "--data-parallel-size": (2, "the connector knows one engine per node: start a node for each data parallel rank"),
 }
 SHORT: Final = {
-    "-pp": "--pipeline-parallel-size",
     "-dcp": "--decode-context-parallel-size",
     "-dp": "--data-parallel-size",
 }

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,13 +83,15 @@ class WorkerSide:
         layout: VllmLayout,
         rank: int,
         *,
+        own: Collection[str] | None = None,
         load_wait_s: float = LOAD_WAIT_S,
         save_timeout_s: float = SAVE_TIMEOUT_S,
     ) -> None:
+        """`own`: names of the layers that this rank's pipeline stage has, None for all."""
         self._layout = layout
         self._rank = rank
         self._load_wait_s = load_wait_s
-        self._places = {place.layer.name: place for place in layout.places}
+        self._places = {place.layer.name: place for place in layout.places if own is None or place.layer.name in own}
         self._blocks: dict[str, Blocks] = {}
         self._step = Step()
         self._arena: tuple[ArenaRef, Bytes] | None = None
@@ -171,7 +173,7 @@ class WorkerSide:
 
     def _finish_saves(self) -> None:
         for save in self._step.saves:
-            for place in self._layout.places if save.states else ():
+            for place in self._places.values() if save.states else ():
                 if place.layer.kind is Kind.STATE:
                     self._submit(save, self._save_state, place, save, self._blocks[place.layer.name].mark())
             self._submit(save, self._note_step, save)
@@ -265,7 +267,7 @@ class WorkerSide:
         grant, started_s, size = self._grant(load.job), time.perf_counter(), 0
         if why := unloadable(self._layout, grant.pages, load.tables, load.start, load.stop):
             raise PagesInvalid(why)
-        for place in self._layout.places:
+        for place in self._places.values():
             part, table = self._layout.part(place, self._rank), load.tables[place.layer.table]
             if place.layer.kind is Kind.STATE:
                 state = state_copy(self._layout.model, place, part, grant.pages, table, load.stop)

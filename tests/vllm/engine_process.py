@@ -61,9 +61,11 @@ def _serve(pipe: Connection, options: dict[str, Any], role: str, connector: dict
         options["kv_transfer_config"] = KVTransferConfig(kv_role=role, kv_connector_extra_config=connector, **CONNECTOR)
     llm = vllm.LLM(disable_hybrid_kv_cache_manager=False, enforce_eager=True, disable_log_stats=True, **options)
     engine = llm.llm_engine
-    scheduler = engine.engine_core.engine_core.scheduler
+    core = engine.engine_core.engine_core
+    scheduler = core.scheduler
     if connector is None:
         _split_before_last(scheduler)
+    overlapping = _note_overlaps(core)
     pipe.send(("ready", None))
     while True:
         while pipe.poll(0 if scheduler.has_requests() else None):
@@ -78,8 +80,9 @@ def _serve(pipe: Connection, options: dict[str, Any], role: str, connector: dict
                 _submit(engine, *value)
         for output in engine.step():
             if output.finished:
-                tokens = list(output.outputs[0].token_ids)
-                pipe.send(("done", (output.request_id, tokens, output.kv_transfer_params, output.num_cached_tokens)))
+                request_id, tokens = output.request_id, list(output.outputs[0].token_ids)
+                overlaps = any(each.startswith(f"{request_id}-") for each in overlapping)
+                pipe.send(("done", (request_id, tokens, output.kv_transfer_params, output.num_cached_tokens, overlaps)))
             else:
                 pipe.send(("token", (output.request_id, len(output.outputs[0].token_ids))))
 
@@ -115,6 +118,20 @@ def _split_before_last(scheduler: Any) -> None:
 
     scheduler.need_aligned, scheduler.need_mamba_block_aligned_split = scheduler.need_mamba_block_aligned_split, True
     scheduler._mamba_block_aligned_split = split
+
+
+def _note_overlaps(core: Any) -> set[str]:
+    """Requests of which a chunk was handed to the stages while they still had an earlier one."""
+    original, overlapping = core.scheduler.schedule, set[str]()
+
+    def schedule(*args: Any) -> Any:
+        output = original(*args)
+        for _, earlier, _ in core.batch_queue or ():
+            overlapping.update(earlier.num_scheduled_tokens.keys() & output.num_scheduled_tokens.keys())
+        return output
+
+    core.scheduler.schedule = schedule
+    return overlapping
 
 
 def _submit(engine: Any, request_id: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None) -> None:

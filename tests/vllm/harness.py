@@ -63,6 +63,7 @@ class Answer:
     tokens: list[int]
     params: dict[str, Any] | None
     cached_tokens: int | None
+    overlaps: bool  # whether a chunk of it was under way while another was
 
 
 class Engine:
@@ -83,7 +84,7 @@ class Engine:
         self.process = _forge.Process(
             target=_serve,
             args=(theirs, str(self.log), options, role, connector),
-            daemon=options.get("tensor_parallel_size", 1) == 1,
+            daemon=options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1) == 1,
         )
         self.process.start()
         theirs.close()

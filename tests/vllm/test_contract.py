@@ -21,6 +21,7 @@ METHODS = {
     "build_kv_connector_stats": ("data",),
     "build_prom_metrics": ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
     "clear_connector_metadata": ("self",),
+    "get_handshake_metadata": ("self",),
     "get_kv_connector_stats": ("self",),
     "get_loaded_kv_cache_group_ids": ("self", "request"),
     "get_num_new_matched_tokens": ("self", "request", "num_computed_tokens"),
@@ -30,6 +31,7 @@ METHODS = {
     "register_kv_caches": ("self", "kv_caches"),
     "requires_piecewise_for_cudagraph": ("extra_config",),
     "reset_cache": ("self",),
+    "set_xfer_handshake_metadata_pp_aware": ("self", "metadata"),
     "save_kv_layer": ("self", "layer_name", "kv_layer", "attn_metadata", "kwargs"),
     "shutdown": ("self",),
     "start_load_kv": ("self", "forward_context", "kwargs"),
@@ -70,6 +72,39 @@ def test_all_groups_finish_together():
 
     found = tuple(inspect.signature(SupportsHMA.request_finished_all_groups).parameters)
     assert found == ("self", "request", "block_ids")
+
+
+def test_a_scheduler_hears_what_its_workers_have_and_not_from_its_configuration():
+    """Of a pipeline's layers, that has the first stage's alone; and of layers of several sizes only one."""
+    from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+    from vllm.v1.engine.core import EngineCore
+
+    assert "deepcopy(kv_cache_configs[0])" in inspect.getsource(generate_scheduler_kv_cache_config)
+    source = inspect.getsource(EngineCore.__init__)
+    assert source.index("= Scheduler(") < source.index("kv_connector.set_xfer_handshake_metadata_pp_aware(")
+
+
+def test_what_stages_keep_is_put_together():
+    from engine.vllm.connector import Cached, all_cached
+    from engine.vllm.layout import CacheLayer, Kind
+    from hybrid_cache.errors import LayoutError
+
+    first, second = (
+        CacheLayer(name=name, table=0, kind=Kind.FULL, block_tokens=16, part_bytes=64, parts=1) for name in "ab"
+    )
+    stages = [Cached((first,), ("conv",), ("cpu amx",), {"a": "1"}), Cached((second,), (), ("cpu amx",), {})]
+    assert all_cached(stages) == Cached((first, second), ("conv",), ("cpu amx",), {"a": "1"})
+    with pytest.raises(LayoutError, match="odd"):
+        all_cached([stages[0], LayoutError("odd")])
+
+
+def test_an_eager_stage_of_the_cpu_build_still_lacks_what_it_receives_into():
+    """Why `internals.mend_eager_stages` is there. When this fails, it need not be any more."""
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    receive = inspect.getsource(CPUModelRunner.sync_and_gather_intermediate_tensors)
+    assert "assert self.intermediate_tensors is not None" in receive
+    assert "CompilationMode.NONE" in inspect.getsource(CPUModelRunner.warming_up_model)
 
 
 def test_requests_have_what_we_change():

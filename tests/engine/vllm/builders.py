@@ -29,8 +29,8 @@ def state(name: str, *, table: int = 0, part_bytes: int = 300, parts: int = 1, b
     )
 
 
-def layout_of(*layers: CacheLayer, ranks: int = 1) -> VllmLayout:
-    return vllm_layout(layers, model="tiny", dtype="float32", block_tokens=BLOCK, ranks=ranks)
+def layout_of(*layers: CacheLayer, ranks: int = 1, stages: int = 1) -> VllmLayout:
+    return vllm_layout(layers, model="tiny", dtype="float32", block_tokens=BLOCK, ranks=ranks, stages=stages)
 
 
 def pages_for(layout: VllmLayout, num_tokens: int, *, job: str = "j", cached: int = 0, first: int = 0) -> JobPages:

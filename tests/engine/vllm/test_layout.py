@@ -60,6 +60,15 @@ def test_states_cut_for_other_numbers_of_ranks_are_another_layout():
     assert shared.model.fingerprint != alone.model.fingerprint
 
 
+def test_stages_are_no_part_of_a_layout_and_their_ranks_hold_the_same_parts():
+    layers = full("l.0", part_bytes=32 * BLOCK, parts=2), state("l.1", part_bytes=150, parts=2)
+    alone, staged = layout_of(*layers, ranks=2), layout_of(*layers, ranks=2, stages=3)
+    assert staged.model.fingerprint == alone.model.fingerprint
+    assert (alone.workers, staged.workers) == (2, 6)
+    for place in staged.places:
+        assert [staged.part(place, rank) for rank in range(6)] == 3 * [alone.part(place, rank) for rank in range(2)]
+
+
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]))
 def test_parts_of_all_ranks_tile_a_slab_and_each_has_one_writer(ranks, heads):
     parts = min(ranks, heads)

@@ -47,8 +47,8 @@ def test_a_model_of_which_nothing_is_known_to_be_wrong(config: dict[str, Any]) -
     [
         (["--speculative-config", "{}"], "speculative"),
         (["--speculative_config={}"], "speculative"),
-        (["--pipeline-parallel-size", "2"], "tensor parallelism only"),
-        (["-pp", "4"], "tensor parallelism only"),
+        (["--prefill-context-parallel-size", "2"], "context parallelism"),
+        (["-dcp", "4"], "context parallelism"),
         (["--data-parallel-size=2"], "each data parallel rank"),
     ],
 )
@@ -57,7 +57,7 @@ def test_flags_that_cannot_be_followed(flags: list[str], words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [[], ["--pipeline-parallel-size", "1"], ["--data-parallel-size"], ["--tensor-parallel-size", "8"]]
+    "flags", [[], ["--pipeline-parallel-size", "2"], ["--data-parallel-size"], ["--tensor-parallel-size", "8"]]
 )
 def test_flags_that_can(flags: list[str]) -> None:
     assert complaint_about_parallelism(flags) is None

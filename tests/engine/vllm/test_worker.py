@@ -32,10 +32,10 @@ def layers(ranks: int, kinds: str) -> list[CacheLayer]:
 
 
 class Side:
-    """All ranks of one engine. Whole tensors hold what all ranks together would."""
+    """All ranks of one engine. Whole tensors hold what all ranks together would. Stage s of n has every nth layer from s on."""
 
-    def __init__(self, ranks: int, kinds: str, folder: Path, *, seed: int) -> None:
-        self.layout: VllmLayout = layout_of(*layers(ranks, kinds), ranks=ranks)
+    def __init__(self, ranks: int, kinds: str, folder: Path, *, seed: int, stages: int = 1) -> None:
+        self.layout: VllmLayout = layout_of(*layers(ranks, kinds), ranks=ranks, stages=stages)
         torch.manual_seed(seed)
         self.whole = {
             layer.name: torch.randint(0, 100, (NUM_BLOCKS, 1, 1, STATE_BYTES), dtype=torch.int8)
@@ -44,10 +44,14 @@ class Side:
             for layer in layers(ranks, kinds)
         }
         self.tensors = [
-            {name: self.shard(name, tensor, rank, ranks) for name, tensor in self.whole.items()}
+            {name: self.shard(name, self.whole[name], rank, ranks) for name in sorted(self.whole)[stage::stages]}
+            for stage in range(stages)
             for rank in range(ranks)
         ]
-        self.workers = [WorkerSide(self.layout, rank, load_wait_s=LOAD_WAIT_S) for rank in range(ranks)]
+        self.workers = [
+            WorkerSide(self.layout, rank, own=tensors.keys(), load_wait_s=LOAD_WAIT_S)
+            for rank, tensors in enumerate(self.tensors)
+        ]
         for worker, tensors in zip(self.workers, self.tensors, strict=True):
             worker.register(tensors)
 
@@ -63,9 +67,9 @@ class Side:
         return tensor[:, first : first + heads].clone()
 
     def step(self, step: Step) -> None:
-        for worker in self.workers:
+        for worker, tensors in zip(self.workers, self.tensors, strict=True):
             worker.begin_step(step)
-            for name in self.whole:
+            for name in tensors:
                 worker.save_layer(name)
             worker.start_loads()
             worker.finish_step()
@@ -93,8 +97,8 @@ class Side:
 def sides(tmp_path):
     made = []
 
-    def make(ranks: int, kinds: str, seed: int) -> Side:
-        made.append(Side(ranks, kinds, tmp_path, seed=seed))
+    def make(ranks: int, kinds: str, seed: int, stages: int = 1) -> Side:
+        made.append(Side(ranks, kinds, tmp_path, seed=seed, stages=stages))
         return made[-1]
 
     yield make
@@ -110,9 +114,10 @@ def arena_for(folder: Path, layout: VllmLayout, *pages) -> ArenaRef:
 
 def assert_equal_blocks(source: Side, source_tables, target: Side, target_tables, num_tokens: int) -> None:
     for rank, tensors in enumerate(target.tensors):
-        for place in target.layout.places:
+        for place in (place for place in target.layout.places if place.layer.name in tensors):
             name, table = place.layer.name, place.layer.table
-            expected = Side.shard(name, source.whole[name], rank, len(target.tensors))
+            ranks = target.layout.ranks
+            expected = Side.shard(name, source.whole[name], rank % ranks, ranks)
             for block, (theirs, ours) in enumerate(zip(source_tables[table], target_tables[table], strict=True)):
                 if ours:
                     assert torch.equal(tensors[name][ours], expected[theirs]), f"rank {rank} {name} block {block}"
@@ -145,6 +150,23 @@ def test_states_move_between_equal_numbers_of_ranks(sides, tmp_path, ranks):
     source.step(Step("", arena, (pages,), (Save("j", 0, n, (n,), source_tables),)))
     target.step(Step("", arena, (pages,), (), (Load("r", "j", 0, n, target_tables),)))
     assert target.loaded("r") == set()
+    assert_equal_blocks(source, source_tables, target, target_tables, n)
+
+
+@pytest.mark.parametrize(("here", "there"), [((1, 2), (1, 1)), ((1, 1), (1, 3)), ((1, 2), (1, 3)), ((2, 2), (2, 3))])
+def test_layers_move_between_pipelines(sides, tmp_path, here, there):
+    """(ranks, stages) of both sides: each stage saves and loads its own layers, whatever the other side's are."""
+    n = 2 * BLOCK + 1
+    source, target = sides(here[0], "fws", 1, here[1]), sides(there[0], "fws", 2, there[1])
+    assert source.layout.model.fingerprint == target.layout.model.fingerprint
+    pages = pages_for(source.layout, n)
+    arena = arena_for(tmp_path, source.layout, pages)
+    source_tables = ((1, 2, 3), (0, 5, 6), (0, 0, 7))
+    target_tables = ((3, 2, 1), (0, 5, 4), (0, 0, 8))
+    source.step(Step("", arena, (pages,), (Save("j", 0, n, (n,), source_tables),)))
+    target.step(Step("", arena, (pages,), (), (Load("r", "j", 0, n, target_tables),)))
+    assert target.loaded("r") == set()
+    assert {name for tensors in target.tensors for name in tensors} == set(target.whole)
     assert_equal_blocks(source, source_tables, target, target_tables, n)
 
 
