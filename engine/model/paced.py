@@ -5,6 +5,7 @@ One prompt after the other is computed, in the order of arrival, as the planner'
     prompt   | what the server takes | chunk: layer, layer, ... | chunk: ... | next prompt
     batch    | goes on               | stands still                          | goes on
 
+With several stages the next chunk, or the next prompt, begins when the first of them is free (`engine.model.pipeline`).
 What a landing brings is loaded at once: there is nothing to compute.
 """
 
@@ -12,11 +13,13 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Final
 
 from engine.errors import EngineError
 from engine.model.batch import DecodeBatch
 from engine.model.emulated import EmulatedEngine
+from engine.model.pipeline import Passage, Pipeline
 from engine.model.scheduler import Keep, Load, Scheduler, Work
 from engine.model.standin import StandIn
 from engine.model.steps import Steps
@@ -38,22 +41,23 @@ class PacedScheduler(Scheduler):
         stand_in: StandIn,
         *,
         chunk_tokens: int,
+        stages: int = 1,
     ) -> None:
+        """`stages` computers share the layers evenly, so that each has an Nth of `stand_in`'s time for a chunk."""
         super().__init__(engine, tokenizer, clock, chunk_tokens=chunk_tokens, max_running=stand_in.max_running)
         self._emulated = engine
         self._stand_in = stand_in
         self._batch: DecodeBatch[Work] = DecodeBatch(stand_in.decode_step_s)
-        self._computing: Work | None = None
-        self._phases: Iterator[float] = iter(())
-        self._phase_end_s = 0.0
+        self._pipeline = Pipeline(stages)
+        self._entering: Work | None = None  # whose next chunk comes to the first stage at `_enters_s`
+        self._enters_s = 0.0
+        self._under_way: list[_Chunk] = []
 
     @property
     def due_at(self) -> float:
         """Seconds on the scheduler's clock; inf while there is nothing to do."""
-        if self._keeping or (self._prefilling and self._computing is None):
-            return self._clock()
-        prompt_s = self._phase_end_s if self._computing is not None else math.inf
-        return min(prompt_s, self._batch.due_at())
+        now = self._clock()
+        return now if self._keeping else min(self._prompt_due_s(now), self._batch.due_at())
 
     def step(self) -> None:
         now = self._clock()
@@ -79,8 +83,16 @@ class PacedScheduler(Scheduler):
         for work in self._batch.members:
             if work not in self._decoding:
                 self._batch.leave(now, work)
-        if self._computing is not None and self._computing not in self._prefilling:
-            self._end_computing(now)
+        self._drop_prompts(now)
+
+    def _drop_prompts(self, now: float) -> None:
+        if self._entering is not None and self._entering not in self._prefilling:
+            self._entering = None
+        if any(chunk.work not in self._prefilling for chunk in self._under_way):
+            self._under_way = [chunk for chunk in self._under_way if chunk.work in self._prefilling]
+            if not self._under_way:
+                self._pipeline.clear(now)
+                self._batch.hold(now, held=False)
 
     def _take_landings(self, now: float) -> None:
         for work in [work for work in self._prefilling if work.load_tokens >= work.prefill_tokens]:
@@ -88,45 +100,92 @@ class PacedScheduler(Scheduler):
             self._join(now, work)
 
     def _compute(self, now: float) -> None:
-        """All phases of prompts that have ended by now: each begins where the one before ended, however late we are."""
-        began_s = now
-        while self._computing is not None or self._prefilling:
-            if self._computing is None:
-                self._computing, self._phase_end_s = self._prefilling[0], began_s
-                self._phases = self._prompt(self._computing)
-            elif self._phase_end_s > now:
-                return
-            work = self._computing
-            self._guarded(self._next_phase, work)
-            if work not in self._prefilling:
-                began_s = self._phase_end_s
-                self._end_computing(began_s)
-                self._join(now, work)
+        """All of prompts that is due by now: each part begins where the one before ended, however late we are."""
+        at_s = now
+        while (due_s := self._prompt_due_s(at_s)) <= now:
+            at_s = due_s
+            chunk = self._next_chunk()
+            if chunk is not None and chunk.due_s <= at_s:
+                self._guarded(partial(self._go_on, chunk, at_s), chunk.work)
+                self._join(now, chunk.work)
+            elif self._entering is None:
+                self._entering = work = self._next_in_line()
+                assert work is not None
+                self._guarded(partial(self._begin, at_s), work)
+            else:
+                self._guarded(partial(self._enter, at_s), self._entering)
+            self._drop_prompts(at_s)
 
-    def _next_phase(self, work: Work) -> None:
-        self._phase_end_s += next(self._phases, 0.0)
+    def _prompt_due_s(self, now: float) -> float:
+        """When something of a prompt is due next. One that waits in line begins now, or once there is a stage for it."""
+        chunk = self._next_chunk()
+        chunk_s = chunk.due_s if chunk is not None else math.inf
+        if self._entering is not None:
+            return min(chunk_s, self._enters_s)
+        return min(chunk_s, max(now, self._pipeline.ready_s)) if self._next_in_line() is not None else chunk_s
 
-    def _prompt(self, work: Work) -> Iterator[float]:
-        """The seconds of each phase; what follows a yield happens at its end."""
+    def _next_chunk(self) -> "_Chunk | None":
+        """Whose layer is due next."""
+        return min(self._under_way, key=lambda chunk: chunk.due_s, default=None)
+
+    def _next_in_line(self) -> Work | None:
+        begun = [chunk.work for chunk in self._under_way]
+        return next((work for work in self._prefilling if work not in begun), None)
+
+    def _begin(self, now: float, work: Work) -> None:
+        """What a prompt costs the server comes before any stage."""
         self._start(work)
-        sequence, prefill_s = work.sequence, self._stand_in.prefill_s
-        if sequence.num_tokens < work.prefill_tokens:
-            yield prefill_s(0)
-            self._batch.hold(self._phase_end_s, held=True)
-        while (start := sequence.num_tokens) < work.prefill_tokens:
-            stop = self._chunk_stop(work, start)
-            chunk_s = prefill_s(stop) - prefill_s(start)
-            for share in self._emulated.prefill_layers(sequence, work.prompt[start:stop], work.kv):
-                yield chunk_s * share
-        self._end_prefill(work)
+        self._enters_s = now + self._stand_in.prefill_s(0)
 
-    def _end_computing(self, now: float) -> None:
-        self._computing, self._phases = None, iter(())
-        self._batch.hold(now, held=False)
+    def _enter(self, now: float, work: Work) -> None:
+        """The next chunk of a prompt comes to the first stage."""
+        start, prefill_s = work.sequence.num_tokens, self._stand_in.prefill_s
+        stop = self._chunk_stop(work, start)
+        passage = self._pipeline.take(now, prefill_s(stop) - prefill_s(start))
+        layers = self._emulated.prefill_layers(work.sequence, work.prompt[start:stop], work.kv)
+        if not self._under_way:
+            self._batch.hold(now, held=True)
+        self._under_way.append(_Chunk(work, passage, layers, is_last=stop == work.prefill_tokens))
+        self._enters_s = self._pipeline.ready_s
+        if stop == work.prefill_tokens:
+            self._entering = None
+
+    def _go_on(self, chunk: "_Chunk", now: float, work: Work) -> None:
+        """Another layer of a chunk has been computed."""
+        if chunk.write_layer():
+            return
+        self._under_way.remove(chunk)
+        if not self._under_way:
+            self._batch.hold(now, held=False)
+        if chunk.is_last:
+            self._end_prefill(work)
 
     def _join(self, now: float, work: Work) -> None:
         if work in self._decoding:
             self._batch.join(now, work)
+
+
+class _Chunk:
+    """A chunk on its way through the stages."""
+
+    def __init__(self, work: Work, passage: Passage, layers: Iterator[float], *, is_last: bool) -> None:
+        """`layers`: `EmulatedEngine.prefill_layers`, of which each layer has the same share."""
+        self.work: Final = work
+        self.is_last: Final = is_last
+        self._passage = passage
+        self._layers = layers
+        self._share = next(layers)
+        self._written = 0
+
+    @property
+    def due_s(self) -> float:
+        """When the next layer has been computed."""
+        return self._passage.done_s(min(1.0, (self._written + 1) * self._share))
+
+    def write_layer(self) -> bool:
+        """Writes it; whether there are more. Raises PrefillAborted."""
+        self._written += 1
+        return next(self._layers, None) is not None
 
 
 class PacedModel:

@@ -24,11 +24,13 @@ def no_sleep(seconds):
 class Bench:
     """A paced scheduler under a clock that jumps to when something is due."""
 
-    def __init__(self, chunk_tokens=128, **changes):
+    def __init__(self, chunk_tokens=128, stages=1, **changes):
         self.now, self.log = 0.0, []
         standing = stand_in(**changes)
         self.engine = EmulatedEngine(standing.layout(64), no_sleep, max_model_len=4096)
-        self.scheduler = PacedScheduler(self.engine, byte_text(), lambda: self.now, standing, chunk_tokens=chunk_tokens)
+        self.scheduler = PacedScheduler(
+            self.engine, byte_text(), lambda: self.now, standing, chunk_tokens=chunk_tokens, stages=stages
+        )
 
     def add(self, name, length, max_tokens=4, **fields):
         params = None if max_tokens is None else SamplingParams(max_tokens=max_tokens, temperature=0.0)
@@ -111,6 +113,70 @@ def test_layers_leave_while_later_chunks_are_computed():
     times = [at for at, _ in written]
     assert times == sorted(times)
     assert times[0] < 0.5 + 0.128 < times[1]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+def test_stages_share_a_long_prompt_as_the_arithmetic_of_pipelines_says(stages):
+    bench = Bench(chunk_tokens=64, stages=stages)
+    bench.add("a", 16 * 64 + 1, None)
+    bench.run()
+    assert bench.of("a", Prefilled)[0].ended_s == pytest.approx(0.5 + (16 + stages - 1) / stages * 0.064)
+    assert bench.scheduler.idle
+
+
+def test_the_next_prompt_follows_as_soon_as_the_first_stage_is_free():
+    bench = Bench(chunk_tokens=64, stages=4, prefill_points=((0, 0.0), (1000, 1.0)))
+    for name in "abc":
+        bench.add(name, 8 * 64 + 1, None)
+    bench.run()
+    ends = [bench.of(name, Prefilled)[0].ended_s for name in "abc"]
+    assert ends == pytest.approx([(8 * count + 3) * 0.016 for count in (1, 2, 3)])
+
+
+def test_layers_leave_as_their_stage_is_done_with_its_chunk():
+    bench, written = Bench(chunk_tokens=64, stages=2, prefill_points=((0, 0.0), (1000, 1.0))), []
+    pages = job_pages(bench.engine.layout, 128)
+    kv = JobKV(
+        bench.engine.layout, arena_for(bench.engine.layout, pages), pages,
+        on_layer=lambda group, layer, tokens: written.append((layer, tokens, bench.now)),
+        on_state=lambda group, layer, tokens: written.append((layer, tokens, bench.now)),
+    )  # fmt: skip
+    bench.add("a", 129, None, kv=kv)
+    bench.run()
+    # One layer of attention, three of states, which are kept at the end alone: two layers a stage, 16 ms each.
+    assert written == [
+        (0, 64, pytest.approx(0.016)),
+        (0, 128, pytest.approx(0.048)),
+        (1, 128, pytest.approx(0.064)),
+        (2, 128, pytest.approx(0.080)),
+        (3, 128, pytest.approx(0.096)),
+    ]
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_what_stages_have_written_goes_on_as_every_emulated_engine_does(stages):
+    bench = Bench(chunk_tokens=64, stages=stages)
+    pages = job_pages(bench.engine.layout, 500)
+    kv = JobKV(bench.engine.layout, arena_for(bench.engine.layout, pages), pages)
+    bench.add("leg", 501, None, kv=kv)
+    bench.add("other", 301, None)
+    bench.run()
+    other = Bench()
+    work = other.add("a", 501, kv=kv, load_tokens=500)
+    other.run()
+    assert [event.sampled.token for event in other.of("a", NewToken)] == emulated_tokens(work.prompt, 4)
+
+
+def test_an_aborted_prompt_frees_the_stages_for_the_next():
+    bench = Bench(chunk_tokens=64, stages=4, prefill_points=((0, 0.0), (1000, 1.0)))
+    gone = bench.add("a", 2001, None)
+    bench.run(until=0.1)
+    gone.abort()
+    bench.add("b", 8 * 64 + 1, None)
+    bench.run()
+    assert not bench.of("a", Prefilled)
+    assert bench.of("b", Prefilled)[0].ended_s == pytest.approx(0.1 + 11 * 0.016)
+    assert bench.scheduler.idle
 
 
 def test_a_batch_makes_its_steps_together_and_slower_the_fuller_it_is():
