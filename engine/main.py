@@ -26,7 +26,7 @@ from engine.model.emulated import GROUPS, EmulatedEngine, EmulatedTimes, emulate
 from engine.model.paced import PacedModel, PacedScheduler
 from engine.model.runner import Runner
 from engine.model.scheduler import MAX_RUNNING, Scheduler
-from engine.model.standin import StandIn, read_stand_in
+from engine.model.standin import StandIn, constant, read_stand_in
 from engine.model.thread import ModelThread
 from engine.model.tiny import RECIPES
 from engine.openai.not_done import not_done_json
@@ -123,7 +123,12 @@ def _runner(
     if model.stand_in is not None:
         assert isinstance(model.engine, EmulatedEngine)
         paced = PacedScheduler(
-            model.engine, model.tokenizer, time.monotonic, model.stand_in, chunk_tokens=args.chunk_tokens
+            model.engine,
+            model.tokenizer,
+            time.monotonic,
+            model.stand_in,
+            chunk_tokens=args.chunk_tokens,
+            stages=args.stages,
         )
         return PacedModel(paced, time.monotonic, on_load, on_death)
     scheduler = Scheduler(
@@ -210,6 +215,8 @@ def _load(args: argparse.Namespace) -> LoadedModel:
         return _load_emulated(args)
     if args.model is None:
         raise ModelError("--model DIR is needed (or --emulate ARCH)")
+    if args.stages > 1:
+        raise ModelError(f"--stages {args.stages}: only emulated engines have stages, and vLLM")
     # torch and transformers take seconds to import: only now, when they are needed for sure.
     from engine.model.embedded import EmbeddedEngine
 
@@ -239,7 +246,16 @@ def _load_emulated(args: argparse.Namespace) -> LoadedModel:
         max_model_len=args.max_model_len or 32768,
         vocab_size=tokenizer.vocab_size,
     )
-    return LoadedModel(engine, tokenizer, args.model_name or f"emulated-{arch}")
+    name = args.model_name or f"emulated-{arch}"
+    if args.stages == 1:
+        return LoadedModel(engine, tokenizer, name)
+    if args.prefill_base_s:
+        raise ModelError(
+            "--prefill-base-s is time per chunk of one computer: with --stages give --prefill-per-token-s alone"
+        )
+    return LoadedModel(
+        engine, tokenizer, name, constant(name, args.prefill_per_token_s, args.decode_step_s, args.max_running)
+    )
 
 
 def _load_stand_in(stand_in: StandIn, args: argparse.Namespace) -> LoadedModel:
@@ -309,6 +325,13 @@ def _parser() -> argparse.ArgumentParser:
         "--emulate",
         metavar="ARCH",
         help=f"one of {', '.join(GROUPS)}, the directory of a model of one of them, or a .json file (engine.model.standin)",
+    )
+    emulation.add_argument(
+        "--stages",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="computers that share the layers (default: %(default)s)",
     )
     emulation.add_argument("--prefill-base-s", type=float, default=0.0, metavar="S", help="per chunk")
     emulation.add_argument("--prefill-per-token-s", type=float, default=0.0, metavar="S")

@@ -61,6 +61,8 @@ class NodeConfig:
     needs them, too. They are read again when they change.
     `egress_bytes_per_s` limits what leaves for each destination cluster; 0 is no limit.
     `coding` makes KVCache smaller on its way, by kind of group (see `node.coding`); an empty table does nothing.
+    `stages` is how many computers share the layers, so that chunks of a prompt follow each other through them: of vLLM the size of
+    its pipeline, of an emulated engine how it counts.
     `eviction` is the policy that says which cached block leaves when room is needed, by name.
     `ssd_dir` is where blocks go that leave memory, up to `ssd_bytes`, in a directory named after the node; empty: nowhere.
     """
@@ -92,6 +94,7 @@ class NodeConfig:
     ssd_dir: str = ""
     ssd_bytes: int = 0
     chunk_tokens: int = 512
+    stages: int = 1
     max_model_len: int = 0
     block_size: int = 0
     connections: int | str = "auto"
@@ -124,6 +127,11 @@ class NodeConfig:
         for name in LISTENERS:
             require_range(f"{name}_port", getattr(self, f"{name}_port"), 0, 65535)
         require_range("chunk_tokens", self.chunk_tokens, 1, 1 << 20)
+        require_range("stages", self.stages, 1, 256)
+        if self.stages > 1 and self.engine == "embedded":
+            raise SettingsError(
+                f"stages = {self.stages}: the embedded engine has one; vLLM and emulated engines have more"
+            )
         require_range("max_model_len", self.max_model_len, 0, 1 << 30)
         require_range("block_size", self.block_size, 0, 1 << 16)
         require_range("threads", self.threads, 1, 1024)

@@ -36,8 +36,12 @@ def engine_command(config: NodeConfig, socket_path: Path) -> list[str]:
         command += ["--block-size", str(config.block_size)]
     if config.max_model_len:
         command += ["--max-model-len", str(config.max_model_len)]
+    if config.engine == "emulated" and config.stages > 1:
+        command += ["--stages", str(config.stages)]
     if config.engine == "vllm":
         command.append("--")  # what follows is vLLM's own
+        if config.stages > 1:
+            command += ["--pipeline-parallel-size", str(config.stages)]
     return [*command, *config.engine_args]
 
 

@@ -82,6 +82,18 @@ class StandIn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return ModelLayout(model=f"emulated-{self.model}", dtype="uint8", block_size=block_size, groups=tuple(groups))
 
 
+def constant(model: str, prefill_s_per_token: float, decode_step_s: float, max_running: int) -> StandIn:
+    """Times that do not depend on how long a prompt is or how many decode. For a layout that is known: there are no sizes."""
+    return StandIn(
+        model=model,
+        fixed_bytes=0,
+        bytes_per_token=LEAST_ROW_BYTES,
+        prefill_points=((0.0, 0.0), (1.0, prefill_s_per_token)),
+        max_running=max_running,
+        step_s=decode_step_s,
+    )
+
+
 def read_stand_in(path: Path) -> StandIn:
     """Raises ModelError with the file's name in it."""
     try:

@@ -152,6 +152,17 @@ def test_a_stand_in_from_a_file(tmp_path):
         assert finish(process)[0] == 0
 
 
+def test_an_architecture_in_stages():
+    process, url = start(
+        "--emulate", "llama", "--stages", "3", "--prefill-per-token-s", "0.001", "--chunk-tokens", "64"
+    )
+    try:
+        answer = json.loads(post(url, model="m", prompt=[5] * 200, max_tokens=5))
+        assert answer["choices"][0]["token_ids"] == emulated_tokens([5] * 200, 5)
+    finally:
+        assert finish(process)[0] == 0
+
+
 def test_an_emulation_of_a_model_directory(model_dir):
     """As a topology names it: architecture and tokenizer are the directory's."""
     process, url = start("--emulate", str(model_dir("granite_hybrid")), "--model-name", "m")
@@ -169,6 +180,8 @@ def test_an_emulation_of_a_model_directory(model_dir):
         ([], "--model DIR is needed"),
         (["--emulate", "kimi_linear", "--max-model-len", "0"], "max-model-len"),
         (["--emulate", "gpt5"], "neither a directory nor one of"),
+        (["--model", "/nowhere", "--stages", "2"], "only emulated engines have stages"),
+        (["--emulate", "llama", "--stages", "2", "--prefill-base-s", "1"], "give --prefill-per-token-s alone"),
         (["--port", "99999999", "--emulate", "llama"], "port"),
     ],
 )

@@ -65,6 +65,15 @@ def test_switching_the_engine_changes_one_word() -> None:
     assert vllm[3:] == [*embedded[3:-2], "--", "--x", "1"]
 
 
+def test_stages_are_said_in_the_words_of_each_engine() -> None:
+    socket = Path("/run/a/engine.sock")
+    vllm = engine_command(parse("--engine", "vllm", "--model", "m", "--stages", "2", "--", "--x"), socket)
+    assert vllm[-4:] == ["--", "--pipeline-parallel-size", "2", "--x"]
+    emulated = engine_command(parse("--engine", "emulated", "--model", "m.json", "--stages", "4"), socket)
+    assert emulated[-2:] == ["--stages", "4"]
+    assert "--stages" not in engine_command(parse("--engine", "emulated", "--model", "m.json"), socket)
+
+
 def test_a_vllm_server_may_take_longer_to_start() -> None:
     assert parse("--engine", "vllm", "--model", "m").start_timeout_s > parse("--model", "m").start_timeout_s
     assert parse("--engine", "vllm", "--model", "m", "--engine-start-timeout-s", "5").start_timeout_s == 5.0
