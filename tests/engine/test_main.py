@@ -153,9 +153,7 @@ def test_a_stand_in_from_a_file(tmp_path):
 
 
 def test_an_architecture_in_stages():
-    process, url = start(
-        "--emulate", "llama", "--stages", "3", "--prefill-per-token-s", "0.001", "--chunk-tokens", "64"
-    )
+    process, url = start("--emulate", "llama", "--model-name", "m", "--stages", "3", "--prefill-per-token-s", "0.001")
     try:
         answer = json.loads(post(url, model="m", prompt=[5] * 200, max_tokens=5))
         assert answer["choices"][0]["token_ids"] == emulated_tokens([5] * 200, 5)
