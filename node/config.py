@@ -61,8 +61,8 @@ class NodeConfig:
     needs them, too. They are read again when they change.
     `egress_bytes_per_s` limits what leaves for each destination cluster; 0 is no limit.
     `coding` makes KVCache smaller on its way, by kind of group (see `node.coding`); an empty table does nothing.
-    `stages` is how many computers share the layers, so that chunks of a prompt follow each other through them: of vLLM the size of
-    its pipeline, of an emulated engine how it counts.
+    `stages` is how many computers share the layers, so that chunks of a prompt follow each other through them: of vLLM the size
+    of its pipeline, of an emulated engine how it counts.
     `eviction` is the policy that says which cached block leaves when room is needed, by name.
     `ssd_dir` is where blocks go that leave memory, up to `ssd_bytes`, in a directory named after the node; empty: nowhere.
     """
