@@ -220,9 +220,25 @@ def litellm_sdk() -> None:
     assert litellm.completion(**asked, model=f"anthropic/{MODEL}", api_base=URL).choices[0].message.content == whole
 
 
+def litellm_prompt_caching() -> None:
+    """In front of what it takes for a proxy LiteLLM leaves `cache_control` in chats; for OpenAI's own models it takes it out."""
+    asked = {"model": f"litellm_proxy/{MODEL}", "api_base": f"{URL}/v1", "api_key": "x", "max_tokens": 4}
+    part = {"type": "text", "text": f"LiteLLM marks this. {TEXT}", "cache_control": {"type": "ephemeral"}}
+
+    def ask(question: str) -> tuple[int, int]:
+        messages = [{"role": "system", "content": [part]}, {"role": "user", "content": question}]
+        details = litellm.completion(**asked, messages=messages).usage.prompt_tokens_details
+        return details.cached_tokens, details.cache_write_tokens
+
+    read, written = ask("What is it? ")
+    assert (read, written > 0) == (0, True)
+    assert ask("Where is it? ") == (written, 0)
+
+
 CHECKS = (
     openai_chats_and_completions, openai_async, openai_errors, openai_responses, openai_tools_and_parse,
     anthropic_messages, anthropic_tools, anthropic_async, openai_prompt_caching, anthropic_prompt_caching, langchain, litellm_sdk,
+    litellm_prompt_caching,
 )  # fmt: skip
 
 
