@@ -91,10 +91,14 @@ def is_marked(body: bytes) -> bool:
     return any(said in body for said in _CALLS_FOR_MARKS)
 
 
-def unmarked(call: Call) -> tuple[Call, Marks]:
-    """The call without what it says of caching, which engines need not know, and that. Raises BadRequest."""
+def unmarked(call: Call, *, may_be_marked: bool = True) -> tuple[Call, Marks]:
+    """The call without what it says of caching, which engines need not know, and that. Raises BadRequest.
+
+    `may_be_marked` is `is_marked` of its body, which is not looked through again if that is known.
+    """
     fields = call.fields
-    if not (any(name in fields for name in (OPTIONS, KEY, CONTROL)) or any(_bears(call, name) for name in _WITH_MARKS)):
+    is_borne = may_be_marked and any(_bears(call, name) for name in _WITH_MARKS)
+    if not (is_borne or any(name in fields for name in (OPTIONS, KEY, CONTROL))):
         return call, NO_MARKS
     options = _decoded(_OPTIONS, fields, OPTIONS)
     key = _decoded(_KEY, fields, KEY) or ""

@@ -76,7 +76,7 @@ class Reader:
         if len(body) <= (LONGER_BODY_BYTES if is_fast else LONG_BODY_BYTES) and _is_mostly_text(body):
             if endpoint is not Endpoint.CHAT or answered or marked:
                 return await loop.run_in_executor(self._threads, reading)
-            call, marks = unmarked(call_in(endpoint, body))
+            call, marks = unmarked(call_in(endpoint, body), may_be_marked=False)
             try:
                 most_new = NEW_BYTES if is_fast else TINY_BODY_BYTES
                 return call, prompt_of(call, model, memory, tenant, most_new, marks=marks)
