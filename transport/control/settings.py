@@ -26,6 +26,7 @@ from typing import Any, Final, TypeVar, Union, get_args, get_origin, get_type_hi
 T = TypeVar("T")
 
 MAX_SHOWN: Final = 80  # characters of a value in a message
+MAX_FILE_BYTES: Final = 1 << 20  # of a settings file; a fleet of a thousand nodes needs less
 # What TOML may give for a plain type, and how messages call it. TOML's booleans are Python's integers, ours are not.
 _PLAIN: Final[dict[Any, tuple[tuple[type, ...], str]]] = {
     str: ((str,), "a string"),
@@ -44,7 +45,11 @@ class SettingsError(ValueError):
 def read_toml(path: Path) -> dict[str, Any]:
     """The document in a file. Raises SettingsError."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            said = file.read(MAX_FILE_BYTES + 1)  # not what it says it has: a pipe or a device says nothing
+        if len(said) > MAX_FILE_BYTES:
+            raise SettingsError(f"longer than {MAX_FILE_BYTES} bytes, which no settings file is")
+        return tomllib.loads(said.decode("utf-8"))
     except FileNotFoundError as exc:
         raise SettingsError("no such file") from exc
     except OSError as exc:

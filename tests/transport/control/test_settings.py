@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from transport.control.settings import (
+    MAX_FILE_BYTES,
     SettingsError,
     build,
     in_file,
@@ -127,5 +128,10 @@ def test_the_file_is_named_and_the_error_is_the_callers(tmp_path: Path) -> None:
             read_toml(path)
     path.write_text("street = 'Long'")
     assert read_toml(path) == {"street": "Long"}
+    path.write_text("street = 'Long' #" + "x" * MAX_FILE_BYTES)
+    with pytest.raises(OwnError, match=f"^{path}: longer than 1048576 bytes"), in_file(path, OwnError):
+        read_toml(path)
+    with pytest.raises(SettingsError, match="longer than"):
+        read_toml(Path("/dev/zero"))
     with pytest.raises(OwnError, match=r"^x$"), mapped(OwnError):
         raise SettingsError("x")
