@@ -13,11 +13,13 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 import msgspec
+from yarl import URL
 
 from gateway.errors import ConfigError, Unauthorised, Unavailable
 from gateway.openai import NOT_JSON
@@ -46,6 +48,7 @@ DISCOVERY: Final = "/.well-known/openid-configuration"
 MAX_ANSWER_BYTES: Final = 1 << 20
 MAX_TOKEN_CHARACTERS: Final = 16_384
 MAX_REMEMBERED: Final = 4096  # tokens that hold
+MAX_TRIED: Final = 8  # keys of one name, or of none, that a token is tried with
 REFRESH_S: Final = 600.0
 SOONEST_S: Final = 10.0  # between two questions, however many tokens name keys that nobody knows
 TIMEOUT_S: Final = 10.0
@@ -94,7 +97,7 @@ class Tokens:
             ) from error
         self._jwt = jwt
         self._config = config
-        self._keys: dict[str | None, PyJWK] = {}
+        self._keys: tuple[PyJWK, ...] = ()
         self._shown: frozenset[bytes] = frozenset()
         self._holders: OrderedDict[str, Holder] = OrderedDict()
         self.is_ready = False
@@ -106,8 +109,8 @@ class Tokens:
             found = self._jwt.PyJWKSet.from_dict(dict(document))
         except (self._jwt.PyJWTError, AttributeError, TypeError, KeyError) as error:
             raise ValueError(f"no keys: {error}") from error
-        keys = {key.key_id: key for key in found.keys if key.public_key_use in (None, "sig")}
-        keys = {name: key for name, key in keys.items() if key.algorithm_name in ALGORITHMS}
+        signing = (key for key in found.keys if key.public_key_use in (None, "sig"))
+        keys = tuple(key for key in signing if key.algorithm_name in ALGORITHMS)
         if not keys:
             raise ValueError("no keys for signatures by any of " + ", ".join(ALGORITHMS))
         # By all that is said of them, names are not enough: a provider's next key may have the last one's, or none.
@@ -144,12 +147,19 @@ class Tokens:
 
     def _claims(self, token: str) -> dict[str, Any]:
         name = self._jwt.get_unverified_header(token).get("kid")
-        key = self._keys.get(name)
-        if key is None and name is None and len(self._keys) == 1:
-            (key,) = self._keys.values()
-        if key is None:
+        keys = [key for key in self._keys if key.key_id == name]  # several may have none (RFC 7517 §4.5)
+        if not keys and name is None and len(self._keys) == 1:
+            keys = list(self._keys)
+        if not keys:
             self.wanted()
             raise self._jwt.InvalidKeyError("signed with a key that the provider does not show")
+        *others, last = keys[-MAX_TRIED:]
+        for key in others:
+            with suppress(self._jwt.InvalidSignatureError, self._jwt.InvalidAlgorithmError):
+                return self._said(token, key)
+        return self._said(token, last)
+
+    def _said(self, token: str, key: "PyJWK") -> dict[str, Any]:
         return self._jwt.decode(
             token,
             key,
@@ -163,6 +173,19 @@ class Tokens:
 
 def _refused(reason: str) -> Unauthorised:
     return Unauthorised(f"The token is not accepted ({reason}).", "invalid_token")
+
+
+def _told(error: Exception) -> str:
+    """An error as the log may have it: aiohttp's words hold the request, with its headers and its URL's password and query."""
+    if isinstance(error, aiohttp.ClientResponseError):
+        return f"{_without_secrets(error.request_info.real_url)} answered {error.status}"
+    if isinstance(error, aiohttp.InvalidURL):
+        return "its discovery document names no URL"
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _without_secrets(url: URL) -> URL:
+    return url.with_user(None).with_query(None).with_fragment(None)
 
 
 def looks_like_a_token(key: str) -> bool:
@@ -193,7 +216,8 @@ class Provider:
                     self._on_asked("ok")
                 except (aiohttp.ClientError, TimeoutError, BodyTooLong, *NOT_JSON, ValueError) as error:
                     if not failures:
-                        log.warning("%s: its keys cannot be had, those known stay: %r", self._config.issuer, error)
+                        log.warning("%s: its keys cannot be had, those known stay: %s",
+                                    _without_secrets(URL(self._config.issuer)), _told(error))  # fmt: skip
                     failures += 1
                     self._on_asked(type(error).__name__)
                 await self._pause(failures)
@@ -224,5 +248,5 @@ class Provider:
             body = await read_bounded(answer.content.iter_any(), MAX_ANSWER_BYTES)
         document = msgspec.json.decode(body)
         if not isinstance(document, dict):
-            raise ValueError(f"{url} gave no JSON object")
+            raise ValueError(f"{_without_secrets(URL(url))} gave no JSON object")
         return document

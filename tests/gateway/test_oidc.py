@@ -27,6 +27,7 @@ CONFIG = OidcConfig(issuer=ISSUER, audience="prfaas")
 RSA_KEY = rsa.generate_private_key(65537, 2048)
 EC_KEY = ec.generate_private_key(ec.SECP256R1())
 OTHER_KEY = rsa.generate_private_key(65537, 2048)
+UNSHOWN_KEY = rsa.generate_private_key(65537, 2048)
 TENANTS = {"acme": TenantConfig(subjects=("client-7",)), "rival": TenantConfig(keys=(digest_of("sk-rival"),))}
 
 
@@ -132,6 +133,20 @@ def test_a_key_that_is_replaced_under_its_name_opens_nothing_any_more(name: str 
     assert checked.holder(token(OTHER_KEY, name), "another", now).subject == "acme"
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_keys_without_names_are_tried_one_after_the_other(order: int) -> None:
+    unnamed = [shown(RSA_KEY, "", "RS256"), shown(EC_KEY, "", "ES256"), shown(OTHER_KEY, "", "RS256")]
+    for each in unnamed:
+        del each["kid"]
+    checked = tokens({"keys": unnamed[::order]})
+    for digest, key, algorithm in (("a", RSA_KEY, "RS256"), ("b", EC_KEY, "ES256"), ("c", OTHER_KEY, "RS256")):
+        assert checked.holder(token(key, None, algorithm), digest, 0.0).subject == "acme"
+    for held in (token(UNSHOWN_KEY, None), token(RSA_KEY, "r"), token(RSA_KEY, None, exp=1)):
+        with pytest.raises(ApiError) as refused:
+            checked.holder(held, "d", 0.0)
+        assert refused.value.code == "invalid_token"
+
+
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.oidc.MAX_REMEMBERED", 3)
     checked, held = tokens(), token()
@@ -228,6 +243,23 @@ async def test_a_gateway_with_a_provider(monkeypatch: pytest.MonkeyPatch) -> Non
             # A provider that is gone: who was known stays known.
             login.status = 500
             assert (await w.complete(headers=bearer(token(iss=login.url, jti="another")))).status == 200
+
+
+@on_loop
+async def test_the_log_names_a_provider_that_fails_without_what_is_secret(caplog: pytest.LogCaptureFixture) -> None:
+    login, outcomes = Login(), []
+    login.status = 503
+    async with login.serving():
+        keys = f"{login.url}/keys"
+        config = OidcConfig(issuer=ISSUER, audience="x", jwks_url=keys + "?code=hidden")
+        asking = asyncio.create_task(Provider(config, Tokens(CONFIG), outcomes.append).run())
+        try:
+            await until(lambda: outcomes)
+        finally:
+            asking.cancel()
+            await asyncio.wait([asking])
+    (said,) = [each.getMessage() for each in caplog.records if each.name == "prfaas.gateway.oidc"]
+    assert said == f"{ISSUER}: its keys cannot be had, those known stay: {keys} answered 503"
 
 
 @on_loop
