@@ -1,17 +1,19 @@
 """Every finished request as a line of JSON in files that stay: what capacity planners fit and replay.
 
 A line is the request's record, with the time of its arrival and names of its prompt's blocks, by which `prfaas-plan` sees what
-prompts have in common. Nothing of what anybody wrote is in it. Files are named by their first second and their process; all of a
-directory together stay below a bound.
+prompts have in common. Nothing of what anybody wrote is in it. Files are named by their first second, their machine and their
+process, and are new: writers that share a directory never share a file. All of a directory together stay below a bound.
 """
 
 import errno
 import logging
 import os
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -31,6 +33,7 @@ FILES: Final = 8  # that the bound is divided by: the oldest goes as a whole
 BLOCK_TOKENS: Final = 512  # of the blocks that a line names, as in Mooncake's traces; larger where the model's are
 NAME_BITS: Final = 53  # of a block's hash: whatever reads JSON holds them exactly
 PATTERN: Final = "requests-*.jsonl"
+ATTEMPTS: Final = 100  # to find a name that nobody has, in one second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,12 +148,17 @@ class RequestLog:
     def _next_file(self) -> FileIO:
         self._directory.mkdir(parents=True, exist_ok=True)
         _make_room(self._directory, self._max_bytes - self._file_bytes)
-        name = f"requests-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.jsonl"
-        return FileIO(self._directory / name, "ab", opener=_for_the_owner)
+        name = f"requests-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{socket.gethostname()}-{os.getpid()}"
+        for attempt in range(ATTEMPTS):
+            path = self._directory / (f"{name}-{attempt}.jsonl" if attempt else f"{name}.jsonl")
+            with suppress(FileExistsError):
+                return FileIO(path, "ab", opener=_new_for_the_owner)
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
 
 
-def _for_the_owner(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+def _new_for_the_owner(path: str, flags: int) -> int:
+    """No file that is there already: containers of one name have one process id too, and append what the other may delete."""
+    return os.open(path, flags | os.O_EXCL, 0o600)
 
 
 def _make_room(directory: Path, max_bytes: int) -> None:

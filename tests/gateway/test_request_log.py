@@ -106,6 +106,17 @@ async def test_a_full_disk_loses_lines_and_nothing_else(tmp_path, monkeypatch) -
     assert b'prfaas_request_log_lost_total{reason="disk"} 3.0' in page()
 
 
+def test_two_containers_share_a_directory_and_no_file(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("gateway.request_log.os.getpid", lambda: 1)
+    monkeypatch.setattr("gateway.request_log.time.strftime", lambda *_: "20260101T000000Z")
+    logs = [RequestLog(RequestLogConfig(directory=tmp_path), lambda *_: None) for _ in range(2)]  # of one host's name
+    monkeypatch.setattr("gateway.request_log.socket.gethostname", lambda: "another")
+    logs.append(RequestLog(RequestLogConfig(directory=tmp_path), lambda *_: None))
+    for log in logs:
+        log.close()
+    assert len(list(tmp_path.glob(PATTERN))) == 3
+
+
 def test_what_cannot_be_is_said(tmp_path) -> None:
     with pytest.raises(SettingsError, match="max_bytes"):
         RequestLogConfig(max_bytes=5)
