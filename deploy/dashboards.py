@@ -119,6 +119,12 @@ OPERATIONS: Final = Dashboard(
                     "Answers of which the client had a part and not the rest. Takeovers that succeed are none of them.",
                 ),
                 Panel(
+                    "Failures not tried elsewhere",
+                    (("sum by (stage) (rate(prfaas_retries_refused_total[5m]))", "{{stage}}"),),
+                    "ops",
+                    "More failed of late than retry_share allows to be repeated.",
+                ),
+                Panel(
                     "Prefill computed for nobody",
                     (("sum by (reason) (rate(prfaas_wasted_prefill_seconds_total[5m]))", "{{reason}}"),),
                     "s",

@@ -106,6 +106,7 @@ CAUSES: dict[str, dict[str, str]] = {
         f'prfaas_fallbacks_total{{{GATEWAY}, reason="prefill_timeout"}}': "0+20x60 1200x120",
         f'prfaas_requests_total{{{GATEWAY}, status="200"}}': "0+60x180",
     },
+    "PrfaasRetriesRefused": {f'prfaas_retries_refused_total{{{GATEWAY}, stage="prefill"}}': "0+3x60 180x120"},
     "PrfaasEventLoopLag": {
         f'prfaas_event_loop_lag_seconds_bucket{{{GATEWAY}, le="0.1"}}': "0+10x60 600+600x120",
         f'prfaas_event_loop_lag_seconds_bucket{{{GATEWAY}, le="0.5"}}': "0+600x180",
