@@ -91,6 +91,10 @@ class Upkeep:
             "prfaas_request_log_lost", "Finished requests that are not in the request log, by reason", ["reason"],
             registry=registry,
         )  # fmt: skip
+        self._not_traced = Counter(
+            "prfaas_spans_lost", "Spans that did not reach the collector of traces, by reason", ["reason"],
+            registry=registry,
+        )  # fmt: skip
         self._keys_asked = Counter(
             "prfaas_identity_provider_questions", "Times that the identity provider was asked for its keys, by outcome",
             ["outcome"], registry=registry,
@@ -139,6 +143,9 @@ class Upkeep:
 
     def not_logged(self, reason: str, requests: int) -> None:
         self._not_logged.labels(reason).inc(requests)
+
+    def not_traced(self, reason: str, spans: int) -> None:
+        self._not_traced.labels(reason).inc(spans)
 
     def keys_asked(self, outcome: str) -> None:
         self._keys_asked.labels(outcome).inc()

@@ -164,7 +164,7 @@ async def running(
         request_log = (
             RequestLog(config.request_log, metrics.upkeep.not_logged) if config.request_log.directory else None
         )
-        traces = Traces(config.traces) if config.traces.endpoint else None
+        traces = Traces(config.traces, metrics.upkeep.not_traced) if config.traces.endpoint else None
     legs = Legs(config.timeouts, config.max_in_flight)
     reader = Reader(tokenizer, afterwards, threads=config.tokenise_threads, timeout_s=config.timeouts.read_s)
     engine_readings = EngineReadings(

@@ -5,7 +5,7 @@ themselves are made once it is over. Needs the extra `otlp`, imported where trac
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,10 +37,18 @@ class TracesConfig:
 
 
 class Traces:
-    """Sends the spans of finished requests, by a thread of the library's; its queue is bounded, and what exceeds it is lost."""
+    """Sends the spans of finished requests, by a thread of the library's; its queue is bounded, and what exceeds it is lost.
+
+    `on_lost` is told why, and how many spans: "queue_full", or "collector", which refused them or was away. It is called
+    from both threads.
+    """
 
     def __init__(
-        self, config: TracesConfig, exporter: "SpanExporter | None" = None, rng: random.Random | None = None
+        self,
+        config: TracesConfig,
+        on_lost: Callable[[str, int], None],
+        exporter: "SpanExporter | None" = None,
+        rng: random.Random | None = None,
     ) -> None:
         """To an `exporter` other than that of `config`, if there is one. Raises ConfigError without the extra."""
         self._sample = config.sample
@@ -51,7 +59,7 @@ class Traces:
             raise ConfigError(
                 f"traces.endpoint: traces need the otlp extra (pip install 'prfaas[otlp]'): {error}"
             ) from error
-        self._spans = Spans(config.endpoint, exporter)
+        self._spans = Spans(config.endpoint, on_lost, exporter)
 
     def below(self, given: Mapping[str, str]) -> tuple[Trace, dict[str, str]]:
         """The trace of a request with these headers, and the headers of its legs."""

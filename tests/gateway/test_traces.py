@@ -1,6 +1,9 @@
 """Traces: a request's timeline as spans at a collector, below its caller's span and above its engines'."""
 
 import asyncio
+import threading
+from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from aiohttp import web
@@ -8,9 +11,14 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from gateway.request import RequestRecord
+from gateway.spans import CLOSE_S, Spans
+from gateway.trace_context import Trace
 from gateway.traces import TracesConfig
-from tests.gateway.worlds import on_loop, world
+from tests.gateway.worlds import on_loop, until, world
 from transport.control.settings import SettingsError
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
@@ -105,8 +113,57 @@ async def test_a_collector_that_fails_is_nobodys_trouble() -> None:
         collector.status = 400
         async with world(traces=TracesConfig(endpoint=collector.url)) as w:
             assert (await w.complete("short")).status == 200
+            await until(lambda: b'prfaas_spans_lost_total{reason="collector"}' in w.gateway.door.metrics.render())
     async with asyncio.timeout(30), world(traces=TracesConfig(endpoint="http://127.0.0.1:9/v1/traces")) as w:
         assert (await w.complete("short")).status == 200
+
+
+class Held(SpanExporter):
+    """Takes nothing until it is let go, and then says `result`."""
+
+    def __init__(self, result: SpanExportResult) -> None:
+        self.result, self.is_let_go, self.is_asked = result, threading.Event(), threading.Event()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.is_asked.set()
+        self.is_let_go.wait()
+        return self.result
+
+
+def of_one_step() -> RequestRecord:
+    fields = {"status": 200, "endpoint": "chat", "timeline": {"arrived": 0.0, "routed": 0.1}}
+    return RequestRecord(**{name: fields.get(name, "") for name in RequestRecord.__struct_fields__})
+
+
+@pytest.mark.parametrize("result", SpanExportResult)
+def test_lost_spans_are_counted_with_a_reason(result: SpanExportResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.spans.MAX_WAITING", 520)  # more than a batch of the library's
+    monkeypatch.setattr("gateway.spans.INTERVAL_S", 3600.0)  # full batches only
+    monkeypatch.setattr("gateway.spans.CLOSE_S", 30.0)
+    lost, exporter = Counter[str](), Held(result)
+    spans = Spans("", lambda reason, number: lost.update({reason: number}), exporter)
+    for _ in range(256):  # two spans each, a batch
+        spans.add(Trace(1, 2), of_one_step(), "m", 0.0)
+    assert exporter.is_asked.wait(30)
+    for _ in range(261):
+        spans.add(Trace(1, 2), of_one_step(), "m", 0.0)
+    exporter.is_let_go.set()
+    spans.close()
+    kept = 512 + 516
+    assert lost == {"queue_full": 6} | ({} if result is SpanExportResult.SUCCESS else {"collector": kept})
+
+
+def test_a_stop_does_not_wait_for_a_collector_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert CLOSE_S < 1
+    monkeypatch.setattr("gateway.spans.CLOSE_S", 0.05)
+    exporter = Held(SpanExportResult.SUCCESS)
+    spans = Spans("", lambda *_: None, exporter)
+    spans.add(Trace(1, 2), of_one_step(), "m", 0.0)
+    spans.close()  # the exporter hangs for good: this would not come back
+    assert "2 spans are lost" in caplog.text
+    exporter.is_let_go.set()
 
 
 @pytest.mark.parametrize("wrong", [{"sample": 1.5}, {"endpoint": "collector:4318"}])
