@@ -11,12 +11,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
 LAUNCHER: Final = Path(__file__).with_name("launcher.py")
 TRACKER: Final = b"multiprocessing.resource_tracker"
+EXEC_S: Final = 1.0  # a process takes microseconds to become another program, if it gets a processor
 
 
 def ending_with_us(command: Sequence[str], by: signal.Signals) -> list[str]:
@@ -88,6 +90,18 @@ def kill_group(leader: int) -> None:
 def _is_of(process: Path, leader: int) -> bool:
     try:
         group = os.getpgid(int(process.name))
-        return group == leader and TRACKER not in (process / "cmdline").read_bytes()
+        return group == leader and TRACKER not in command_of(process)
     except OSError:  # it has ended
         return False
+
+
+def command_of(process: Path) -> bytes:
+    """Its command line. A process that is becoming another program has none for an instant, in which vfork's caller runs on
+    already; one that has ended has none any more. Raises OSError where it is gone.
+    """
+    deadline = time.monotonic() + EXEC_S
+    while not (command := (process / "cmdline").read_bytes()) and time.monotonic() < deadline:
+        if b"\nState:\tZ" in (process / "status").read_bytes():
+            break
+        time.sleep(0.0005)
+    return command

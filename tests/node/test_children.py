@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from node.children import Child, ending_with_us, kill_group
+from node.children import Child, command_of, ending_with_us, kill_group
 from tests.node.running import new_runner
 
 STARTS = 200
@@ -118,6 +119,17 @@ def test_a_child_whose_parent_died_first_does_not_begin() -> None:
     command[command.index(str(os.getpid()))] = "1"  # as if we were somebody else's child by now
     late = subprocess.run(command, capture_output=True, check=False)
     assert (late.returncode, late.stdout) == (128 + signal.SIGTERM, b"")
+
+
+def test_a_child_that_is_just_becoming_a_program_is_known_by_it() -> None:
+    """Right after vfork its command line is empty more often than not."""
+    for _ in range(100):
+        child = util.spawnv_passfds(b"/bin/sleep", [b"/bin/sleep", b"1000"], ())  # as the resource tracker is started
+        try:
+            assert command_of(Path("/proc") / str(child)) == b"/bin/sleep\x001000\x00"
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def test_what_tidies_up_after_killed_children_is_spared() -> None:
