@@ -1,1 +1,0 @@
-../../../javascript/popper.js
