@@ -6,6 +6,10 @@ that come later a few are compared, too, in a thread beside. Once it differs it 
 
     plain ──built, equal on every probe──► fast ──a text differs, or it raises──► plain, for good
       └─────not installed, not of its kind, or unequal: plain, with the reason
+
+fastokens remembers the words that it has met, a bounded number of them however long they are (0.3.5): 5 to 10 bytes for each of
+their characters. With words as languages have them that is some 100 MB at most; long ones, as of base64, are counted, and
+after so many another twin takes the place of the one that remembers them.
 """
 
 import json
@@ -31,6 +35,11 @@ CHECKED_CHARS: Final = 8192  # of a longer text a part: 3 ms of tokenizers
 THREADS: Final = ("FASTOKENS_BPE_THREADS", "1")
 
 
+LONG_CHARS: Final = 64  # of a word: fewer, and their bounded number is bound enough
+RENEWED_CHARS: Final = 8 << 20  # of long words: 80 MB
+NUMPY_CHARS: Final = 4096  # from so many on numpy is the faster one: 0.26 ms for 420 KB
+
+
 class Fast(Protocol):
     """What is asked of a `fastokens.Tokenizer`."""
 
@@ -42,7 +51,7 @@ class NotEqual(Exception):
 
 
 def in_a_thread(work: Callable[[], None]) -> None:
-    """Runs `work`, which takes milliseconds, beside."""
+    """Runs `work`, which takes milliseconds, or a second for another twin of a large vocabulary, beside."""
     Thread(target=work, name="check tokens").start()
 
 
@@ -61,6 +70,10 @@ class Encoder:
         self._later = later
         self._numbers = count()
         self._checking = Lock()
+        self._swapping = Lock()
+        self._again: Callable[[Tokenizer], Fast] = native_twin
+        self._splits = splits_at_spaces(tokenizer)
+        self._remembered_chars = 0  # threads may lose some of each other's: a bound that is nearly kept
         self._counted: Callable[[str], object] = str
 
     @property
@@ -68,12 +81,17 @@ class Encoder:
         """Whether fastokens is asked."""
         return self._fast is not None
 
-    def hasten(self, twin_of: Callable[[Tokenizer], Fast] | None = None) -> None:
-        """Uses fastokens from now on, if it can be: a second of work for a large vocabulary, and 150 MB."""
+    def hasten(
+        self, twin_of: Callable[[Tokenizer], Fast] | None = None, again: Callable[[Tokenizer], Fast] | None = None
+    ) -> None:
+        """Uses fastokens from now on, if it can be: a second of work for a large vocabulary, and 150 MB. `again` makes another of
+        what `twin_of` has compared.
+        """
         if self._fast is not None or self.why_plain:
             return
         try:
             self._fast = (twin_of or fast_twin)(self._plain)
+            self._again = again or native_twin
         except NotEqual as reason:
             self.why_plain = str(reason)
             log.warning("tokenizers is used, fastokens is not (%s): %s", reason, reason.__cause__ or "no more is known")
@@ -101,13 +119,18 @@ class Encoder:
         number = next(self._numbers)
         if (number < CHECKED_FIRST or number % CHECKED_EVERY == 0) and self._checking.acquire(blocking=False):
             self._check_later(fast, number, text, tokens, add_special_tokens)
+        self._remembered_chars += long_chars(text) if self._splits else len(text)
+        if self._remembered_chars >= RENEWED_CHARS:
+            self._remembered_chars = 0
+            self._renew_later(fast)
         return tokens
 
     def distrust(self, why: str, what: str) -> None:
         """Asks fastokens no more. `why` is a word for a metric."""
-        if self._fast is None:
-            return
-        self._fast = None
+        with self._swapping:
+            if self._fast is None:
+                return
+            self._fast = None
         self.generation = 1
         self.why_plain = why
         log.error("fastokens is not believed any more (%s): %s", why, what)
@@ -134,6 +157,49 @@ class Encoder:
             self._checking.release()
             log.warning("a text was not compared: %s", error)
 
+    def _renew_later(self, old: Fast) -> None:
+        def renew() -> None:
+            try:
+                another = self._again(self._plain)
+            except Exception as error:  # what was built once, of the same vocabulary
+                log.warning("fastokens goes on with what it remembers: %s", error)
+                return
+            with self._swapping:
+                if self._fast is old:
+                    self._fast = another
+
+        try:
+            self._later(renew)
+        except RuntimeError as error:  # no more threads
+            log.warning("fastokens goes on with what it remembers: %s", error)
+
+
+def splits_at_spaces(tokenizer: Tokenizer) -> bool:
+    """Whether words are looked up one by one: a tokenizer that does not split takes a whole text for a word."""
+    text = "a a"
+    if tokenizer.normalizer is not None:
+        text = tokenizer.normalizer.normalize_str(text)
+    return tokenizer.pre_tokenizer is not None and len(tokenizer.pre_tokenizer.pre_tokenize_str(text)) > 1
+
+
+def long_chars(text: str) -> int:
+    """Characters, or in a long text bytes, between spaces that are far apart: of words that may be split further, too."""
+    if len(text) < LONG_CHARS:
+        return 0
+    if len(text) < NUMPY_CHARS:
+        return sum(len(word) for word in text.split() if len(word) >= LONG_CHARS)
+    characters = np.frombuffer(text.encode(errors="replace"), np.uint8)
+    words = np.diff(np.flatnonzero(characters <= ord(" ")), prepend=-1, append=len(characters)) - 1
+    return int(words[words >= LONG_CHARS].sum())
+
+
+def native_twin(tokenizer: Tokenizer) -> Fast:
+    """A fastokens tokenizer of the same description."""
+    from fastokens import Tokenizer as FastTokenizer  # takes memory only where it is wanted
+
+    twin: Fast = FastTokenizer.from_json_str(tokenizer.to_str())
+    return twin
+
 
 def fast_twin(tokenizer: Tokenizer) -> Fast:
     """A fastokens tokenizer that is equal to `tokenizer` on every probe. Raises NotEqual."""
@@ -142,11 +208,7 @@ def fast_twin(tokenizer: Tokenizer) -> Fast:
         raise NotEqual("unsupported")
     os.environ.setdefault(*THREADS)  # read when the first one is built
     try:
-        from fastokens import Tokenizer as FastTokenizer  # takes memory only where it is wanted
-    except ImportError as error:
-        raise NotEqual("not_installed") from error
-    try:
-        twin: Fast = FastTokenizer.from_json_str(tokenizer.to_str())
+        twin = native_twin(tokenizer)
         texts = list(probes(tokenizer))
         for text in texts:
             if not np.array_equal(_fast(twin, text, False), _plainly(tokenizer, text, False)):
@@ -156,6 +218,8 @@ def fast_twin(tokenizer: Tokenizer) -> Fast:
                 raise NotEqual("unequal") from ValueError(f"other special tokens for {text[:80]!r}")
     except (NotEqual, KeyboardInterrupt, SystemExit):
         raise
+    except ImportError as error:
+        raise NotEqual("not_installed") from error
     except BaseException as error:  # a panic of Rust's is no Exception
         raise NotEqual("unsupported") from error
     return twin

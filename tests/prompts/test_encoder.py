@@ -1,6 +1,8 @@
 """Tokens are those of tokenizers, whoever makes them; who makes others is found out, and not asked again."""
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,17 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from engine.byte_tokenizer import byte_tokenizer
 from prompts import encoder
-from prompts.encoder import CHECKED_CHARS, CHECKED_EVERY, CHECKED_FIRST, Encoder, NotEqual, fast_twin
+from prompts.encoder import (
+    CHECKED_CHARS,
+    CHECKED_EVERY,
+    CHECKED_FIRST,
+    LONG_CHARS,
+    Encoder,
+    NotEqual,
+    fast_twin,
+    long_chars,
+    splits_at_spaces,
+)
 from prompts.fair_cache import FairCache
 from prompts.probes import PLAIN, probes
 from prompts.tokenizer import TextTokenizer
@@ -265,6 +277,86 @@ def test_tokens_that_may_have_been_wrong_are_not_remembered() -> None:
     assert tokenizer.encode_rendered(text).tolist() != plain(bpe(), text)
     checks[0]()
     assert tokenizer.encode_rendered(text).tolist() == plain(bpe(), text)
+
+
+def with_a_twin_that_remembers(later: Callable[[Callable[[], None]], None]) -> tuple[Encoder, list[Liar]]:
+    made: list[Liar] = []
+
+    def another(tokenizer: Tokenizer) -> Liar:
+        made.append(Liar(tokenizer))
+        return made[-1]
+
+    each = Encoder(split_by(CL100K), later)
+    each.hasten(another, another)
+    return each, made
+
+
+def test_a_twin_that_remembers_many_long_words_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "RENEWED_CHARS", 1000)
+    each, made = with_a_twin_that_remembers(lambda work: work())
+    for _ in range(100):
+        each.encode("words as languages have them " * 4, add_special_tokens=False)
+    assert len(made) == 1
+    for _ in range(100):
+        each.encode("x" * 64, add_special_tokens=False)
+    assert len(made) == 1 + 6  # at every 16th
+
+
+def test_a_twin_that_is_not_believed_any_more_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "RENEWED_CHARS", 1000)
+    works: list[Callable[[], None]] = []
+    each, made = with_a_twin_that_remembers(works.append)
+    each.encode("x" * 1000, add_special_tokens=False)
+    each.distrust("differs", "in this test")
+    for work in works:
+        work()
+    assert (len(made), each.is_fast) == (2, False)
+
+
+def test_a_twin_that_cannot_be_replaced_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(work: object) -> None:
+        raise OSError("no memory") if isinstance(work, Tokenizer) else RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(encoder, "RENEWED_CHARS", 1000)
+    for later in (never, lambda work: work()):
+        each = Encoder(bpe(), later)
+        each.hasten(Liar, never)  # type: ignore[arg-type]
+        text = "x" * 1000
+        assert each.encode(text, add_special_tokens=False).tolist() == plain(bpe(), text)
+        assert each.is_fast
+
+
+@pytest.mark.parametrize(("kind", "splits"), [("bytes", False), ("llama", True), ("qwen", True), ("gpt-oss", True)])
+def test_whether_a_tokenizer_splits_at_spaces(kind: str, splits: bool) -> None:
+    assert splits_at_spaces(KINDS[kind]()) is splits
+
+
+def test_a_space_that_is_written_otherwise_may_split_nothing() -> None:
+    tokenizer = bpe()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    assert splits_at_spaces(tokenizer)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    assert not splits_at_spaces(tokenizer)
+
+
+@given(words=st.lists(st.integers(0, 200)), times=st.sampled_from([1, 40]))
+def test_long_words_are_counted_in_short_texts_and_long_ones(words: list[int], times: int) -> None:
+    text = " ".join("x" * length for length in words * times)
+    assert long_chars(text) == sum(length for length in words if length >= LONG_CHARS) * times
+
+
+def test_memory_of_long_words_is_bounded() -> None:
+    """Without another twin this takes 10 bytes for each character: 640 MB."""
+    pytest.importorskip("fastokens")
+    program = (
+        "import random; from engine.byte_tokenizer import byte_tokenizer; from prompts.encoder import Encoder\n"
+        "def resident_mb(): return int(open('/proc/self/statm').read().split()[1]) * 4096 / 1e6\n"
+        "each = Encoder(byte_tokenizer(), later=lambda work: work()); each.hasten(); start_mb = resident_mb()\n"
+        "for _ in range(1000): each.encode(random.randbytes(32_000).hex(), add_special_tokens=False)\n"
+        "print(resident_mb() - start_mb)"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
+    assert float(said.stdout) < 320
 
 
 def test_probes_are_always_the_same_and_not_too_many() -> None:
