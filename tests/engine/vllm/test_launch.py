@@ -80,7 +80,8 @@ def test_the_operators_environment_wins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "tested"), [("0.32.0", True), ("0.32.1+cpu", True), ("0.33.0", False), ("0.3.2", False)]
+    ("version", "tested"),
+    [("0.32.0", True), ("0.32.1+cpu", True), ("0.33.0", True), ("0.34.0", False), ("0.3.2", False)],
 )
 def test_versions(version: str, tested: bool) -> None:
     assert is_tested(version) is tested
