@@ -5,7 +5,9 @@ begin, go on and end; some clients leave in mid-answer; long prompts cross the l
 many requests at once as there are decode slots, for half a minute), then a share of that is offered, evenly.
 
 Every half minute: resident memory, open files and threads of every process, and names in /dev/shm. Growth is the median of the
-last fifth over that of the second fifth; the first is for what fills up.
+last fifth over that of the second fifth; the first is for what fills up. So that it does by then, what is remembered of prompts
+and the nodes' pages are a fraction of what they are by default. Pages in use are resident in whoever has touched them, so
+memory of a process's own (`anon`) is told beside all of it.
 """
 
 import argparse
@@ -35,10 +37,12 @@ TENANTS: Final = ("acme", "beta", "gamma")
 SLOTS: Final = 16  # of the decode node
 TIMES: Final = (
     "--prefill-per-token-s",
-    "0.0002",
+    "0.00002",
     "--decode-step-s",
-    "0.016",
+    "0.002",
 )  # of the emulated engines: they, not this machine, are full
+PROMPT_MEMORY_BYTES: Final = 4 << 20
+PAGES_BYTES: Final = 24 << 20
 FIND_S: Final = 30.0
 SAMPLE_S: Final = 30.0
 THRESHOLD: Final = 600  # tokens
@@ -71,7 +75,8 @@ def topology(state_dir: Path) -> Topology:
     """One PrfaaS and one PD cluster, and a gateway of two workers."""
     tenants = {name: {"keys": [digest_of(name)], "tokens_per_minute": 100_000_000} for name in TENANTS}
     gateway = {
-        "port": 0, "threshold_tokens": THRESHOLD, "workers": 2, "tenants": tenants, "log_level": "warning",
+        "port": 0, "threshold_tokens": THRESHOLD, "workers": 2, "kept_records": 256, "tenants": tenants, "log_level": "warning",
+        "prompt_memory_bytes": PROMPT_MEMORY_BYTES,
         "request_log": {"directory": str(state_dir / "requests"), "max_bytes": 16 << 20},
     }  # fmt: skip
     clusters = [
@@ -82,7 +87,7 @@ def topology(state_dir: Path) -> Topology:
             "nodes": [{"node_id": "near", "role": "prefill"}, {"node_id": "decode", "role": "decode"}],
         },
     ]
-    node = {"engine": "emulated", "engine_args": list(TIMES), "cache_bytes": 128 << 20}
+    node = {"engine": "emulated", "engine_args": list(TIMES), "cache_bytes": PAGES_BYTES}
     document = {"model": {"arch": "kimi_linear"}, "gateway": gateway, "node": node, "clusters": clusters}
     return parse_topology(document, state_dir)
 
@@ -156,6 +161,7 @@ def held(pid: int) -> dict[str, int]:
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return {
         "rss_kib": int(status["VmRSS"].split()[0]),
+        "anon_kib": int(status["RssAnon"].split()[0]),
         "threads": int(status["Threads"]),
         "files": len(os.listdir(f"/proc/{pid}/fd")),
     }
@@ -201,13 +207,15 @@ async def soak(minutes: float, share: float, seed: int, state_dir: Path) -> dict
 
 
 def grown(found: list[dict[str, int]]) -> dict[str, float]:
-    """Resident memory in MiB in the last fifth, its growth since the second; most files and threads of both."""
+    """Resident memory in MiB in the last fifth, its growth since the second, the same of its own; files and threads of both."""
     fifth = max(1, len(found) // FIFTHS)
     before, after = found[fifth : 2 * fifth], found[-fifth:]
-    rss_before, rss_after = (median(each["rss_kib"] for each in part) for part in (before, after))
+    rss, anon = ([median(each[name] for each in part) for part in (before, after)] for name in ("rss_kib", "anon_kib"))
     return {
-        "rss_mib": round(rss_after / 1024, 1),
-        "growth": round(rss_after / rss_before - 1, 4),
+        "rss_mib": round(rss[1] / 1024, 1),
+        "growth": round(rss[1] / rss[0] - 1, 4),
+        "anon_mib": round(anon[1] / 1024, 1),
+        "anon_growth": round(anon[1] / anon[0] - 1, 4),
         "files": max(each["files"] for each in after) - max(each["files"] for each in before),
         "threads": max(each["threads"] for each in after) - max(each["threads"] for each in before),
     }
@@ -232,8 +240,8 @@ def main() -> None:
     print(f"{found['minutes']:g} minutes at {found['offered_req_per_s']} of {found['capacity_req_per_s']} requests/s, "
           f"load average {found['load_average']}: {found['outcomes']}")  # fmt: skip
     for name, each in found["processes"].items():
-        print(f"  {name:24} {each['rss_mib']:8.1f} MiB  {each['growth']:+8.2%}  files {each['files']:+d}  "
-              f"threads {each['threads']:+d}")  # fmt: skip
+        print(f"  {name:24} {each['rss_mib']:8.1f} MiB  {each['growth']:+8.2%}  own {each['anon_mib']:8.1f} MiB  "
+              f"{each['anon_growth']:+8.2%}  files {each['files']:+d}  threads {each['threads']:+d}")  # fmt: skip
     print(f"  names in /dev/shm {found['names_in_shm']}, request log {found['request_log_bytes'] / 1e6:.1f} MB")
 
 

@@ -21,6 +21,7 @@ from gateway.seat import FIRST_CONFIG, Seat
 from gateway.server import serve
 from gateway.workers import serve_with_workers
 from prompts.errors import TokenizerUnreadable
+from prompts.fair_cache import FairCache
 from prompts.tokenizer import TextTokenizer
 from transport.control.settings import mapped
 
@@ -97,7 +98,7 @@ def _configured(arguments: argparse.Namespace, copy: Path | None = None) -> Gate
 def read_tokenizer(config: GatewayConfig) -> TextTokenizer:
     """The tokenizer that the configuration names. Raises ConfigError."""
     try:
-        return TextTokenizer.load(config.tokenizer_dir)
+        return TextTokenizer.load(config.tokenizer_dir, FairCache(config.prompt_memory_bytes))
     except TokenizerUnreadable as error:
         raise ConfigError(f"tokenizer_dir: {error}") from error
 

@@ -207,6 +207,7 @@ class GatewayConfig:
     after failures that cost nodes work, and `least_retries` more.
     `kept_answer_bytes` of the names of each answer's tokens are kept, about six a token, so that another decode node can go on
     when one fails in the middle of a stream; 0: no answer is continued.
+    `prompt_memory_bytes` of earlier prompts (tokens, hashes, texts) are remembered by each worker, tenants sharing them fairly.
     `drained_dir` remembers which links are drained when the gateway is started anew.
     `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS.
     Without `tenants` nobody needs a key; a gateway that other machines reach then starts only if it is `open`.
@@ -227,6 +228,7 @@ class GatewayConfig:
     retry_share: float = 0.2
     least_retries: int = 10
     kept_answer_bytes: int = 1 << 20
+    prompt_memory_bytes: int = 128 << 20
     tokenise_threads: int = 2
     kept_records: int = 4096
     drained_dir: Path | None = None
@@ -258,6 +260,7 @@ class GatewayConfig:
             "max_attempts",
             "tokenise_threads",
             "kept_records",
+            "prompt_memory_bytes",
         ):
             require(getattr(self, name) > 0, name, getattr(self, name), "an integer above 0")
         require(self.retry_share >= 0, "retry_share", self.retry_share, "a number of at least 0")

@@ -15,7 +15,7 @@ from xxhash import xxh3_128_digest
 from prompts.appending import Parts
 from prompts.encoder import Encoder
 from prompts.errors import BadPrompt, TokenizerUnreadable
-from prompts.fair_cache import FairCache
+from prompts.fair_cache import DEFAULT_BYTES, FairCache
 from prompts.form import Form, Message
 from prompts.segments import TokenArray, cuts
 from prompts.template import ChatTemplate
@@ -33,6 +33,7 @@ class Blueprint(msgspec.Struct, frozen=True, kw_only=True):
     tool_template: str = ""
     eos_token_ids: tuple[int, ...] = ()
     fast: bool = False
+    cache_bytes: int = DEFAULT_BYTES
 
 
 class TextTokenizer:
@@ -64,18 +65,18 @@ class TextTokenizer:
         self._cuts = cuts(tokenizer)
 
     @classmethod
-    def load(cls, directory: Path) -> Self:
+    def load(cls, directory: Path, cache: FairCache | None = None) -> Self:
         """Reads tokenizer.json, both configs beside it and chat_template.jinja. Raises TokenizerUnreadable."""
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise TokenizerUnreadable(f"{directory} has no tokenizer.json")
         try:
-            return cls._read(directory, Tokenizer.from_file(str(path)))
+            return cls._read(directory, Tokenizer.from_file(str(path)), cache)
         except Exception as error:  # the tokenizers library raises bare Exception
             raise TokenizerUnreadable(f"the tokenizer in {directory} cannot be read: {error}") from error
 
     @classmethod
-    def _read(cls, directory: Path, tokenizer: Tokenizer) -> Self:
+    def _read(cls, directory: Path, tokenizer: Tokenizer, cache: FairCache | None) -> Self:
         config = _read_json(directory / "tokenizer_config.json")
         special = special_tokens({**_read_json(directory / "special_tokens_map.json"), **config})
         templates = {
@@ -88,6 +89,7 @@ class TextTokenizer:
             templates.get("default"),
             tool_template=templates.get("tool_use"),
             eos_token_ids=[*(() if eos is None else (eos,)), *more_eos],
+            cache=cache,
         )
 
     def blueprint(self) -> Blueprint:
@@ -100,6 +102,7 @@ class TextTokenizer:
             tool_template=tool_template.source if tool_template else "",
             eos_token_ids=self.eos_token_ids,
             fast=self.encoder.is_fast,
+            cache_bytes=self.cache.max_bytes,
         )
 
     @classmethod
@@ -114,6 +117,7 @@ class TextTokenizer:
             template,
             tool_template=tool_template,
             eos_token_ids=blueprint.eos_token_ids,
+            cache=FairCache(blueprint.cache_bytes),
         )
         if blueprint.fast:
             made.encoder.hasten()
