@@ -95,6 +95,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 layout = layout_of(vllm_config, self._cached, "")
                 if layout.stages > 1:
                     internals.mend_eager_stages()
+                internals.unlink_shared_memory()
                 own = internals.layer_names(kv_cache_config)
                 self._worker = WorkerSide(layout, internals.rank_of_worker(), own=own)
 
@@ -246,8 +247,8 @@ def check_version(version: str) -> None:
 
 
 def cached(vllm_config: Any, kv_cache_config: Any) -> Cached:
-    """On a rank: what all stages keep. Raises LayoutError for what cannot be transferred."""
-    mine: Cached | LayoutError
+    """On a rank: what all stages keep. Raises LayoutError for what cannot be transferred, and what else any stage's error is."""
+    mine: Cached | Exception
     try:
         mine = Cached(
             layers=tuple(internals.cache_layers(vllm_config, kv_cache_config)),
@@ -257,14 +258,17 @@ def cached(vllm_config: Any, kv_cache_config: Any) -> Cached:
         )
     except LayoutError as error:  # said to the others: they would wait for this stage
         mine = error
+    except Exception as error:
+        log.exception("what this stage keeps cannot be told")
+        mine = RuntimeError(f"{type(error).__name__}: {error}")  # which another process can read, whatever it was
     return all_cached(internals.of_all_stages(mine))
 
 
-def all_cached(stages: Sequence[Cached | LayoutError]) -> Cached:
-    """What all stages keep. Raises the LayoutError of one that cannot say."""
+def all_cached(stages: Sequence[Cached | Exception]) -> Cached:
+    """What all stages keep. Raises the error of one that cannot say."""
     known = []
     for stage in stages:
-        if isinstance(stage, LayoutError):
+        if isinstance(stage, Exception):
             raise stage
         known.append(stage)
     return Cached(

@@ -7,6 +7,7 @@ Prints a line of JSON with the addresses once it listens; an engine that runs el
 import asyncio
 import json
 import logging
+import signal
 import sys
 import time
 from pathlib import Path
@@ -31,10 +32,14 @@ async def main(settings: dict) -> None:
     agent = NodeAgent(config, PD, time.monotonic)
     agent.socket = EngineSocket(socket, agent)  # where a successor of this agent is found again
     agent.supervisor.run = asyncio.Event().wait  # nothing to supervise
-    _, port = await serve(NodeService(agent, time.monotonic), config.host, 0)
+    server, port = await serve(NodeService(agent, time.monotonic), config.host, 0)
     await agent.start()
     print(json.dumps({"control": f"{config.host}:{port}"}), flush=True)
-    await asyncio.Event().wait()
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    await ended.wait()
+    await server.stop(grace=0.5)
+    await agent.close()
 
 
 if __name__ == "__main__":

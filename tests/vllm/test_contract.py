@@ -116,6 +116,17 @@ def test_an_eager_stage_of_the_cpu_build_still_lacks_what_it_receives_into():
     assert "CompilationMode.NONE" in inspect.getsource(CPUModelRunner.warming_up_model)
 
 
+def test_shared_memory_of_ranks_is_named_as_we_look_for_it():
+    """Why `internals.unlink_shared_memory` is there: nobody takes the names away."""
+    from vllm.distributed.device_communicators import cpu_communicator
+    from vllm.v1.worker import cpu_worker
+
+    source = inspect.getsource(cpu_communicator)
+    assert 'f"{instance_identifier}-{shm_group_identifier}-cpushm"' in source
+    assert "unlink" not in source
+    assert 'os.environ["VLLM_DIST_IDENT"]' in inspect.getsource(cpu_worker)
+
+
 def test_requests_have_what_we_change():
     """Cutting a prompt, and holding a request, is done on vLLM's own objects."""
     from vllm import SamplingParams

@@ -19,6 +19,7 @@ PATIENCE_S = 120.0  # stages wait for each other, which takes long where cores a
 PLACES = {
     "one": {},
     "two stages": {"pipeline_parallel_size": 2},
+    "three stages": {"pipeline_parallel_size": 3},  # of four layers: unequal ones
     "two ranks": {"tensor_parallel_size": 2},
 }
 _seeds = count(30_000)
@@ -39,7 +40,7 @@ def nodes(
     with ExitStack() as started:
         nodes = {}
         for name, places in PLACES.items():
-            if case is not LLAMA and name == "two ranks":  # states are cut for a number of ranks
+            if case is not LLAMA and name not in ("one", "two stages"):  # states are cut for a number of ranks
                 continue
             node_name = name.replace(" ", "-")
             nodes[name] = make_node(node_name, folder, options | places, "kv_both", "decode", lease_s=PATIENCE_S)
@@ -69,7 +70,8 @@ def assert_hands_over(pair: Pair, reference: Engine) -> None:
 
 @of(LLAMA)
 @pytest.mark.parametrize(
-    ("producer", "consumer"), [("two stages", "one"), ("one", "two stages"), ("two ranks", "two stages")]
+    ("producer", "consumer"),
+    [("two stages", "one"), ("one", "two stages"), ("two ranks", "two stages"), ("three stages", "two stages")],
 )
 def test_layers_find_their_stages(nodes: dict[str, Node], reference: Engine, producer: str, consumer: str) -> None:
     assert_hands_over(Pair(nodes[producer], nodes[consumer], PATIENCE_S), reference)

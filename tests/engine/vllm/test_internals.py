@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import engine.vllm
+from engine.vllm import internals
 
 # The connector's base class, its metrics, and what they are made with.
 PUBLIC = {
@@ -31,3 +32,15 @@ def test_privates_of_vllm_are_reached_from_internals_alone() -> None:
     assert len(modules) > 10
     beyond = {path.name: imported(path) - PUBLIC for path in modules if path.name != "internals.py"}
     assert {name: names for name, names in beyond.items() if names} == {}
+
+
+def test_names_of_memory_that_ranks_share_go_and_those_of_others_stay(tmp_path, monkeypatch):
+    mine, theirs = tmp_path / "vllm_dist_a-pp:0-[0-1]-cpushm_0", tmp_path / "vllm_dist_b-tp:0-[0-1]-cpushm_0"
+    for path in (mine, theirs):
+        path.touch()
+    monkeypatch.delenv("VLLM_DIST_IDENT", raising=False)
+    internals.unlink_shared_memory(tmp_path)
+    assert mine.exists()
+    monkeypatch.setenv("VLLM_DIST_IDENT", "vllm_dist_a")
+    internals.unlink_shared_memory(tmp_path)
+    assert list(tmp_path.iterdir()) == [theirs]
