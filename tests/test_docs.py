@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_walls import PACKAGES
+from tests.vllm import cases
 
 ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
@@ -76,3 +77,7 @@ def test_links_lead_somewhere(document: Path) -> None:
         target = document.parent / file if file else document
         assert target.exists(), file
         assert not heading or heading in headings(target), heading
+
+
+def test_the_table_of_models_is_that_of_the_tests() -> None:
+    assert cases.table() in (ROOT / "docs" / "vllm.md").read_text()

@@ -6,6 +6,9 @@ one contiguous part. Where there are more ranks than heads, neighbours hold the 
     slab of a layer   | head 0: tokens × (K, V) | head 1 | head 2 | head 3 |
     tensor parallel 2 | <-------- rank 0 --------------> | <--- rank 1 --> |
 
+Where layers differ in their bytes per token vLLM makes all blocks of one size, so those with less have more tokens in each. A block
+here is the longest of them, and a slab of the others holds several of theirs, one after the other.
+
 Recurrent states have one part per rank, in the order of ranks. How heads lie inside a part depends on the model, so a
 state cut for two ranks cannot be read by one: layouts with states differ by the number of parts.
 
@@ -64,10 +67,19 @@ class LayerPlace:
     layer_index: int
     number: int
 
+    def blocks(self, start: int, stop: int, block_tokens: int) -> Iterator[tuple[int, int, int]]:
+        """vLLM's blocks of an attention layer that tokens [start, stop) touch: (its index, ours of `block_tokens`, where
+        it begins in our slab).
+        """
+        size = self.layer.block_tokens
+        for index in block_range(start, stop, size):
+            block, offset = divmod(index * size, block_tokens)
+            yield index, block, offset // size * self.layer.part_bytes * self.layer.parts
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The bytes [start, stop) of every slab of a layer that one rank holds; of equal parts one rank is the writer."""
+    """The bytes [start, stop) of every block of vLLM's that one rank holds; of equal parts one rank is the writer."""
 
     start: int
     stop: int
@@ -120,6 +132,9 @@ def vllm_layout(
     groups = tuple(KVCacheGroup(spec, tuple(members[spec])) for spec in specs)
     if any(layer.kind is Kind.STATE for layer in ordered):
         model = f"{model}/tp{ranks}"
+    sizes = {layer.block_tokens for layer in ordered if layer.kind is not Kind.STATE}
+    if len(sizes) > 1:  # bytes lie in slabs as vLLM's blocks have them
+        model = f"{model}/blocks-of-{'-'.join(map(str, sorted(sizes)))}"
     places = [
         LayerPlace(ordered[number], group, index, number)
         for group, entry in enumerate(groups)
@@ -140,9 +155,9 @@ def _spec(layer: CacheLayer, block_tokens: int, ranks: int) -> KVCacheSpec:
     size = layer.part_bytes * layer.parts
     if layer.kind is Kind.STATE:
         return LinearState(size)
-    if layer.block_tokens != block_tokens:
+    if block_tokens % layer.block_tokens:
         raise LayoutError(f"{layer.name}: blocks of {layer.block_tokens} tokens among blocks of {block_tokens}")
-    per_token, rest = divmod(size, block_tokens)
+    per_token, rest = divmod(size, layer.block_tokens)
     if rest:
         raise LayoutError(f"{layer.name}: {size} bytes per block are no whole number per token")
     # K and V lie side by side for each token: there is no K part and no V part of a slab, so all of it counts as K.
@@ -169,10 +184,15 @@ def attention_copies(
 ) -> Iterator[BlockCopy]:
     """The copies for the blocks of a layer that tokens [start, stop) touch, where both sides have the block."""
     stored = pages.blocks[place.group]
-    for block in block_range(start, min(stop, pages.num_tokens), layout.block_size):
-        if block < len(table) and table[block] != NULL_BLOCK and stored[block]:
+    for index, block, offset in place.blocks(start, min(stop, pages.num_tokens), layout.block_size):
+        if is_live(table, index) and stored[block]:
             segments = layout.segments(place.group, place.layer_index, stored[block])
-            yield BlockCopy(table[block], cut(segments, part.start, part.stop))
+            yield BlockCopy(table[index], cut(segments, offset + part.start, offset + part.stop))
+
+
+def is_live(table: Table, index: int) -> bool:
+    """Whether vLLM has that block."""
+    return index < len(table) and table[index] != NULL_BLOCK
 
 
 def state_copy(
@@ -209,26 +229,25 @@ def unloadable(layout: VllmLayout, pages: JobPages, tables: Sequence[Table], sta
             if not pages.states[place.group].get(stop):
                 return f"no state of {place.layer.name} after {stop} tokens is stored"
             continue
-        for block in block_range(start, stop, size):
-            live = block < len(table) and table[block] != NULL_BLOCK
+        for index, block, _ in place.blocks(start, stop, size):
+            live = is_live(table, index)
             if live and not pages.blocks[place.group][block]:
                 return f"block {block} of {place.layer.name} is not stored"
             if not live and place.layer.kind is Kind.FULL:
-                return f"vLLM has no block {block} for {place.layer.name}"
+                return f"vLLM has no block {index} for {place.layer.name}"
     return ""
 
 
 def unfilled(
     layout: VllmLayout, pages: JobPages, tables: Sequence[Table], start: int, stop: int
 ) -> set[tuple[int, int]]:
-    """(group, block) of what pages wait for and vLLM no longer has: windows that moved on."""
+    """(group, block) of what pages wait for and vLLM no longer has, or not all of: windows that moved on."""
     return {
         (place.group, block)
         for place in layout.places
         if place.layer.kind is Kind.WINDOW
-        for block in block_range(start, min(stop, pages.num_tokens), layout.model.block_size)
-        if pages.blocks[place.group][block]
-        and (block >= len(table := tables[place.layer.table]) or table[block] == NULL_BLOCK)
+        for index, block, _ in place.blocks(start, min(stop, pages.num_tokens), layout.model.block_size)
+        if pages.blocks[place.group][block] and not is_live(tables[place.layer.table], index)
     }
 
 

@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -8,6 +9,8 @@ from engine.vllm.layout import (
     NULL_BLOCK,
     CacheLayer,
     Kind,
+    Table,
+    VllmLayout,
     attention_copies,
     block_range,
     cut,
@@ -89,7 +92,7 @@ def test_what_cannot_be_paged_is_refused():
     with pytest.raises(LayoutError, match="blocks of 8 tokens among"):
         vllm_layout(
             [CacheLayer(name="a", table=0, kind=Kind.FULL, block_tokens=8, part_bytes=64, parts=1)],
-            model="m", dtype="float32", block_tokens=16, ranks=1,
+            model="m", dtype="float32", block_tokens=20, ranks=1,
         )  # fmt: skip
     with pytest.raises(LayoutError, match="whole number"):
         layout_of(full("a", part_bytes=BLOCK * 8 + 1))
@@ -127,6 +130,66 @@ def test_attention_is_copied_where_both_sides_have_the_block():
     assert [copy.block_id for copy in copies] == [2, 3, 4]
     copies = list(attention_copies(layout.model, sliding, layout.part(sliding, 0), pages, tables[1], 0, 3 * BLOCK + 1))
     assert [copy.block_id for copy in copies] == [7, 8]
+
+
+def halves(ranks: int = 1) -> VllmLayout:
+    """As vLLM cuts layers of which some have twice the bytes per token: `b` has two blocks where `a` has one."""
+    parts = min(ranks, 2)
+    small = CacheLayer(
+        name="b", table=1, kind=Kind.FULL, block_tokens=BLOCK // 2, part_bytes=64 * BLOCK // parts, parts=parts
+    )
+    return layout_of(full("a", part_bytes=64 * BLOCK // parts, parts=parts), small, ranks=ranks)
+
+
+def copied(layout: VllmLayout, tables: Sequence[Table], rank: int, start: int, stop: int) -> dict[int, tuple[int, int]]:
+    """Which byte of which block of `b` each byte of the arena is."""
+    place, pages = layout.places[1], pages_for(layout, stop)
+    part = layout.part(place, rank)
+    found: dict[int, tuple[int, int]] = {}
+    for copy in attention_copies(layout.model, place, part, pages, tables[1], start, stop):
+        bytes_of = [at for segment in copy.segments for at in range(segment.start, segment.start + segment.length)]
+        assert len(bytes_of) == place.layer.part_bytes, "each copy is a whole block of the rank's"
+        assert found.keys().isdisjoint(bytes_of)
+        found.update({at: (copy.block_id, offset + part.start) for offset, at in enumerate(bytes_of)})
+    return found
+
+
+def test_smaller_blocks_lie_in_slabs_one_after_the_other():
+    layout, length = halves(), 2 * BLOCK + 1
+    assert [group.spec.bytes_per_token for group in layout.model.groups] == [64, 128]
+    tables = ((1, 2, 3), (10, 11, 12, 13, 14))
+    found = copied(layout, tables, 0, 0, length)
+    assert {block for block, _ in found.values()} == {10, 11, 12, 13, 14}
+    assert {block for block, _ in copied(layout, tables, 0, BLOCK + 1, length).values()} == {12, 13, 14}
+    assert unloadable(layout, pages_for(layout, length), tables, 0, length) == ""
+    assert "vLLM has no block 3 for b" in unloadable(
+        layout, pages_for(layout, length), (tables[0], (10, 11, 12, 0, 14)), 0, length
+    )
+
+
+def test_smaller_blocks_find_their_bytes_whatever_the_number_of_ranks():
+    alone, shared = halves(), halves(2)
+    assert alone.model.fingerprint == shared.model.fingerprint
+    tables, length = ((1, 2), (10, 11, 12, 13)), 2 * BLOCK
+    together = [copied(shared, tables, rank, 0, length) for rank in range(2)]
+    assert together[0].keys().isdisjoint(together[1])
+    assert together[0] | together[1] == copied(alone, tables, 0, 0, length)
+
+
+def test_blocks_of_other_sizes_are_another_layout():
+    as_one = layout_of(full("a"), full("b", part_bytes=128 * BLOCK))
+    assert as_one.model.groups == halves().model.groups
+    assert as_one.model.fingerprint != halves().model.fingerprint
+
+
+def test_a_window_that_has_left_a_part_of_a_block_has_not_the_block():
+    small = CacheLayer(
+        name="w", table=1, kind=Kind.WINDOW, block_tokens=BLOCK // 2, part_bytes=64 * BLOCK, parts=1, window=BLOCK
+    )
+    layout = layout_of(full("a"), small)
+    pages = pages_for(layout, 2 * BLOCK)
+    assert unfilled(layout, pages, ((1, 2), (0, 0, 12, 13)), BLOCK, 2 * BLOCK) == set()
+    assert unfilled(layout, pages, ((1, 2), (0, 0, 0, 13)), BLOCK, 2 * BLOCK) == {(1, 1)}
 
 
 def test_state_lies_in_the_block_of_its_last_token():
