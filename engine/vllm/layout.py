@@ -6,8 +6,8 @@ one contiguous part. Where there are more ranks than heads, neighbours hold the 
     slab of a layer   | head 0: tokens × (K, V) | head 1 | head 2 | head 3 |
     tensor parallel 2 | <-------- rank 0 --------------> | <--- rank 1 --> |
 
-Where layers differ in their bytes per token vLLM makes all blocks of one size, so those with less have more tokens in each. A block
-here is the longest of them, and a slab of the others holds several of theirs, one after the other.
+Where layers differ in their bytes per token vLLM makes all blocks of one size, so those with less have more tokens in each. A
+block here is the longest of them, and a slab of the others holds several of theirs, one after the other.
 
 Recurrent states have one part per rank, in the order of ranks. How heads lie inside a part depends on the model, so a
 state cut for two ranks cannot be read by one: layouts with states differ by the number of parts.
