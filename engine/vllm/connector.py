@@ -105,9 +105,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._agent = _agent(self._vllm_config, layout)
         self._agent.start()
         local_tier = bool(self._kv_transfer_config.get_from_extra_config("local_tier", True))
-        self._scheduler = SchedulerSide(
-            layout, self._agent, time.monotonic, local_tier=local_tier, has_input=internals.engine_has_input()
-        )
+        engine = internals.engine_around()
+        self._scheduler = SchedulerSide(layout, self._agent, time.monotonic, local_tier=local_tier, engine=engine)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, Final, TypeVar
 
+from engine.vllm.harmless import HARMLESS
 from engine.vllm.layout import CacheLayer, Kind
 from hybrid_cache.errors import LayoutError
 
@@ -91,11 +92,24 @@ def _cut(request: Any, num_tokens: int) -> None:
 # The engine (vllm.v1.engine.core)
 
 
-def engine_has_input() -> Callable[[], bool]:
-    """Whether the engine that is making this connector has been sent something that it has not read.
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineAround:
+    """What no interface of vLLM's gives a connector of the engine that makes it.
 
-    No interface tells, so the engine is looked for on the stack. One that is not found is taken to have input
-    always: then nothing waits for long.
+    `has_input`: whether the engine has been sent something that it has not read. `end` ends a request that runs, and has its
+    client answered with these `kv_transfer_params`; false where that cannot be done.
+    """
+
+    has_input: Callable[[], bool] = lambda: True
+    end: Callable[[Any, Mapping[str, Any] | None], bool] = lambda request, params: False
+
+
+NO_ENGINE: Final = EngineAround()
+
+
+def engine_around() -> EngineAround:
+    """The engine is looked for on the stack. One that is not found (in process, without queues) is taken to have input
+    always, so that nothing waits for long, and to end nothing.
     """
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -103,10 +117,24 @@ def engine_has_input() -> Callable[[], bool]:
     while frame is not None:
         engine: Any = frame.f_locals.get("self")
         if type(engine) is EngineCoreProc:
-            inbox = engine.input_queue
-            return lambda: not inbox.empty()
+            return EngineAround(functools.partial(_has_input, engine.input_queue), functools.partial(_end, engine))
         frame = frame.f_back
-    return lambda: True
+    return NO_ENGINE
+
+
+def _has_input(inbox: Any) -> bool:
+    return not inbox.empty()
+
+
+def _end(engine: Any, request: Any, params: Mapping[str, Any] | None) -> bool:
+    """As when a client leaves, which the engine sees between its steps; but this client is there, and gets its answer first."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+    output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT, kv_transfer_params=params)
+    answer = EngineCoreOutputs(finished_requests={request.request_id}, outputs=[output])
+    engine.output_queue.put_nowait((request.client_index, answer))
+    engine.aborts_queue.put_nowait([request.request_id])
+    return True
 
 
 def check_scheduling(vllm_config: Any) -> None:
@@ -390,43 +418,6 @@ def _cache_layer(name: str, table: int, spec: Any, ranks: int, heads: int) -> Ca
 # The configuration (vllm.config): everything but what is known not to change KVCache, so that what a new version adds counts.
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-HARMLESS: Final[Mapping[str, frozenset[str]]] = {
-    # Weights have an identity of their own, configurations count as they are in effect, tokens are compared by themselves.
-    # Then what is asked of requests and made of logits; then how it is run, which rounds differently at most.
-    "model_config": _names("""
-        model model_weights revision hf_config hf_text_config hf_config_path config_format hf_token trust_remote_code
-        tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init enable_prompt_embeds
-        seed max_model_len spec_target_max_model_len max_logprobs logprobs_mode use_fp64_gumbel return_sampling_mask
-        enable_trace_replay generation_config override_generation_config logits_processors served_model_name
-        io_processor_plugin pooler_config renderer_num_workers multimodal_config allowed_local_media_path
-        allowed_media_domains allow_deprecated_quantization
-        enforce_eager disable_cascade_attn enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend
-        sleep_mode_offload_cudagraph enable_nccl_comm_suspend enable_cumem_allocator
-    """),
-    # The layout has block sizes and forms of states. Then how much there is, and how it is looked up.
-    "cache_config": _names("""
-        block_size user_specified_block_size mamba_block_size mamba_cache_mode mamba_page_size_padded
-        skip_page_size_padded kv_cache_layout
-        prefix_match_unit gpu_memory_utilization is_attention_free num_gpu_blocks_override enable_prefix_caching
-        prefix_caching_hash_algo prefix_cache_retention_interval enable_mamba_shared_prefix_checkpoint num_gpu_blocks
-        num_cpu_blocks effective_attention_block_size kv_cache_size_tokens kv_cache_max_concurrency hash_block_size
-        cache_hit_alignment_tokens kv_cache_memory_bytes kv_offloading_size kv_offloading_backend
-    """),
-    "load_config": _names("""
-        download_dir safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size device
-        use_tqdm_on_load pt_load_map_location
-    """),
-    "attention_config": _names("""
-        flash_attn_max_num_splits_for_cuda_graph tokenspeed_mla_min_split_kv tq_max_kv_splits_for_cuda_graph
-        sparse_mla_prefill_workspace_factor
-    """),
-    "mamba_config": _names(""),
-    "lora_config": _names("max_loras max_cpu_loras"),
-}
 # Where a configuration lies, and what loading notes in it: not the model's.
 HF_PLACES: Final = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
 

@@ -50,14 +50,14 @@ class SchedulerSide:
         now: Callable[[], float],
         *,
         local_tier: bool = True,
-        has_input: Callable[[], bool] = lambda: True,
+        engine: internals.EngineAround = internals.NO_ENGINE,
     ) -> None:
-        """`has_input`: whether vLLM has been sent something that only its next step will see; true if that is unknown."""
+        """`engine`: the one that makes this, as far as it can be found."""
         self._layout = layout
         self._agent = agent
         self._now = now
         self._local_tier = local_tier
-        self._has_input = has_input
+        self._engine = engine
         self._has_rested = False  # in the step that is being put together
         self._block_size = layout.model.block_size
         self._salt = model_salt(layout.model.fingerprint)
@@ -302,7 +302,7 @@ class SchedulerSide:
         handover.reason = reason
         if was in (Phase.ASKED, Phase.GRANTED):
             internals.shrink(handover.request)
-        else:
+        elif was is not Phase.COMPUTING or not self._engine.end(handover.request, handover.answer()):
             internals.sample_one(handover.request)
             self._let_finish(handover)
 
@@ -413,7 +413,7 @@ class SchedulerSide:
         self._has_rested = True
         self._report_load({}, at_once=True)
         until_s = min(self._now() + MAX_REST_S, *(handover.deadline_s for handover in self._handovers.values()))
-        while not self._agent.news.wait(IDLE_WAIT_S) and not self._has_input() and self._now() < until_s:
+        while not self._agent.news.wait(IDLE_WAIT_S) and not self._engine.has_input() and self._now() < until_s:
             pass
         return True
 

@@ -209,22 +209,46 @@ def test_an_engine_is_found_while_it_makes_its_connector():
 
     from vllm.v1.engine.core import EngineCoreProc
 
-    from engine.vllm.internals import engine_has_input
+    from engine.vllm.internals import engine_around
 
     source = inspect.getsource(EngineCoreProc.__init__)
     assert source.index("self.input_queue =") < source.index("super().__init__("), "made before its scheduler"
 
     class Maker:
         def make(self):
-            return engine_has_input()
+            return engine_around()
 
     engine = EngineCoreProc.__new__(EngineCoreProc)
     engine.input_queue = queue.Queue()
-    has_input = Maker.make(engine)
+    has_input = Maker.make(engine).has_input
     assert not has_input()
     engine.input_queue.put(1)
     assert has_input()
-    assert Maker().make()(), "unknown: as if there were always some"
+    assert Maker().make().has_input(), "unknown: as if there were always some"
+    assert not Maker().make().end(object(), None)
+
+
+def test_a_request_is_ended_by_what_the_engine_looks_at_between_its_steps():
+    """What `EngineAround.end` stands on."""
+    import queue
+    from types import SimpleNamespace
+
+    from vllm.v1.engine import FinishReason
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+    from engine.vllm.internals import _end
+
+    assert "self.aborts_queue" in inspect.getsource(EngineCore.__init__)
+    assert "_process_aborts_queue()" in inspect.getsource(EngineCore.step)
+    assert "_process_aborts_queue()" in inspect.getsource(EngineCore.step_with_batch_queue)
+    assert "output_queue" in inspect.getsource(EngineCoreProc.__init__)
+    engine = SimpleNamespace(output_queue=queue.Queue(), aborts_queue=queue.Queue())
+    assert _end(engine, SimpleNamespace(request_id="r", client_index=3), {"delivered": False})
+    client, outputs = engine.output_queue.get_nowait()
+    (output,) = outputs.outputs
+    assert (client, output.request_id, output.kv_transfer_params) == (3, "r", {"delivered": False})
+    assert output.finish_reason is FinishReason.ABORT
+    assert engine.aborts_queue.get_nowait() == ["r"]
 
 
 def test_answers_go_on_through_what_the_front_end_has():

@@ -15,63 +15,27 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import openai
+import msgspec
 import pytest
 
 from gateway.agent import AgentClient
 from gateway.clusters import salt_of
 from hybrid_cache.events import BlocksStored, Medium
-from hybrid_cache.hashing import block_hashes
+from hybrid_cache.hashing import block_hashes, tokens_digest
 from hybrid_cache.layout import ModelLayout
 from prfaas.client import complete
 from tests.e2e.harness import Bench, free_port
 from tests.transport.proxy import Proxy
 from tests.vllm.cases import build
 from tests.vllm.chats import HISTORIES, TOOLS
+from tests.vllm.serving import CHUNK, LINK_BYTES_PER_S, TEMPLATE, ask, document
+from transport.control.proto import node_pb2 as pb
+from transport.control.proto import node_pb2_grpc as rpc
+from transport.control.tickets import ticket_info
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200), pytest.mark.dimensions(start="servers")]
 
 ARCH = "gemma3"  # sliding windows and full attention. (LFM2, scaled as it is, changes its mind with the batch that it runs in.)
-CHUNK = 256
-LINK_BYTES_PER_S = 12.5e6  # 100 Mbit/s for each connection
-# What real ones look at; and what a critic says depends on a flag of the server's that no gateway knows.
-TEMPLATE = """{% if tools %}{{ tools | tojson }}
-{% endif %}{% for m in messages %}<{{ m.role }}>{% if m.role == 'critic' %}{{ critic | default('') }}{% endif %}
-{%- if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}{% for call in m.tool_calls or [] %}
-{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}
-{% endfor %}{% if add_generation_prompt %}<assistant>{% if enable_thinking is false %}()
-{% endif %}{% endif %}"""
-
-
-def document(model: str, relay: Proxy) -> dict[str, Any]:
-    """Two nodes, one vLLM server each; KVCache passes the relay on its way from the first to the second.
-
-    The PD cluster has no prefill node of its own, so prompts of any length are prefilled remotely.
-    """
-    decode = {"transfer_port": int(relay.upstream.rpartition(":")[2]), "transfer_advertise": relay.address}
-    return {
-        "model": {"path": model, "name": "tiny"},
-        "gateway": {"port": 0, "threshold_tokens": 300, "routing": {"prefill_tokens_per_s": 1000.0}},
-        "node": {
-            "engine": "vllm",
-            "engine_args": [
-                "--dtype",
-                "float32",
-                "--num-gpu-blocks-override",
-                "512",
-                "--default-chat-template-kwargs",
-                '{"critic": "of nothing: "}',
-            ],
-            "chunk_tokens": CHUNK,
-            "max_model_len": 4096,
-            "cache_bytes": 128 << 20,
-            "lease_s": 60.0,
-        },
-        "clusters": [
-            {"name": "east", "kind": "prfaas", "nodes": [{"node_id": "far", "role": "prefill", "transport": "tcp"}]},
-            {"name": "west", "kind": "pd", "nodes": [{"node_id": "decode0", "role": "decode", **decode}]},
-        ],
-    }
 
 
 @pytest.fixture(scope="module")
@@ -404,27 +368,6 @@ def test_the_sdk_gets_what_one_server_says(bench: Bench, words: int, stream: boo
     bench.run(scenario())
 
 
-async def ask(url: str, stream: bool, call: dict[str, Any], **extra: Any) -> tuple[str, str, int, int]:
-    """Text, reason of its end, prompt and completion tokens."""
-    async with openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=0) as client:
-        create: Any = client.chat.completions.create if "messages" in call else client.completions.create
-        if not stream:
-            answer = await create(**call, extra_body=extra)
-            choice, usage = answer.choices[0], answer.usage
-            text = choice.message.content if "messages" in call else choice.text
-            assert usage.prompt_tokens_details is not None
-            return text, choice.finish_reason, usage.prompt_tokens, usage.completion_tokens
-        text, reason, usage = "", "", None
-        async for chunk in await create(**call, stream=True, stream_options={"include_usage": True}, extra_body=extra):
-            for choice in chunk.choices:
-                text += (choice.delta.content if "messages" in call else choice.text) or ""
-                reason = choice.finish_reason or reason
-            usage = chunk.usage or usage
-        assert usage is not None
-        assert usage.prompt_tokens_details is not None
-        return text, reason, usage.prompt_tokens, usage.completion_tokens
-
-
 @pytest.mark.parametrize(
     ("change", "status"), [({"max_tokens": -1}, 400), ({"temperature": 9.0}, 400), ({"max_tokens": 100_000}, 400)]
 )
@@ -467,6 +410,54 @@ def test_a_client_that_leaves_leaves_nothing_behind(bench: Bench) -> None:
         await bench.wait_until(lambda: is_sending(bench))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+    bench.run(scenario())
+
+
+async def posted(bench: Bench, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    async with bench.session.post(url, json=body) as answer:
+        said: dict[str, Any] = await answer.json()
+        return said
+
+
+def test_a_leg_whose_push_fails_computes_no_further(bench: Bench) -> None:
+    async def scenario() -> None:
+        prompt = bench.prompt(3900, seed=35)
+        far, agent = bench.node("far"), AgentClient(bench.node("decode0").agent_address, 5.0)
+        layout = ModelLayout.from_json((await bench.describe("decode0")).layout_json)
+        salt = salt_of(layout)
+        hashes = block_hashes(prompt[:-1], layout.block_size, salt)
+        reservation = pb.ReserveRequest(
+            block_hashes=b"".join(hashes),
+            num_tokens=len(prompt) - 1,
+            tokens_digest=tokens_digest(prompt, salt),
+            ttl_s=60.0,
+        )
+        async with bench.system.agent_channel("decode0") as channel:
+            ticket = ticket_info(await rpc.NodeAgentStub(channel).Reserve(reservation, timeout=10.0))
+        params = {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "ticket": json.loads(msgspec.json.encode(ticket)),
+            "salt": salt.hex(),
+        }
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}
+        try:
+            leg = asyncio.create_task(posted(bench, f"{far.engine_url}/v1/completions", body))
+            await bench.wait_until(lambda: is_sending(bench))
+            await agent.abort(ticket.transfer_id, "in this test")
+            said = await leg
+        finally:
+            await agent.close()
+        assert not said["kv_transfer_params"]["delivered"]
+        assert said["choices"][0]["finish_reason"] == "abort"
+        assert said["usage"]["completion_tokens"] == 0
+
+        async def computes_nothing() -> bool:
+            return await bench.metric(far.engine_url, "vllm:num_requests_running") == 0
+
+        await bench.wait_until(computes_nothing)
+        assert (await bench.generate(prompt)).token_ids == await alone(bench, prompt)
 
     bench.run(scenario())
 

@@ -3,9 +3,9 @@
 import pytest
 
 from engine.vllm.errands import Arrived, Failed, Written
-from engine.vllm.internals import HELD_STEP
+from engine.vllm.internals import HELD_STEP, EngineAround
 from tests.engine.vllm.builders import BLOCK, tables_for
-from tests.engine.vllm.scripted import LAYOUT, LEG, N, Request, ticket
+from tests.engine.vllm.scripted import LAYOUT, LEG, N, Request, World, ticket
 from transport.control.messages import Delivered
 
 
@@ -84,6 +84,28 @@ def test_a_push_that_fails_ends_the_leg(world):
     assert request.max_tokens == 1
     assert world.agent.ended == [(1, False, "peer_lost")]
     assert world.side.request_finished(request) == {"delivered": False, "reason": "peer_lost"}
+
+
+def test_a_leg_whose_push_fails_computes_no_further_where_the_engine_can_end_it():
+    ended = []
+
+    def end(request, answer):
+        ended.append((request.request_id, answer))
+        return True
+
+    world = World(engine=EngineAround(end=end))
+    request = world.arrive(Request(params=LEG))
+    world.grant()
+    world.side.num_new_matched_tokens(request, 0)
+    world.side.after_alloc(request, tables_for(LAYOUT, N - 1), 0)
+    world.schedule(request, BLOCK)
+    world.agent.events.append(Failed(1, "peer_lost"))
+    assert not world.schedule(request, BLOCK).saves
+    assert ended == [("r", {"delivered": False, "reason": "peer_lost"})]
+    assert request.max_tokens != 1, "nobody waits for a token"
+    world.side.request_finished(request)  # as vLLM tells of what it has aborted
+    assert world.agent.ended == [(1, False, "peer_lost")]
+    assert world.side.take_counts().legs == {"peer_lost": 1}
 
 
 def test_a_leg_whose_pages_are_lost_while_it_loads_is_not_held(world):

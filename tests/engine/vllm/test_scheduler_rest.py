@@ -1,5 +1,6 @@
 """A server whose requests all wait for the agent takes no steps, and none too few."""
 
+from engine.vllm.internals import EngineAround
 from tests.engine.vllm.builders import tables_for
 from tests.engine.vllm.scripted import LANDING, LAYOUT, LEG, N, Request, World
 
@@ -16,7 +17,7 @@ class Inbox:
 
 def test_while_every_request_waits_vllm_is_left_alone_until_it_is_sent_something():
     inbox = Inbox(False, False, True)
-    world = World(has_input=inbox)
+    world = World(engine=EngineAround(inbox))
     request = world.arrive(Request(params=LANDING))
     assert world.side.num_new_matched_tokens(request, 0) is None
     assert inbox.looks == []
@@ -29,7 +30,7 @@ def test_while_every_request_waits_vllm_is_left_alone_until_it_is_sent_something
 
 def test_a_leg_that_is_held_rests_between_steps():
     inbox = Inbox(False, True)
-    world = World(has_input=inbox)
+    world = World(engine=EngineAround(inbox))
     request = world.arrive(Request(params=LEG))
     world.agent.news.set()
     world.grant()
@@ -42,11 +43,11 @@ def test_a_leg_that_is_held_rests_between_steps():
 
 
 def test_a_rest_ends_with_the_patience_of_a_request():
-    world = World(has_input=lambda: setattr(world, "now", world.now + 1.0))
+    world = World(engine=EngineAround(lambda: setattr(world, "now", world.now + 1.0)))
     request = world.arrive(Request(params=LANDING))
     assert world.side.num_new_matched_tokens(request, 0) is None
     assert world.now == 5.0, "without a step for MAX_REST_S at most"
-    local = World(has_input=lambda: setattr(local, "now", local.now + 1.0))
+    local = World(engine=EngineAround(lambda: setattr(local, "now", local.now + 1.0)))
     request = local.arrive(Request())
     assert local.side.num_new_matched_tokens(request, 0) is None
     assert local.now == 1.0
@@ -54,7 +55,7 @@ def test_a_rest_ends_with_the_patience_of_a_request():
 
 
 def test_nothing_rests_while_another_request_might_go_on():
-    world = World(has_input=Inbox())
+    world = World(engine=EngineAround(Inbox()))
     request = world.arrive(Request(params=LANDING))
     world.arrive(Request("short", num_tokens=2))
     assert world.side.num_new_matched_tokens(request, 0) is None
