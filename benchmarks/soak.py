@@ -4,10 +4,10 @@ Two clusters with emulated engines and a gateway of two workers, with tenants, l
 begin, go on and end; some clients leave in mid-answer; long prompts cross the link. First the load that it carries is found (as
 many requests at once as there are decode slots, for half a minute), then a share of that is offered, evenly.
 
-Every half minute: resident memory, open files and threads of every process, and names in /dev/shm. Growth is the median of the
-last fifth over that of the second fifth; the first is for what fills up. So that it does by then, what is remembered of prompts
-and the nodes' pages are a fraction of what they are by default. Pages in use are resident in whoever has touched them, so
-memory of a process's own (`anon`) is told beside all of it.
+Every half minute: resident memory, open files and threads of every process, and names in /dev/shm. Growth is the most of the
+last fifth over that of the second fifth, as some memory fills and is emptied in turns; the first fifth is for what fills up.
+So that it does by then, what is remembered of prompts and blocks and the nodes' pages are a fraction of what they are by
+default. Pages in use are resident in whoever has touched them, so memory of a process's own (`anon`) is told beside all of it.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
 import aiohttp
@@ -43,6 +42,7 @@ TIMES: Final = (
 )  # of the emulated engines: they, not this machine, are full
 PROMPT_MEMORY_BYTES: Final = 4 << 20
 PAGES_BYTES: Final = 24 << 20
+HISTORY_BLOCKS: Final = 8192
 FIND_S: Final = 30.0
 SAMPLE_S: Final = 30.0
 THRESHOLD: Final = 600  # tokens
@@ -87,7 +87,10 @@ def topology(state_dir: Path) -> Topology:
             "nodes": [{"node_id": "near", "role": "prefill"}, {"node_id": "decode", "role": "decode"}],
         },
     ]
-    node = {"engine": "emulated", "engine_args": list(TIMES), "cache_bytes": PAGES_BYTES}
+    node = {
+        "engine": "emulated", "engine_args": list(TIMES), "cache_bytes": PAGES_BYTES,
+        "eviction_history_blocks": HISTORY_BLOCKS,
+    }  # fmt: skip
     document = {"model": {"arch": "kimi_linear"}, "gateway": gateway, "node": node, "clusters": clusters}
     return parse_topology(document, state_dir)
 
@@ -207,10 +210,10 @@ async def soak(minutes: float, share: float, seed: int, state_dir: Path) -> dict
 
 
 def grown(found: list[dict[str, int]]) -> dict[str, float]:
-    """Resident memory in MiB in the last fifth, its growth since the second, the same of its own; files and threads of both."""
+    """Most memory in MiB in the last fifth, its growth since the second, the same of its own; growth of files and threads."""
     fifth = max(1, len(found) // FIFTHS)
     before, after = found[fifth : 2 * fifth], found[-fifth:]
-    rss, anon = ([median(each[name] for each in part) for part in (before, after)] for name in ("rss_kib", "anon_kib"))
+    rss, anon = ([max(each[name] for each in part) for part in (before, after)] for name in ("rss_kib", "anon_kib"))
     return {
         "rss_mib": round(rss[1] / 1024, 1),
         "growth": round(rss[1] / rss[0] - 1, 4),

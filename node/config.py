@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from hybrid_cache.eviction.choice import DEFAULT, POLICIES
+from hybrid_cache.eviction.choice import DEFAULT, HISTORY_BLOCKS, POLICIES
 from node.coding import Coding, coding_of
 from node.errors import ConfigError
 from node.ports import Port
@@ -63,7 +63,8 @@ class NodeConfig:
     `coding` makes KVCache smaller on its way, by kind of group (see `node.coding`); an empty table does nothing.
     `stages` is how many computers share the layers, so that chunks of a prompt follow each other through them: of vLLM the size
     of its pipeline, of an emulated engine how it counts.
-    `eviction` is the policy that says which cached block leaves when room is needed, by name.
+    `eviction` is the policy that says which cached block leaves when room is needed, by name; the default one remembers the
+    last uses of `eviction_history_blocks` blocks, up to 480 bytes each.
     `ssd_dir` is where blocks go that leave memory, up to `ssd_bytes`, in a directory named after the node; empty: nowhere.
     """
 
@@ -91,6 +92,7 @@ class NodeConfig:
     cache_bytes: int = 256 << 20
     hugepages: bool = False
     eviction: str = DEFAULT
+    eviction_history_blocks: int = HISTORY_BLOCKS
     ssd_dir: str = ""
     ssd_bytes: int = 0
     chunk_tokens: int = 512
@@ -146,6 +148,7 @@ class NodeConfig:
     def _check_memory(self) -> None:
         require_range("cache_bytes", self.cache_bytes, 1 << 20, 1 << 50)
         require_one_of("eviction", self.eviction, tuple(POLICIES))
+        require_range("eviction_history_blocks", self.eviction_history_blocks, 1, 1 << 30)
         if self.ssd_dir:
             require_range("ssd_bytes", self.ssd_bytes, 1 << 20, 1 << 50)
         elif self.ssd_bytes:

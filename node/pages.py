@@ -55,7 +55,7 @@ class Pages:
         self.num_pages = arena.num_bytes // layout.page_bytes
         if not self.num_pages:
             raise ValueError(f"a page has {layout.page_bytes} bytes")
-        eviction = policy_named(config.eviction, layout, self.num_pages)
+        eviction = policy_named(config.eviction, layout, self.num_pages, config.eviction_history_blocks)
         self.cache = PrefixCache(layout, self.num_pages, eviction=eviction)
         self.ssd: Ssd | None = None
         self._config = config

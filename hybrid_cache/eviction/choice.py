@@ -28,16 +28,21 @@ POLICIES: Final[dict[str, Callable[[int], EvictionPolicy]]] = {
 
 
 DEFAULT: Final = "default"
+HISTORY_BLOCKS: Final = 1_000_000
 
 
-def default_policy(layout: ModelLayout) -> EvictionPolicy:
+def default_policy(layout: ModelLayout, history_blocks: int = HISTORY_BLOCKS) -> EvictionPolicy:
     """Hit density: of whole snapshots where the model has linear states, of blocks elsewhere."""
-    return SnapshotDensity(layout) if layout.state_groups else ReuseDensity()
+    return SnapshotDensity(layout, history_blocks) if layout.state_groups else ReuseDensity(history_blocks)
 
 
-def policy_named(name: str, layout: ModelLayout, num_pages: int) -> EvictionPolicy:
-    """The policy of one of the names in POLICIES for a cache of `num_pages` pages."""
+def policy_named(
+    name: str, layout: ModelLayout, num_pages: int, history_blocks: int = HISTORY_BLOCKS
+) -> EvictionPolicy:
+    """The policy of one of the names in POLICIES for a cache of `num_pages` pages. The default one learns from the last
+    uses of `history_blocks` blocks.
+    """
     if name == DEFAULT:
-        return default_policy(layout)
+        return default_policy(layout, history_blocks)
     block_pages = sum(layout.pages_per_block(group) for group in layout.full_groups)
     return POLICIES[name](max(1, num_pages // max(1, block_pages)))

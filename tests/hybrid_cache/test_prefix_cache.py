@@ -283,6 +283,18 @@ def test_every_policy_that_a_node_may_name_keeps_a_cache_going(name):
     assert cache.match(hashes_of([59 % 7] * 20 + [59] * 20), 40).num_tokens
 
 
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW, STATE)])
+def test_the_default_policy_remembers_as_many_blocks_as_it_is_told(groups):
+    layout = make_layout(*groups)
+    policy = policy_named("default", layout, 100, history_blocks=64)
+    cache = PrefixCache(layout, 100, eviction=policy)
+    for number in range(60):
+        prefill(cache, [number] * 40, now=float(number))
+    known = [sum(map(policy.knows, hashes_of([number] * 40))) for number in range(60)]
+    assert sum(known) == 64
+    assert known[:50] == [0] * 50, "the last ones"
+
+
 def test_a_copy_is_given_up_from_its_end_down_to_what_is_of_use():
     cache = PrefixCache(make_layout(FULL), 100)
     tokens = list(range(40))
