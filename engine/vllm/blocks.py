@@ -39,7 +39,7 @@ def blocks_of(name: str, tensor: torch.Tensor, part_bytes: int) -> Blocks:
         )
     if tensor.device.type == "cpu" and tensor[0].is_contiguous():
         return HostBlocks(tensor, part_bytes)
-    return StridedBlocks(tensor)
+    return StridedBlocks(tensor, None if tensor.device.type == "cpu" else torch.Stream(tensor.device))
 
 
 class HostBlocks:
@@ -63,13 +63,16 @@ class HostBlocks:
 
 
 class StridedBlocks:
-    """Blocks of any strides, on any device; on an accelerator the copies run on a stream of their own."""
+    """Blocks of any strides, on any device; on an accelerator the copies run on a stream of their own, through host memory
+    that CUDA has pinned (PyTorch keeps it for the next ones).
+    """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, stream: Any = None) -> None:
+        """`stream`: of the tensor's device, None in host memory."""
         self._tensor = tensor
         self._shape = tuple(tensor.shape[1:])
-        on_device = tensor.device.type != "cpu"
-        self._stream = torch.Stream(tensor.device) if on_device else None
+        self._stream = stream
+        self._is_pinned = tensor.device.type == "cuda"
 
     def mark(self) -> Any:
         return torch.accelerator.current_stream().record_event() if self._stream is not None else None
@@ -79,14 +82,18 @@ class StridedBlocks:
 
     def _read(self, copies: Sequence[BlockCopy], arena: Bytes, mark: Any) -> int:
         if self._stream is None:
-            rows = self._rows(copies)
+            host = self._rows(copies)
         else:
             self._stream.wait_event(mark)
             with self._stream:
-                rows = self._rows(copies).to("cpu", non_blocking=True)
+                rows = self._rows(copies)
+                host = self._host(*rows.shape)
+                host.copy_(rows, non_blocking=True)
             self._stream.synchronize()
-        data = rows.numpy()
-        return sum(_gather(row, copy, arena) for row, copy in zip(data, copies, strict=True))
+        return sum(_gather(row, copy, arena) for row, copy in zip(host.numpy(), copies, strict=True))
+
+    def _host(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=self._is_pinned)
 
     def _rows(self, copies: Sequence[BlockCopy]) -> torch.Tensor:
         ids = torch.tensor([copy.block_id for copy in copies], device=self._tensor.device)
@@ -97,15 +104,15 @@ class StridedBlocks:
 
     def _write(self, copies: Sequence[BlockCopy], arena: Bytes) -> int:
         part_bytes = sum(segment.length for segment in copies[0].segments)
-        data = np.empty((len(copies), part_bytes), np.uint8)
-        size = sum(_scatter(row, copy, arena) for row, copy in zip(data, copies, strict=True))
-        rows = torch.from_numpy(data).view(self._tensor.dtype).reshape(len(copies), *self._shape)
+        host = self._host(len(copies), part_bytes)
+        size = sum(_scatter(row, copy, arena) for row, copy in zip(host.numpy(), copies, strict=True))
+        rows = host.view(self._tensor.dtype).reshape(len(copies), *self._shape)
         ids = torch.tensor([copy.block_id for copy in copies], device=self._tensor.device)
         if self._stream is None:
             self._tensor[ids] = rows
         else:
             with self._stream:
-                self._tensor[ids] = rows.to(self._tensor.device)
+                self._tensor[ids] = rows.to(self._tensor.device, non_blocking=True)
             self._stream.synchronize()
         return size
 

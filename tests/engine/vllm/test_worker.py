@@ -256,3 +256,40 @@ def test_strided_blocks_read_and_write_what_contiguous_ones_do():
     assert torch.equal(copy[4], strided[4])
     assert torch.equal(copy[2], strided[2])
     assert not copy[3].any()
+
+
+class Stream:
+    """An accelerator's, of which it can be seen what was waited for."""
+
+    def __init__(self) -> None:
+        self.seen: list[object] = []
+
+    def wait_event(self, mark: object) -> None:
+        self.seen.append(mark)
+
+    def synchronize(self) -> None:
+        self.seen.append("copied")
+
+    def __enter__(self) -> None:
+        self.seen.append("begun")
+
+    def __exit__(self, *exc: object) -> None:
+        self.seen.append("queued")
+
+
+def test_copies_on_a_stream_begin_after_the_model_and_are_waited_for():
+    """The order on an accelerator; the tensors here are the host's."""
+    torch.manual_seed(0)
+    strided = torch.rand(NUM_BLOCKS, BLOCK, HEADS, WIDTH).transpose(1, 2)
+    size = HEADS * BLOCK * WIDTH * 4
+    arena, stream = np.zeros(2 * size, np.uint8), Stream()
+    blocks = StridedBlocks(strided, stream)
+    copies = [BlockCopy(4, (Segment(0, size),)), BlockCopy(2, (Segment(size, size),))]
+    assert blocks.read(copies, arena, "mark") == 2 * size
+    assert stream.seen == ["mark", "begun", "queued", "copied"]
+    assert (arena.view(np.float32)[: size // 4] == strided[4].reshape(-1).numpy()).all()
+    before, stream.seen = strided.clone(), []
+    strided[4] = strided[2] = 0.0
+    assert blocks.write(copies, arena) == 2 * size
+    assert stream.seen == ["begun", "queued", "copied"]
+    assert torch.equal(strided, before)
