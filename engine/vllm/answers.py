@@ -7,6 +7,9 @@
                  again from its first token on, with the state that the other server had (half a character, the beginning of a
                  stop string, a parser's), and nothing of that leaves here
 
+And a stream whose landing could not be used says so in its last chunks, as the embedded engine's do; vLLM says it in whole
+answers alone.
+
 How vLLM is had to go on is in `engine.vllm.internals`. What it could not go on with is not named, and the answer's head says why.
 """
 
@@ -19,12 +22,14 @@ import msgspec
 from msgspec import Raw
 
 from engine.openai.api import ANSWERED_HEADER, NOT_RESUMABLE_HEADER
-from engine.vllm.internals import continue_answers
+from engine.vllm.internals import RECOMPUTED, continue_answers
 
 PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 IDS: Final = b',"token_ids":['  # cannot stand inside a JSON string: its quotes would be escaped there
 PROMPT_IDS: Final = b'"prompt_token_ids":['
 ERROR: Final = b'data: {"error"'
+LAST: Final = (b'"finish_reason":"', b'"usage":{')  # what the last chunks have
+END: Final = b"}\n\n"
 # Fields that keep vLLM from going on, by why. What it counts over the tokens of an answer, it counts over its own alone; log
 # probabilities, and an echo of the prompt, are told with offsets that begin anew.
 NOT_DONE: Final[Mapping[str, str]] = {
@@ -61,6 +66,7 @@ class Asked(msgspec.Struct, frozen=True):
     resumable: bool = False
     answered: list[int] = []
     do_remote_decode: bool = False
+    do_remote_prefill: bool = False
 
 
 _ASKED: Final = msgspec.json.Decoder(Asked | None)
@@ -98,7 +104,14 @@ class Answers:
         body, outgoing = _read(body, send)
         length = (b"content-length", str(len(body)).encode())
         headers = [length, *(header for header in scope["headers"] if header[0] != b"content-length")]
-        await self._app({**scope, "headers": headers}, _again(body, receive), outgoing.send if outgoing else send)
+        if outgoing is None:
+            await self._app({**scope, "headers": headers}, _again(body, receive), send)
+            return
+        was = RECOMPUTED.set(outgoing.recomputed)
+        try:
+            await self._app({**scope, "headers": headers}, _again(body, receive), outgoing.send)
+        finally:
+            RECOMPUTED.reset(was)
 
 
 class Outgoing:
@@ -109,6 +122,7 @@ class Outgoing:
         self._headers = headers
         self._replayed = replayed  # tokens that are still to be spelled again
         self._has_prompt_ids = has_prompt_ids  # still to come, and nobody's wish
+        self.recomputed: list[str] = []  # why, once vLLM has said it
         self._is_stream = False
 
     async def send(self, message: Message) -> None:
@@ -124,7 +138,11 @@ class Outgoing:
                 return
             if self._has_prompt_ids and PROMPT_IDS in body:
                 self._has_prompt_ids = False
-                message = {**message, "body": _PROMPT_IDS.sub(b'"prompt_token_ids":null', body)}
+                body = _PROMPT_IDS.sub(b'"prompt_token_ids":null', body)
+                message = {**message, "body": body}
+            if self.recomputed and body.endswith(END) and any(each in body for each in LAST):
+                said = msgspec.json.encode({"recomputed": True, "reason": self.recomputed[0]})
+                message = {**message, "body": b'%b,"kv_transfer_params":%b%b' % (body[: -len(END)], said, END)}
         await self._send(message)
 
 
@@ -146,8 +164,11 @@ def _read(body: bytes, send: Send) -> tuple[bytes, Outgoing | None]:
         asked = _ASKED.decode(fields.get("kv_transfer_params", Raw(b"null"))) or Asked()
     except _NOT_JSON:
         return body, None  # vLLM says what is wrong with it
-    if asked.do_remote_decode or not (asked.resumable or asked.answered):
+    goes_on = asked.resumable or bool(asked.answered)
+    if asked.do_remote_decode or not (goes_on or asked.do_remote_prefill):
         return body, None
+    if not goes_on:
+        return body, Outgoing(send, [], 0, has_prompt_ids=False)
     why = why_not(fields)
     if why:
         return body, Outgoing(send, [(NOT_RESUMABLE_HEADER.encode(), why.encode())], 0, has_prompt_ids=False)

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from contextvars import ContextVar
 from copy import copy
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -159,10 +160,13 @@ def takes_media(vllm_config: Any) -> bool:
 # The front end (vllm.v1.engine.async_llm, its detokenizer)
 
 
-def continue_answers() -> None:
-    """From now on this process's engine goes on with answers that another server has begun (`engine.vllm.answers`).
+RECOMPUTED: Final[ContextVar[list[str] | None]] = ContextVar("RECOMPUTED", default=None)
+"""A list of whoever answers a request: why its landing could not be used is in it before the last words are said."""
 
-    Requests that are no such answers cost one look at their parameters. Doing it again changes nothing.
+
+def continue_answers() -> None:
+    """From now on this process's engine goes on with answers of other servers, and tells of landings that could not be used
+    (`engine.vllm.answers`). Requests that are neither cost one look at their parameters. Doing it again changes nothing.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -175,15 +179,29 @@ def continue_answers() -> None:
         asked = (getattr(sampling_params, "extra_args", None) or {}).get("kv_transfer_params") or {}
         answered: list[int] = asked.get("answered") or []
         if not answered:
-            return begins(self, prompt, sampling_params, *args, **kwargs)
+            return _noted(begins(self, prompt, sampling_params, *args, **kwargs))
         so_far = _longer(prompt, answered)
         if asked.get("do_remote_decode"):
             return begins(self, so_far, sampling_params, *args, **kwargs)
         spelling = _spelling(self.get_tokenizer(), prompt["prompt_token_ids"], sampling_params)
-        rest = begins(self, so_far, _of_the_rest(sampling_params, len(answered)), *args, **kwargs)
+        rest = _noted(begins(self, so_far, _of_the_rest(sampling_params, len(answered)), *args, **kwargs))
         return going_on(rest, prompt["prompt_token_ids"], answered, spelling)
 
     AsyncLLM.generate = generate
+
+
+def _noted(said: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """What vLLM says, as it is; why a landing could not be used is in whoever's list waits for it."""
+    told = RECOMPUTED.get()
+    return said if told is None else _noting(said, told)
+
+
+async def _noting(said: AsyncGenerator[Any, None], told: list[str]) -> AsyncGenerator[Any, None]:
+    async with aclosing(said):
+        async for each in said:
+            if each.finished and (each.kv_transfer_params or {}).get("recomputed"):
+                told.append(str(each.kv_transfer_params.get("reason")))
+            yield each
 
 
 async def going_on(

@@ -4,6 +4,7 @@ from typing import Any
 
 import openai
 
+from tests.e2e.harness import Bench
 from tests.transport.proxy import Proxy
 
 CHUNK = 256
@@ -67,3 +68,9 @@ async def ask(url: str, stream: bool, call: dict[str, Any], **extra: Any) -> tup
         assert usage is not None
         assert usage.prompt_tokens_details is not None
         return text, reason, usage.prompt_tokens, usage.completion_tokens
+
+
+async def posted(bench: Bench, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    async with bench.session.post(url, json=body) as answer:
+        said: dict[str, Any] = await answer.json()
+        return said

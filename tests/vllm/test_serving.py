@@ -20,6 +20,7 @@ import pytest
 
 from gateway.agent import AgentClient
 from gateway.clusters import salt_of
+from gateway.usage import recompute_reason
 from hybrid_cache.events import BlocksStored, Medium
 from hybrid_cache.hashing import block_hashes, tokens_digest
 from hybrid_cache.layout import ModelLayout
@@ -28,7 +29,7 @@ from tests.e2e.harness import Bench, free_port
 from tests.transport.proxy import Proxy
 from tests.vllm.cases import build
 from tests.vllm.chats import HISTORIES, TOOLS
-from tests.vllm.serving import CHUNK, LINK_BYTES_PER_S, TEMPLATE, ask, document
+from tests.vllm.serving import CHUNK, LINK_BYTES_PER_S, TEMPLATE, ask, document, posted
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
 from transport.control.tickets import ticket_info
@@ -414,10 +415,26 @@ def test_a_client_that_leaves_leaves_nothing_behind(bench: Bench) -> None:
     bench.run(scenario())
 
 
-async def posted(bench: Bench, url: str, body: dict[str, Any]) -> dict[str, Any]:
-    async with bench.session.post(url, json=body) as answer:
-        said: dict[str, Any] = await answer.json()
-        return said
+def test_a_stream_whose_landing_cannot_be_used_says_so(bench: Bench) -> None:
+    async def scenario() -> None:
+        prompt = bench.prompt(600, seed=37)
+        salt = salt_of(ModelLayout.from_json((await bench.describe("decode0")).layout_json)).hex()
+        landing = {"do_remote_prefill": True, "transfer_id": "nobody's", "salt": salt, "timeout_s": 1.0}
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": 8,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for params in (landing, landing | {"resumable": True}):
+            asked = body | {"kv_transfer_params": params}
+            async with bench.session.post(f"{one_server(bench)}/v1/completions", json=asked) as answer:
+                *events, finish, usage, _, _ = (await answer.read()).split(b"\n\n")
+            assert [recompute_reason(event) for event in (finish, usage)] == 2 * ["unknown_transfer"]
+            assert not any(recompute_reason(event) for event in events)
+
+    bench.run(scenario())
 
 
 def test_a_leg_whose_push_fails_computes_no_further(bench: Bench) -> None:

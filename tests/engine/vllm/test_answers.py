@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from engine.vllm.answers import Answers, Message, Receive, Send, named_tokens, why_not
-from engine.vllm.internals import going_on
+from engine.vllm.internals import RECOMPUTED, going_on
+from gateway.usage import recompute_reason
 
 WORDS = ["", " caf", "é ", "", "au", " lait"]  # half a character has no text yet
 
@@ -234,3 +235,42 @@ async def test_a_whole_answer_is_spelled_with_one_state_across_the_seam(given: i
 
 def test_every_reason_is_of_a_field_or_its_value() -> None:
     assert why_not({}) == "not_streamed"
+
+
+class Recomputing:
+    """An API server whose engine could not use what landed."""
+
+    def __init__(self, events: Sequence[bytes]) -> None:
+        self._events = events
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for number, event in enumerate(self._events):
+            if number == len(self._events) - 3 and (told := RECOMPUTED.get()) is not None:
+                told.append("timeout")
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+@on_loop
+async def test_a_landing_that_could_not_be_used_is_told_in_the_last_chunks(vllm: Vllm, resumable: bool) -> None:
+    text = sse({"choices": [{"text": '"usage":{', "finish_reason": None}]})
+    last = sse({"choices": [{"text": "", "finish_reason": "stop"}]})
+    usage = sse({"choices": [], "usage": {"prompt_tokens": 3}})
+    app = Answers(Recomputing([text, text, last, usage, b"data: [DONE]\n\n"]))
+    params = {"do_remote_prefill": True, "resumable": resumable}
+    _, said = await asked(app, body(params))
+    assert said[:2] == [text, text]
+    told = [json.loads(event.removeprefix(b"data: ")) for event in said[2:4]]
+    assert [each["kv_transfer_params"] for each in told] == 2 * [{"recomputed": True, "reason": "timeout"}]
+    assert [recompute_reason(event) for event in said[1:5]] == [None, "timeout", "timeout", None]
+    assert RECOMPUTED.get() is None
+
+
+@on_loop
+async def test_what_is_no_landing_is_not_looked_at(vllm: Vllm) -> None:
+    last = sse({"choices": [{"text": "", "finish_reason": "stop"}]})
+    _, said = await asked(Answers(Recomputing([last, b"", b""])), body({"salt": "00"}))
+    assert said[0] == last
