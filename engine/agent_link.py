@@ -239,6 +239,21 @@ class AgentLink:
         )
         return job
 
+    def look_up(self, request_id: str, hashes: bytes, num_tokens: int) -> AgentJob:
+        """Asks for pages of what is cached of a prompt, to read. Raises AgentGone when there is no agent."""
+        job = self._new_job()
+        self.send(
+            BeginPrefill(
+                job=job.job,
+                request_id=request_id,
+                hashes=hashes,
+                num_tokens=num_tokens,
+                tokens_digest=b"",  # for tickets
+                cached_only=True,
+            )
+        )
+        return job
+
     def claim_landing(self, transfer_id: str, tokens_digest: bytes, timeout_s: float) -> AgentJob:
         """Asks for a reservation's pages, once all has landed. Raises AgentGone when there is no agent."""
         job = self._new_job()

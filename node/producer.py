@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 PREFIX_PUSH_TIMEOUT_S = 120.0
 MAX_BRANCHES = 8
 MAX_CATEGORY_CHARS = 64
-# Kinds of jobs: for another node, for the prefix cache here, and what an engine computed while it answered.
-LEG, LOCAL, ANSWER = "leg", "local", "answer"
+# Kinds of jobs: for another node, for the prefix cache here, what an engine computed while it answered, and looks into the cache.
+LEG, LOCAL, ANSWER, LOOKUP = "leg", "local", "answer", "lookup"
 
 
 class Outgoing:
@@ -98,6 +98,7 @@ class PrefillJob:
     reservation: Reservation
     reply: Reply
     started_at: float
+    is_lookup: bool = False
     outgoing: Outgoing | None = None
     push: Push | None = None
     transfer_id: str = ""  # of what is pushed
@@ -116,6 +117,8 @@ class PrefillJob:
     @property
     def kind(self) -> str:
         """Whom it is computed for."""
+        if self.is_lookup:
+            return LOOKUP
         if self.reservation.purpose is Purpose.ANSWER:
             return ANSWER
         return LOCAL if self.push is None else LEG
@@ -206,6 +209,9 @@ class Producer:
         key = (id(owner), message.job)
         if key in self._begins or key in self._jobs:
             raise m.MessageError(f"job {message.job!r} has begun already")
+        if message.cached_only:
+            self._begins.start(key, lambda: self._look_up(key, message, owner, reply), reply)
+            return
         kind = ANSWER if message.computed else LOCAL if message.ticket is None else LEG
         noting = noting_refusals(reply, lambda reason: self._ended(kind, reason))
         self._begins.start(key, lambda: self._begin(key, message, owner, reply), noting)
@@ -218,6 +224,27 @@ class Producer:
             job = await self._begin_leg(message, message.ticket, owner, reply)
         self._jobs[key] = job
         return job_pages(message.job, job.reservation)
+
+    async def _look_up(self, key: JobKey, message: m.BeginPrefill, owner: object, reply: Reply) -> m.JobPages:
+        if message.num_tokens <= 0:
+            raise NodeRefusal("bad_request", f"num_tokens is {message.num_tokens}, allowed is 1 and more")
+        hashes = split_hashes(message.hashes)
+        await self._pages.bring_back(hashes, message.num_tokens)
+        found = self._pages.match(hashes, message.num_tokens).num_tokens
+        if not found:
+            groups = self.layout.groups
+            return m.JobPages(
+                job=message.job,
+                num_tokens=0,
+                cached_tokens=0,
+                blocks=tuple(() for _ in groups),
+                states=tuple({} for _ in groups),
+            )
+        reservation = await self._pages.reserve_now(
+            f"lookup-{next(self._ids)}", hashes[: found // self.layout.block_size], found, Purpose.PREFILL
+        )
+        self._jobs[key] = PrefillJob(message.job, owner, reservation, reply, self._now(), is_lookup=True)
+        return job_pages(message.job, reservation)
 
     async def _begin_leg(
         self, message: m.BeginPrefill, ticket: m.TicketInfo, owner: object, reply: Reply

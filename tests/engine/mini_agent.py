@@ -139,10 +139,24 @@ class MiniAgent:
         if refuse := (self.refuse_answers if message.computed else "") or self.refuse:
             self.send(m.Refused(job=message.job, reason=refuse))
             return
-        hashes = split_hashes(message.hashes)
+        hashes, num_tokens = split_hashes(message.hashes), message.num_tokens
+        if message.cached_only:
+            num_tokens = self.cache.match(hashes, num_tokens).num_tokens
+            if not num_tokens:
+                groups = self.layout.groups
+                nothing = m.JobPages(
+                    job=message.job,
+                    num_tokens=0,
+                    cached_tokens=0,
+                    blocks=tuple(() for _ in groups),
+                    states=tuple({} for _ in groups),
+                )
+                self.send(nothing)
+                return
+            hashes = hashes[: num_tokens // self.layout.block_size]
         purpose = Purpose.ANSWER if message.computed else Purpose.PREFILL
         try:
-            reservation = self.cache.reserve(message.job, hashes, message.num_tokens, now=0.0, purpose=purpose)
+            reservation = self.cache.reserve(message.job, hashes, num_tokens, now=0.0, purpose=purpose)
         except OutOfPages:
             self.send(m.Refused(job=message.job, reason="no_capacity"))
             return

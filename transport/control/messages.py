@@ -83,6 +83,7 @@ class BeginPrefill(Message, frozen=True, kw_only=True):
     `computed`: the engine holds all of it already, for a prompt and its answer, and offers it as prefix cache. Nobody waits for
     it, so that it is refused at once where there is no room. Later prompts will leave this one at `branch_tokens`;
     `category` is the kind of request, and nothing after `useful_tokens` is expected to be of use again (None: as usual).
+    `cached_only`: pages of what is cached of it are wanted, and no others. JobPages then has that many `num_tokens`, maybe none.
     """
 
     job: str
@@ -92,6 +93,7 @@ class BeginPrefill(Message, frozen=True, kw_only=True):
     tokens_digest: bytes
     ticket: TicketInfo | None = None
     computed: bool = False
+    cached_only: bool = False
     branch_tokens: tuple[int, ...] = ()
     category: str = ""
     useful_tokens: int | None = None

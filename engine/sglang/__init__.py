@@ -1,0 +1,1 @@
+"""SGLang's hierarchical cache over the pages of a node's agent."""

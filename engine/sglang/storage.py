@@ -1,0 +1,225 @@
+"""The agent's pages as SGLang's storage: what its hierarchical cache writes out is in them, and what lands in them it prefetches.
+
+    --enable-hierarchical-cache --hicache-mem-layout layer_first --hicache-storage-backend dynamic
+    --hicache-storage-backend-extra-config '{"backend_name": "prfaas", "module_path": "engine.sglang.storage",
+        "class_name": "PrfaasStorage", "interface_v1": 1, "hicache_storage_pass_prefix_keys": true, "agent_socket": "/run/..."}'
+
+The only module that reaches into SGLang. Its interface, of 0.5.23: `HiCacheStorage` is called by two threads of the scheduler's
+process, one that asks and reads ahead of a request, one that writes what has been computed; `keys` are names of pages, and
+`extra_info.prefix_keys` the names of all pages before them; `host_indices` are the rows of their tokens in the host pool.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import sglang
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from sglang.srt.runtime_context import get_server_args
+
+from engine.errors import ModelError
+from engine.identity import model_identity
+from engine.pages import Bytes
+from engine.sglang.layout import KV_POOL, HostPool, Ranks, layout_of, names_of, refusal_of
+from engine.sglang.store import BlockStore
+from engine.sglang.version import is_tested, untested
+from hybrid_cache.errors import LayoutError
+
+log = logging.getLogger(__name__)
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Settings that KVCache does not depend on. All others count, those that a newer SGLang adds as well: servers that differ in one
+# do not read each other's pages.
+HARMLESS: Final = _names(
+    """
+    model_path revision tokenizer_path tokenizer_mode tokenizer_backend tokenizer_worker_num detokenizer_worker_num
+    skip_tokenizer_init trust_remote_code context_length is_embedding mem_fraction_static max_running_requests
+    max_queued_requests max_total_tokens chunked_prefill_size prefill_decode_interval enable_dynamic_chunking
+    max_prefill_tokens prefill_max_requests schedule_policy page_size schedule_conservativeness radix_eviction_policy
+    radix_eviction_policy_config stream_interval random_seed watchdog_timeout soft_watchdog_timeout sleep_on_idle
+    nccl_port dist_timeout dist_init_addr gated_launch_port base_gpu_id gpu_id_step numa_node gc_threshold host port
+    fastapi_root_path skip_server_warmup warmups ssl_keyfile ssl_certfile ssl_ca_certs ssl_keyfile_password
+    enable_ssl_refresh api_key admin_api_key served_model_name chat_template completion_template file_storage_path
+    enable_cache_report return_input_ids return_output_ids reasoning_parser tool_call_parser sampling_defaults
+    log_level log_level_http log_requests log_requests_level log_requests_format log_requests_target crash_dump_folder
+    show_time_cost enable_metrics decode_log_interval kv_events_config enable_trace otlp_traces_endpoint
+    grammar_backend sampling_backend disable_cuda_graph cuda_graph_config hicache_host_memory_mode hicache_ratio
+    hicache_size hicache_write_policy hicache_io_backend hicache_mem_layout hicache_storage_prefetch_policy
+    hicache_storage_backend_extra_config hicache_storage_prefetch_retry_poll_interval
+    hicache_storage_prefetch_retry_max_attempts
+    """
+)
+
+
+class PrfaasStorage(HiCacheStorage):  # type: ignore[misc]
+    """One server's storage: the prefix cache of its node."""
+
+    def __init__(self, storage_config: Any, factory_options: Mapping[str, Any] | None = None) -> None:
+        """Raises ValueError for settings with which it cannot be used."""
+        settings = storage_config.extra_config or {}
+        if not settings.get("agent_socket"):
+            raise ValueError(
+                "agent_socket is missing in --hicache-storage-backend-extra-config: the socket of the node's agent"
+            )
+        if not settings.get("interface_v1"):
+            raise ValueError(
+                '--hicache-storage-backend-extra-config needs "interface_v1": 1: pages are copied where they lie'
+            )
+        self._socket = Path(settings["agent_socket"])
+        self._revision = str(settings.get("model_revision", ""))
+        self._ranks = Ranks(
+            tensor=storage_config.tp_size,
+            pipeline=storage_config.pp_size,
+            context=storage_config.attn_cp_size,
+            dp_rank=storage_config.dp_rank,
+        )
+        self._store: BlockStore | None = None
+        self._rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """The pool that pages are copied from and to; joins the agent. Raises ValueError for one that cannot be served."""
+        super().register_mem_pool_host(mem_pool_host)
+        pool = host_pool(mem_pool_host)
+        if (refusal := refusal_of(pool, self._ranks)) is not None:
+            raise ValueError(refusal)
+        arguments = get_server_args()
+        if not arguments.context_length:
+            raise ValueError("start the server with --context-length: the node says which prompts it takes")
+        version = str(sglang.__version__)
+        notice = "" if is_tested(version) else untested(version)
+        if notice:
+            log.warning(notice)
+        layout = layout_of(kv_identity(arguments, version, self._revision), pool)
+        self._rows = [(_rows(k), _rows(v)) for k, v in zip(mem_pool_host.k_buffer, mem_pool_host.v_buffer, strict=True)]
+        self._store = BlockStore(
+            self._socket,
+            layout,
+            model_id=arguments.served_model_name or Path(arguments.model_path).name,
+            max_model_len=arguments.context_length,
+            http_url=f"http://{arguments.host}:{arguments.port}",
+            notice=notice,
+        )
+        self._store.start()
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Raises ValueError for a pool beside that of attention: a window's, a state's, a draft's."""
+        if str(host_pool_name) != KV_POOL:
+            raise ValueError(f"the model has a pool {host_pool_name} beside {KV_POOL}: no hybrids, no drafts so far")
+
+    @property
+    def store(self) -> BlockStore:
+        """What the pages are kept by. Raises RuntimeError before a pool is registered."""
+        if self._store is None:
+            raise RuntimeError("no host pool is registered")
+        return self._store
+
+    def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
+        """How many of these pages are there, from the first one on."""
+        before = _before(extra_info)
+        return max(0, self.store.cached_blocks(names_of([*before, *keys])) - len(before))
+
+    def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Copies pages into the host pool; which of them are there now."""
+        before = _before(extra_info)
+        first_token = len(before) * self.store.layout.block_size
+        places = host_indices.cpu()
+
+        def take(layer: int, start: int, k: Bytes, v: Bytes) -> None:
+            index = places[start - first_token : start - first_token + len(k)]
+            k_rows, v_rows = self._rows[layer]
+            k_rows[index], v_rows[index] = torch.from_numpy(k), torch.from_numpy(v)
+
+        loaded = self.store.load(names_of([*before, *keys]), len(before), take)
+        return [index < loaded for index in range(len(keys))]
+
+    def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Copies pages out of the host pool; all are kept, or none."""
+        before = _before(extra_info)
+        first_token = len(before) * self.store.layout.block_size
+        places = host_indices.cpu()
+
+        def give(layer: int, start: int, stop: int) -> tuple[Bytes, Bytes]:
+            index = places[start - first_token : stop - first_token]
+            k_rows, v_rows = self._rows[layer]
+            return k_rows[index].numpy(), v_rows[index].numpy()
+
+        return [self.store.save(names_of([*before, *keys]), len(before), give)] * len(keys)
+
+    def close(self) -> None:
+        """Hangs up; what is kept stays."""
+        if self._store is not None:
+            self._store.close()
+
+    # What SGLang wants to be there, and calls without `interface_v1` only
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+        raise NotImplementedError(ONLY_V1)
+
+    def batch_get(self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None) -> None:
+        raise NotImplementedError(ONLY_V1)
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        raise NotImplementedError(ONLY_V1)
+
+    def batch_set(
+        self, keys: Sequence[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        raise NotImplementedError(ONLY_V1)
+
+    def clear(self) -> None:
+        raise NotImplementedError("the pages are the node's: they leave by its policy, or with the node")
+
+
+ONLY_V1: Final = "pages are read and written by batch_get_v1 and batch_set_v1"
+
+
+def host_pool(pool: Any) -> HostPool:
+    """What SGLang's host pool is like."""
+    return HostPool(
+        kind=type(pool).__name__,
+        arrangement=pool.layout,
+        page_tokens=pool.page_size,
+        layers=pool.layer_num,
+        draft_layers=pool.layer_num - getattr(pool, "target_layer_num", pool.layer_num),
+        heads=getattr(pool, "head_num", 0),
+        head_elements=getattr(pool, "head_dim", 0),
+        v_head_elements=getattr(pool, "v_head_dim", getattr(pool, "head_dim", 0)),
+        dtype=str(pool.dtype).removeprefix("torch."),
+        item_bytes=pool.dtype.itemsize,
+    )
+
+
+def kv_identity(arguments: Any, version: str, revision: str = "") -> str:
+    """The name of a server's KVCache: the bytes of its model, its settings, and SGLang's release. Raises LayoutError."""
+    facts = {
+        name: msgspec.json.encode(value, order="deterministic", enc_hook=repr).decode()
+        for name, value in msgspec.structs.asdict(arguments).items()
+        if name not in HARMLESS
+    }
+    directory = Path(arguments.model_path)
+    if not directory.is_dir():
+        raise LayoutError(f"which weights {arguments.model_path!r} stands for cannot be told: give a directory")
+    try:
+        return model_identity(directory, facts=facts | {"sglang": version}, revision=revision)
+    except (ModelError, OSError) as exc:
+        raise LayoutError(str(exc)) from exc
+
+
+def _before(extra_info: Any) -> list[str]:
+    """Names of the pages before. None of them: the keys are a prompt's first ones."""
+    return list(getattr(extra_info, "prefix_keys", None) or ())
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """One layer's K or V [tokens, heads, head] as bytes [tokens, bytes], the same memory."""
+    return tensor.view(torch.uint8).reshape(len(tensor), -1)
