@@ -9,6 +9,11 @@ VLLM_VENV  := .venv-vllm
 VLLM_BIN   := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
+# SGLang's classes want other versions than we do; its kernels are not there.
+SGLANG_VENV  := .venv-sglang
+SGLANG_BIN   := $(SGLANG_VENV)/bin
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
+
 # Clients pin versions of libraries that are none of ours.
 CLIENTS_VENV  := .venv-clients
 CLIENTS_BIN   := $(CLIENTS_VENV)/bin
@@ -37,7 +42,7 @@ STREAMS      ?= 200
 EXAMPLES     ?= 200
 RELEASE      ?= 0.33.0
 
-.PHONY: setup demo up test test-all test-e2e test-deploy test-storm test-crowd test-flips test-migration fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-schema test-clients lint format proto wheel clean help
+.PHONY: setup demo up test test-all test-e2e test-deploy test-storm test-crowd test-flips test-migration fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-sglang test-schema test-clients lint format proto wheel clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -59,10 +64,10 @@ up: $(STAMP)     ## The demo's topology, left running until Ctrl-C
 	@$(BIN)/prfaas up
 
 test: $(STAMP)   ## The tests, about four minutes on two cores; those that take long have targets of their own
-	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm" $(SPREAD) --hypothesis-seed=$(SEED)
+	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm and not sglang" $(SPREAD) --hypothesis-seed=$(SEED)
 
 # CI runs samples of the long ones, others for every commit; this is all of them, for releases: over an hour.
-test-all: lint test test-e2e test-deploy fuzz soak soak-cache test-storm test-crowd test-flips test-migration test-rdma test-vllm test-equality test-schema test-clients wheel demo  ## Everything, whole
+test-all: lint test test-e2e test-deploy fuzz soak soak-cache test-storm test-crowd test-flips test-migration test-rdma test-vllm test-sglang test-equality test-schema test-clients wheel demo  ## Everything, whole
 
 test-e2e: $(STAMP)  ## Whole systems: nodes killed, connections cut, certificates replaced, disks that lie, plans that move nodes
 	$(BIN)/python -m pytest -m e2e tests/e2e $(sampled)
@@ -107,6 +112,9 @@ test-vllm: $(VLLM_STAMP)  ## vLLM with our connector: the matrix of models, and 
 test-vllm-release: $(VLLM_STAMP)  ## The contract and the matrix with another release of vLLM: RELEASE=0.33.0
 	./.ci/vllm-version $(RELEASE) tests/vllm/test_contract.py tests/vllm/test_matrix.py $(sampled)
 
+test-sglang: $(SGLANG_STAMP)  ## SGLang's storage backend against its own classes: no server, no kernels
+	$(SGLANG_BIN)/python -m pytest -m sglang tests/sglang
+
 test-schema: $(STAMP) $(SCHEMA_STAMP)  ## schemathesis against a running gateway, by its own OpenAPI document; EXAMPLES=N per operation
 	$(BIN)/python -m tests.clients.behind $(SCHEMA_BIN)/st run {GATEWAY}/openapi.json --max-examples $(EXAMPLES) \
 	  --seed $$((0x$$(echo $(SEED) | tr -cd 0-9a-f | cut -c1-7))) --phases coverage,fuzzing --warnings off --continue-on-failure \
@@ -134,6 +142,12 @@ $(VLLM_STAMP): tests/vllm/requirements.txt pyproject.toml
 	@$(VLLM_BIN)/python -m pip install --quiet --no-deps --requirement tests/vllm/requirements.txt
 	@$(VLLM_BIN)/python -m pip install --quiet --no-deps --editable .
 	@touch $(VLLM_STAMP)
+
+$(SGLANG_STAMP): tests/sglang/requirements.txt pyproject.toml
+	@test -x $(SGLANG_BIN)/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	@$(SGLANG_BIN)/python -m pip install --quiet --no-deps --requirement tests/sglang/requirements.txt
+	@$(SGLANG_BIN)/python -m pip install --quiet --no-deps --editable .
+	@touch $(SGLANG_STAMP)
 
 lint: $(STAMP)   ## Format, lint, types and import directions, as CI checks them
 	$(BIN)/ruff format --check .

@@ -20,7 +20,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.runtime_context import get_server_args
 
-from engine.errors import ModelError
+from engine.errors import ModelError, PagesInvalid
 from engine.identity import model_identity
 from engine.pages import Bytes
 from engine.sglang.layout import KV_POOL, HostPool, Ranks, layout_of, names_of, refusal_of
@@ -129,7 +129,7 @@ class PrfaasStorage(HiCacheStorage):  # type: ignore[misc]
         """Copies pages into the host pool; which of them are there now."""
         before = _before(extra_info)
         first_token = len(before) * self.store.layout.block_size
-        places = host_indices.cpu()
+        places = self._places(keys, host_indices)
 
         def take(layer: int, start: int, k: Bytes, v: Bytes) -> None:
             index = places[start - first_token : start - first_token + len(k)]
@@ -143,7 +143,7 @@ class PrfaasStorage(HiCacheStorage):  # type: ignore[misc]
         """Copies pages out of the host pool; all are kept, or none."""
         before = _before(extra_info)
         first_token = len(before) * self.store.layout.block_size
-        places = host_indices.cpu()
+        places = self._places(keys, host_indices)
 
         def give(layer: int, start: int, stop: int) -> tuple[Bytes, Bytes]:
             index = places[start - first_token : stop - first_token]
@@ -151,6 +151,13 @@ class PrfaasStorage(HiCacheStorage):  # type: ignore[misc]
             return k_rows[index].numpy(), v_rows[index].numpy()
 
         return [self.store.save(names_of([*before, *keys]), len(before), give)] * len(keys)
+
+    def _places(self, keys: Sequence[str], host_indices: torch.Tensor) -> torch.Tensor:
+        """Rows of the pages' tokens in the host pool. Raises PagesInvalid: part of a page has a name in SGLang, too."""
+        if len(host_indices) != len(keys) * self.store.layout.block_size:
+            size = self.store.layout.block_size
+            raise PagesInvalid(f"{len(host_indices)} rows for {len(keys)} pages of {size} tokens")
+        return host_indices.cpu()
 
     def close(self) -> None:
         """Hangs up; what is kept stays."""

@@ -340,3 +340,47 @@ def answer_of(talk: list[int]) -> m.BeginPrefill:
     return m.BeginPrefill(
         job="answer", request_id="r", hashes=hashes, num_tokens=len(talk), tokens_digest=b"", computed=True
     )
+
+
+def test_a_look_up_lends_what_is_cached_and_nothing_else(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with two_nodes(tmp_path) as (node, _):
+            hashes = await cache(node, TOKENS[: 4 * BLOCK])
+            for job, asked, found in (
+                ("same", hashes, 4),
+                ("longer", [*hashes, b"x" * 32], 4),
+                ("other", [b"y" * 32], 0),
+            ):
+                before = node.pages.report()
+                message = m.BeginPrefill(
+                    job=job,
+                    request_id=job,
+                    hashes=b"".join(asked),
+                    num_tokens=len(asked) * BLOCK,
+                    tokens_digest=b"",
+                    cached_only=True,
+                )
+                node.producer.begin(message, node, node.inbox.put_nowait)
+                pages = await node.heard()
+                assert isinstance(pages, m.JobPages), pages
+                assert (pages.num_tokens, pages.cached_tokens) == (found * BLOCK, found * BLOCK)
+                assert node.pages.report().pages_free == before.pages_free
+                if found:
+                    node.check(pages, TOKENS)
+                node.end(job)
+            assert node.producer.counts.jobs["lookup", "ok"] == 2
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("num_tokens", [0, -1])
+def test_a_look_up_of_no_tokens_is_refused(tmp_path: Path, num_tokens: int) -> None:
+    async def scenario() -> None:
+        async with two_nodes(tmp_path) as (node, _):
+            message = m.BeginPrefill(
+                job="j", request_id="r", hashes=b"", num_tokens=num_tokens, tokens_digest=b"", cached_only=True
+            )
+            node.producer.begin(message, node, node.inbox.put_nowait)
+            assert await refusal(node) == "bad_request"
+
+    run(scenario())
