@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 from transport.path.tcp import format_address, parse_address
 
@@ -21,6 +22,8 @@ class Proxy:
         self.stalled: set[int] = set()
         self.slow: dict[int, float] = {}
         self.is_dead = False
+        self.is_held = False
+        self.held_bytes = 0
         self._closing = False
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
@@ -56,9 +59,25 @@ class Proxy:
     def mend(self) -> None:
         self.is_dead = False
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Nothing passes forward meanwhile, so that what is sent stays on its way; `held_bytes` of it are here, or more."""
+        self.held_bytes = 0
+        self.is_held = True
+        try:
+            yield
+        finally:
+            self.is_held = False
+
     @property
     def total(self) -> int:
         return sum(self.forwarded)
+
+    def wait_for_held(self, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self.held_bytes:
+            assert time.monotonic() < deadline, "nothing was sent"
+            time.sleep(0.002)
 
     def wait_for(self, size: int, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -93,7 +112,9 @@ class Proxy:
         buffer = memoryview(bytearray(1 << 16))
         try:
             while size := source.recv_into(buffer):
-                while index in self.stalled and not self._closing:
+                if forward and self.is_held:
+                    self.held_bytes += size
+                while (index in self.stalled or (forward and self.is_held)) and not self._closing:
                     time.sleep(0.01)
                 sink.sendall(buffer[:size])
                 if forward:

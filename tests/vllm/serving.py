@@ -74,3 +74,8 @@ async def posted(bench: Bench, url: str, body: dict[str, Any]) -> dict[str, Any]
     async with bench.session.post(url, json=body) as answer:
         said: dict[str, Any] = await answer.json()
         return said
+
+
+async def is_sending(bench: Bench) -> bool:
+    """Whether KVCache is on its way from the node that prefills. Hold the link meanwhile: it may arrive between two looks."""
+    return bool((await bench.describe("far")).load.sending)

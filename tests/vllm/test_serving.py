@@ -29,7 +29,7 @@ from tests.e2e.harness import Bench, free_port
 from tests.transport.proxy import Proxy
 from tests.vllm.cases import build
 from tests.vllm.chats import HISTORIES, TOOLS
-from tests.vllm.serving import CHUNK, LINK_BYTES_PER_S, TEMPLATE, ask, document, posted
+from tests.vllm.serving import CHUNK, LINK_BYTES_PER_S, TEMPLATE, ask, document, is_sending, posted
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
 from transport.control.tickets import ticket_info
@@ -40,14 +40,17 @@ ARCH = "gemma3"  # sliding windows and full attention. (LFM2, scaled as it is, c
 
 
 @pytest.fixture(scope="module")
-def bench(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def relay() -> Iterator[Proxy]:
+    with Proxy(f"127.0.0.1:{free_port()}", LINK_BYTES_PER_S) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def bench(models: Path, relay: Proxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     model = tmp_path_factory.mktemp("model") / ARCH
     shutil.copytree(build(ARCH, models), model)
     (model / "chat_template.jinja").write_text(TEMPLATE)
-    with (
-        Proxy(f"127.0.0.1:{free_port()}", LINK_BYTES_PER_S) as relay,
-        Bench(document(str(model), relay), model, tmp_path_factory.mktemp("serving")) as running,
-    ):
+    with Bench(document(str(model), relay), model, tmp_path_factory.mktemp("serving")) as running:
         yield running
 
 
@@ -349,11 +352,6 @@ def reasons(events: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
     return [(c["finish_reason"], c.get("stop_reason")) for c in choices if c.get("finish_reason")]
 
 
-async def is_sending(bench: Bench) -> bool:
-    """Whether KVCache is on its way from the node that prefills."""
-    return bool((await bench.describe("far")).load.sending)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("words", [20, 300], ids=["short", "long"])
 def test_the_sdk_gets_what_one_server_says(bench: Bench, words: int, stream: bool) -> None:
@@ -405,11 +403,12 @@ def test_the_gateway_hears_what_vllms_own_cache_holds(bench: Bench) -> None:
     bench.run(scenario())
 
 
-def test_a_client_that_leaves_leaves_nothing_behind(bench: Bench) -> None:
+def test_a_client_that_leaves_leaves_nothing_behind(bench: Bench, relay: Proxy) -> None:
     async def scenario() -> None:
-        task = asyncio.create_task(bench.generate(bench.prompt(3000, seed=33), 64))
-        await bench.wait_until(lambda: is_sending(bench))
-        task.cancel()
+        with relay.held():
+            task = asyncio.create_task(bench.generate(bench.prompt(3000, seed=33), 64))
+            await bench.wait_until(lambda: is_sending(bench))
+            task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
     bench.run(scenario())
@@ -437,7 +436,7 @@ def test_a_stream_whose_landing_cannot_be_used_says_so(bench: Bench) -> None:
     bench.run(scenario())
 
 
-def test_a_leg_whose_push_fails_computes_no_further(bench: Bench) -> None:
+def test_a_leg_whose_push_fails_computes_no_further(bench: Bench, relay: Proxy) -> None:
     async def scenario() -> None:
         prompt = bench.prompt(3900, seed=35)
         far, agent = bench.node("far"), AgentClient(bench.node("decode0").agent_address, 5.0)
@@ -460,9 +459,10 @@ def test_a_leg_whose_push_fails_computes_no_further(bench: Bench) -> None:
         }
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}
         try:
-            leg = asyncio.create_task(posted(bench, f"{far.engine_url}/v1/completions", body))
-            await bench.wait_until(lambda: is_sending(bench))
-            await agent.abort(ticket.transfer_id, "in this test")
+            with relay.held():
+                leg = asyncio.create_task(posted(bench, f"{far.engine_url}/v1/completions", body))
+                await asyncio.to_thread(relay.wait_for_held)
+                await agent.abort(ticket.transfer_id, "in this test")
             said = await leg
         finally:
             await agent.close()
@@ -479,13 +479,14 @@ def test_a_leg_whose_push_fails_computes_no_further(bench: Bench) -> None:
     bench.run(scenario())
 
 
-def test_a_prefill_server_that_is_killed_costs_time_not_tokens(bench: Bench) -> None:
+def test_a_prefill_server_that_is_killed_costs_time_not_tokens(bench: Bench, relay: Proxy) -> None:
     async def scenario() -> None:
         prompt, name = bench.prompt(3900, seed=17), bench.name()
         engine = (await bench.describe("far")).engine_pid
-        task = asyncio.create_task(bench.generate(prompt, name=name))
-        await bench.wait_until(lambda: is_sending(bench))
-        os.kill(engine, signal.SIGKILL)
+        with relay.held():
+            task = asyncio.create_task(bench.generate(prompt, name=name))
+            await bench.wait_until(lambda: is_sending(bench))
+            os.kill(engine, signal.SIGKILL)
         done, record = await task, await bench.record(name)
         assert record["fallbacks"]
         assert record["fallbacks"][-1] == "recompute_no_prefill"
