@@ -22,8 +22,7 @@ class Proxy:
         self.stalled: set[int] = set()
         self.slow: dict[int, float] = {}
         self.is_dead = False
-        self.is_held = False
-        self.held_bytes = 0
+        self._is_held = False
         self._closing = False
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
@@ -61,23 +60,16 @@ class Proxy:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Nothing passes forward meanwhile, so that what is sent stays on its way; `held_bytes` of it are here, or more."""
-        self.held_bytes = 0
-        self.is_held = True
+        """Nothing passes forward meanwhile, so that what is sent stays on its way."""
+        self._is_held = True
         try:
             yield
         finally:
-            self.is_held = False
+            self._is_held = False
 
     @property
     def total(self) -> int:
         return sum(self.forwarded)
-
-    def wait_for_held(self, timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not self.held_bytes:
-            assert time.monotonic() < deadline, "nothing was sent"
-            time.sleep(0.002)
 
     def wait_for(self, size: int, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -112,9 +104,7 @@ class Proxy:
         buffer = memoryview(bytearray(1 << 16))
         try:
             while size := source.recv_into(buffer):
-                if forward and self.is_held:
-                    self.held_bytes += size
-                while (index in self.stalled or (forward and self.is_held)) and not self._closing:
+                while (index in self.stalled or (forward and self._is_held)) and not self._closing:
                     time.sleep(0.01)
                 sink.sendall(buffer[:size])
                 if forward:

@@ -1,11 +1,24 @@
 """A system of two real vLLM servers, with a slow link between them, and what is asked of it."""
 
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import openai
 
+from gateway.agent import AgentClient
+from gateway.clusters import salt_of
+from hybrid_cache.hashing import block_hashes, tokens_digest
+from hybrid_cache.layout import ModelLayout
 from tests.e2e.harness import Bench
 from tests.transport.proxy import Proxy
+from transport.control.proto import node_pb2 as pb
+from transport.control.proto import node_pb2_grpc as rpc
+from transport.control.tickets import ticket_info
 
 CHUNK = 256
 LINK_BYTES_PER_S = 12.5e6  # 100 Mbit/s for each connection
@@ -79,3 +92,56 @@ async def posted(bench: Bench, url: str, body: dict[str, Any]) -> dict[str, Any]
 async def is_sending(bench: Bench) -> bool:
     """Whether KVCache is on its way from the node that prefills. Hold the link meanwhile: it may arrive between two looks."""
     return bool((await bench.describe("far")).load.sending)
+
+
+async def _leg_params(bench: Bench, node: str, prompt: Sequence[int]) -> dict[str, Any]:
+    """What a prefill leg is told whose KVCache a node waits for: that node has reserved its place."""
+    layout = ModelLayout.from_json((await bench.describe(node)).layout_json)
+    salt = salt_of(layout)
+    reservation = pb.ReserveRequest(
+        block_hashes=b"".join(block_hashes(prompt[:-1], layout.block_size, salt)),
+        num_tokens=len(prompt) - 1,
+        tokens_digest=tokens_digest(prompt, salt),
+        ttl_s=60.0,
+    )
+    async with bench.system.agent_channel(node) as channel:
+        ticket = ticket_info(await rpc.NodeAgentStub(channel).Reserve(reservation, timeout=10.0))
+    return {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "ticket": json.loads(msgspec.json.encode(ticket)),
+        "salt": salt.hex(),
+    }
+
+
+async def leg_whose_push_fails(bench: Bench, relay: Proxy, prompt: Sequence[int]) -> dict[str, Any]:
+    """What a prefill leg answers whose KVCache is refused once its first blocks have arrived."""
+    far, agent = bench.node("far"), AgentClient(bench.node("decode0").agent_address, 5.0)
+    params = await _leg_params(bench, "decode0", prompt)
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}
+    engine, first_blocks = (await bench.describe("far")).engine_pid, relay.total + (128 << 10)
+
+    async def sends_nothing() -> bool:
+        return not await is_sending(bench)
+
+    leg = asyncio.create_task(posted(bench, f"{far.engine_url}/v1/completions", body))
+    try:
+        await _run_slowly(engine, lambda: relay.total >= first_blocks or leg.done())
+        await agent.abort(params["ticket"]["transfer_id"], "in this test")
+        await bench.wait_until(sends_nothing)
+    finally:
+        os.kill(engine, signal.SIGCONT)
+        await agent.close()
+    return await leg
+
+
+async def _run_slowly(pid: int, until: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Lets a process run for a tenth of the time, behind all others, and stops it when something has come about."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        os.setpriority(os.PRIO_PROCESS, int(thread), 19)  # it stays so: only root could take it back
+    async with asyncio.timeout(timeout_s):
+        while not until():
+            os.kill(pid, signal.SIGCONT)
+            await asyncio.sleep(0.01)
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(0.1)

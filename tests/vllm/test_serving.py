@@ -15,24 +15,28 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from gateway.agent import AgentClient
 from gateway.clusters import salt_of
 from gateway.usage import recompute_reason
 from hybrid_cache.events import BlocksStored, Medium
-from hybrid_cache.hashing import block_hashes, tokens_digest
+from hybrid_cache.hashing import block_hashes
 from hybrid_cache.layout import ModelLayout
 from prfaas.client import complete
 from tests.e2e.harness import Bench, free_port
 from tests.transport.proxy import Proxy
 from tests.vllm.cases import build
 from tests.vllm.chats import HISTORIES, TOOLS
-from tests.vllm.serving import CHUNK, LINK_BYTES_PER_S, TEMPLATE, ask, document, is_sending, posted
-from transport.control.proto import node_pb2 as pb
-from transport.control.proto import node_pb2_grpc as rpc
-from transport.control.tickets import ticket_info
+from tests.vllm.serving import (
+    CHUNK,
+    LINK_BYTES_PER_S,
+    TEMPLATE,
+    ask,
+    document,
+    is_sending,
+    leg_whose_push_fails,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200), pytest.mark.dimensions(start="servers")]
 
@@ -438,40 +442,17 @@ def test_a_stream_whose_landing_cannot_be_used_says_so(bench: Bench) -> None:
 
 def test_a_leg_whose_push_fails_computes_no_further(bench: Bench, relay: Proxy) -> None:
     async def scenario() -> None:
-        prompt = bench.prompt(3900, seed=35)
-        far, agent = bench.node("far"), AgentClient(bench.node("decode0").agent_address, 5.0)
-        layout = ModelLayout.from_json((await bench.describe("decode0")).layout_json)
-        salt = salt_of(layout)
-        hashes = block_hashes(prompt[:-1], layout.block_size, salt)
-        reservation = pb.ReserveRequest(
-            block_hashes=b"".join(hashes),
-            num_tokens=len(prompt) - 1,
-            tokens_digest=tokens_digest(prompt, salt),
-            ttl_s=60.0,
-        )
-        async with bench.system.agent_channel("decode0") as channel:
-            ticket = ticket_info(await rpc.NodeAgentStub(channel).Reserve(reservation, timeout=10.0))
-        params = {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "ticket": json.loads(msgspec.json.encode(ticket)),
-            "salt": salt.hex(),
-        }
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}
-        try:
-            with relay.held():
-                leg = asyncio.create_task(posted(bench, f"{far.engine_url}/v1/completions", body))
-                await asyncio.to_thread(relay.wait_for_held)
-                await agent.abort(ticket.transfer_id, "in this test")
-            said = await leg
-        finally:
-            await agent.close()
-        assert not said["kv_transfer_params"]["delivered"]
+        for seed in range(35, 40):  # on a busy machine it may have computed everything before it can be told
+            prompt = bench.prompt(3900, seed=seed)
+            said = await leg_whose_push_fails(bench, relay, prompt)
+            assert not said["kv_transfer_params"]["delivered"]
+            if said["choices"][0]["finish_reason"] != "length":
+                break
         assert said["choices"][0]["finish_reason"] == "abort"
         assert said["usage"]["completion_tokens"] == 0
 
         async def computes_nothing() -> bool:
-            return await bench.metric(far.engine_url, "vllm:num_requests_running") == 0
+            return await bench.metric(bench.node("far").engine_url, "vllm:num_requests_running") == 0
 
         await bench.wait_until(computes_nothing)
         assert (await bench.generate(prompt)).token_ids == await alone(bench, prompt)
