@@ -35,12 +35,14 @@ REASONS: Final = {
 }
 # What gRPC says of a node whose certificate is not accepted; of ours, the node's side tells nothing but a closed socket.
 NOT_WHO_WE_MEANT: Final = ("handshake failed", "Hostname Verification Check failed", "CERTIFICATE_VERIFY_FAILED")
+SILENT: Final = "engine_silent"
 STATES: Final = {
     pb.NODE_STATE_STARTING: "starting",
     pb.NODE_STATE_READY: "ready",
     pb.NODE_STATE_DRAINING: "draining",
     pb.NODE_STATE_ENGINE_DOWN: "engine_down",
     pb.NODE_STATE_CONVERTING: "converting",
+    pb.NODE_STATE_ENGINE_SILENT: SILENT,
 }
 MEDIA: Final = {pb.MEDIUM_SSD: Medium.SSD, pb.MEDIUM_ENGINE: Medium.ENGINE}  # anything else is memory
 

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from gateway.agent import AgentClient, NodeEvent, NodeInfo, NodeLoad
+from gateway.agent import SILENT, AgentClient, NodeEvent, NodeInfo, NodeLoad
 from gateway.errors import NodeError
 from gateway.kept import Kept
 from gateway.node import Node
@@ -31,6 +31,7 @@ log = logging.getLogger("prfaas.gateway.clusters")
 
 LOAD_INTERVAL_S: Final = 0.25
 SILENCE_S: Final = 10.0  # a node that reports its load every quarter of a second has been dead for long
+QUIET_S: Final = SILENCE_S  # that an engine has said nothing, when its agent has not either: as good as gone
 DEATH_NEWS_S: Final = 1.0  # an agent sees its engine end within milliseconds, unless it went with it
 _Named = list[tuple[str, Node]]  # nodes by their names, which take a moment to ask for
 SUSPECT_S: Final = 2.0  # how long a node whose engine failed a leg is left alone; its agent knows better by then
@@ -91,16 +92,21 @@ class Clusters:
         decode_slots: int = 16,
         tasks: TaskSet,
         on_lost: Callable[[str], None] = lambda reason: None,
+        on_silent: Callable[[str, float], None] = lambda engine_url, quiet_s: None,
         on_renamed: Callable[[str], None] = lambda node_id: None,
         catch_up: Callable[[Sequence[Node]], None] = lambda nodes: None,
     ) -> None:
-        """`catch_up` is called before nodes are looked at: what other workers have under way on them is to be seen, too."""
+        """`on_silent` is told whose engine says nothing: what waits for it and has heard nothing for `quiet_s` need wait no more.
+
+        `catch_up` is called before nodes are looked at: what other workers have under way on them is to be seen, too.
+        """
         self.nodes = [Node(agent) for agent in agents]
         self.served: ServedModel | None = None
         self._served_name = served_model
         self._decode_slots = decode_slots
         self._clock = clock
         self._on_lost = on_lost
+        self._on_silent = on_silent
         self._on_renamed = on_renamed
         self._catch_up = catch_up
         self._by_id: dict[str, Node] = {}
@@ -251,11 +257,14 @@ class Clusters:
             except (NodeError, CacheError, ValueError, KeyError) as error:
                 if node.connected or not failures:
                     log.warning("node %s is down: %s", node.id, error)
-                self._on_lost(error.reason if isinstance(error, NodeError) else "bad_event")
+                reason = error.reason if isinstance(error, NodeError) else "bad_event"
             except Exception as error:
                 self._tasks.unforeseen("watch", error)
-                self._on_lost("unforeseen")
+                reason = "unforeseen"
+            self._on_lost(reason)
             self._lost(node)
+            if reason == "silent":
+                self._give_up(node, QUIET_S)
             await self._tidy()
             await asyncio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S) - 1)])
             failures += 1
@@ -270,6 +279,13 @@ class Clusters:
                 node.reported(event, self._clock())
             case _:
                 self._cache_event(node, event)
+        if node.state == SILENT:
+            self._give_up(node, 0.0)
+
+    def _give_up(self, node: Node, quiet_s: float) -> None:
+        """Ends what waits for an engine that says nothing, if somebody else could do its work: it may come back."""
+        if node.info is not None and self.decodes():
+            self._on_silent(node.info.engine_url, quiet_s)
 
     def _describe(self, node: Node, info: NodeInfo) -> None:
         _check(info, [other for other in self.nodes if other is not node])

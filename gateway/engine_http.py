@@ -14,6 +14,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 from gateway.errors import LegFailed
 
 JSON: Final = "application/json"
+NODE_SILENT: Final = "node_silent"
 ANSWERED: Final = b"x-prfaas-answered"
 NOT_RESUMABLE: Final = b"x-prfaas-not-resumable"
 # What may come without a byte of a body in it: heads (most servers take 8 to 64 KiB), chunk extensions, trailers.
@@ -162,6 +163,7 @@ class EngineConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None  # until it is closed by either side
         self._answer: Answer | None = None
         self._quiet_bytes = 0
+        self._quiet_since = 0.0
         self._ends_by_closing = True
         self._has_answered = False  # its last byte came in what is being parsed
         self._is_spent = False
@@ -174,7 +176,7 @@ class EngineConnection(asyncio.Protocol):
         if self._transport is None:  # it has been closed in the step of the loop in which it was opened
             raise LegFailed("connection_lost", "the engine closed the connection")
         answer = self._answer = Answer(self, self._loop, due)
-        self._quiet_bytes = 0
+        self._quiet_bytes, self._quiet_since = 0, self._loop.time()
         try:
             if len(body) <= MAX_WHOLE_WRITE_BYTES:
                 self._transport.writelines((head, body))
@@ -213,6 +215,13 @@ class EngineConnection(asyncio.Protocol):
             transport.abort()
             self._gone(LegFailed("connection_lost", "closed"))
 
+    def give_up(self, quiet_s: float) -> None:
+        """Ends what is under way if nothing has come for `quiet_s`, though we would have read it."""
+        quiet = self._loop.time() - self._quiet_since
+        if self._answer is not None and not self._is_held and quiet >= quiet_s:
+            self._answer.failed(LegFailed(NODE_SILENT, f"its node is silent, the engine for {quiet:.1f} s"))
+            self.abort()
+
     def _gone(self, error: LegFailed) -> None:
         answer, self._answer = self._answer, None
         if answer is not None:
@@ -232,6 +241,7 @@ class EngineConnection(asyncio.Protocol):
         if parser is None:
             return
         self._quiet_bytes += len(data)
+        self._quiet_since = self._loop.time()
         try:
             parser.feed_data(data)
         except (HttpParserError, HttpParserUpgrade) as error:

@@ -73,6 +73,12 @@ class EnginePool:
         for connection in list(self._connections):
             connection.abort()
 
+    def give_up(self, url: str, quiet_s: float) -> None:
+        """Closes connections to the engine at `url` on which an answer is due, and nothing has come for `quiet_s`."""
+        for connection, engine in list(self._connections.items()):
+            if engine.url == url:
+                connection.give_up(quiet_s)
+
     def unused(self, connection: EngineConnection) -> None:
         """A connection may be used again."""
         self._connections[connection].idle[connection] = self._loop.time()

@@ -12,7 +12,7 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from gateway.config import Timeouts
-from gateway.engine_http import Answer
+from gateway.engine_http import NODE_SILENT, Answer
 from gateway.engine_pool import EnginePool
 from gateway.errors import DecodeFailed, LegFailed, PrefillFailed
 from gateway.node import Node
@@ -35,6 +35,7 @@ MAX_LABEL_CHARS: Final = 40
 MAX_TOLD_BYTES: Final = 200  # of an answer that is none, in a log
 CHOICES: Final = b'"choices"'
 FIELDS: Final = (DATA, b":", b"event:")  # with which a stream of events begins (WHATWG HTML §9.2.5)
+STREAM_REASONS: Final = {"timeout": "stream_idle", NODE_SILENT: NODE_SILENT}
 LEGS: Final = 2  # of a request at once
 # vLLM (uvicorn) closes connections after 5 s without a request. A POST that meets such a close looks like an engine that died
 # of it, and cannot be sent again unasked: so we are first, with time for a packet on its way and a busy loop.
@@ -76,7 +77,7 @@ class DecodeAnswer:
         try:
             return await self._answer.read()
         except LegFailed as error:
-            reason = "stream_idle" if error.reason == "timeout" else "stream_broken"
+            reason = STREAM_REASONS.get(error.reason, "stream_broken")
             raise DecodeFailed(self._node.id, reason, str(error)) from error
 
     def close(self) -> None:
@@ -97,6 +98,10 @@ class Legs:
 
     def close(self) -> None:
         self._pool.close()
+
+    def give_up(self, engine_url: str, quiet_s: float) -> None:
+        """Waits no more for what an engine has said nothing about for `quiet_s`."""
+        self._pool.give_up(engine_url, quiet_s)
 
     async def prefill(self, node: Node, request: Request, ticket: TicketInfo) -> PrefillOutcome:
         """Has `node` compute the prompt and push its KVCache to the holder of `ticket`. Raises PrefillFailed."""

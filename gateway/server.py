@@ -142,6 +142,7 @@ async def running(
         cost.forget(node_id)
         refusals.forget(node_id)
 
+    legs = Legs(config.timeouts, config.max_in_flight)
     clusters = Clusters(
         agents,
         clock,
@@ -149,6 +150,7 @@ async def running(
         decode_slots=config.routing.decode_slots,
         tasks=watches,
         on_lost=metrics.upkeep.node_lost,
+        on_silent=legs.give_up,
         on_renamed=on_renamed,
         catch_up=seat.catch_up,
     )
@@ -165,7 +167,6 @@ async def running(
             RequestLog(config.request_log, metrics.upkeep.not_logged) if config.request_log.directory else None
         )
         traces = Traces(config.traces, metrics.upkeep.not_traced) if config.traces.endpoint else None
-    legs = Legs(config.timeouts, config.max_in_flight)
     reader = Reader(tokenizer, afterwards, threads=config.tokenise_threads, timeout_s=config.timeouts.read_s)
     engine_readings = EngineReadings(
         Styles(), clusters, legs, reader, afterwards, clock, config.timeouts.read_s,

@@ -34,6 +34,7 @@ from node.links import Links, rdma_of
 from node.owned import OwnedDirectory, sweep_directories, sweep_files
 from node.pages import Pages, as_message
 from node.producer import Producer
+from node.pulse import Vigil
 from node.role import Landings, Role
 from node.serving import adapters_of, serves
 from node.supervisor import EngineSupervisor
@@ -81,6 +82,7 @@ class NodeAgent:
         self._alone_since = now()
         self._engine: EngineConnection | None = None
         self._engine_serves = False
+        self.vigil = Vigil(now, self.publish_description)
         self._adapters: tuple[str, ...] = ()  # that its engine serves
         self._engine_cache: EngineCache | None = None
         self.failures: Counter[str] = Counter()  # errors of our own that were survived, by what failed
@@ -229,6 +231,9 @@ class NodeAgent:
     def _takes_requests(self) -> None:
         self._engine_serves = True
         self.supervisor.engine_serves()
+        if self._hello is not None:
+            watch = partial(self.vigil.watch, self._hello.http_url, lambda: self.supervisor.pid)
+            self._engine_tasks.start("engine's pulse", watch)
 
     async def _follow_engine_cache(self, layout: ModelLayout) -> None:
         self._forget_engine_cache()  # should this be another attempt
@@ -312,6 +317,7 @@ class NodeAgent:
             self.landings.engine_gone(engine)
         if self._engine is engine:
             self._engine, self._engine_serves, self._adapters = None, False, ()
+            self.vigil.end()
             self._engine_tasks.cancel()
             self._forget_engine_cache()
             self._alone_since = self._now()
@@ -326,6 +332,10 @@ class NodeAgent:
             raise NodeRefusal("draining", f"{self.config.node_id} finishes what it has")
         if not self._engine_serves or self.consumer is None:
             raise NodeRefusal("engine_down", f"{self.config.node_id} has no engine right now")
+        if self.vigil.silence is not None:
+            raise NodeRefusal(
+                "engine_silent", f"{self.config.node_id} has an engine that answers nobody: {self.vigil.silence}"
+            )
         return self.consumer
 
     def any_consumer(self) -> Consumer:
@@ -356,6 +366,8 @@ class NodeAgent:
         """The node's state as the control service names it."""
         if self.draining:
             return pb.NODE_STATE_DRAINING
+        if self.vigil.silence is not None:
+            return pb.NODE_STATE_ENGINE_SILENT
         if self._engine_serves:
             converting = self.conversions.standing.is_converting
             return pb.NODE_STATE_CONVERTING if converting else pb.NODE_STATE_READY

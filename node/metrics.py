@@ -53,6 +53,12 @@ class NodeCollector(Collector):
         restarts = CounterMetricFamily("prfaas_engine_restarts", "Times the engine was started again")
         restarts.add_metric([], self._agent.supervisor.restarts)
         yield restarts
+        yield _counter(
+            "prfaas_engine_silences",
+            "Times the engine ran and answered nobody, by how",
+            "kind",
+            self._agent.vigil.counts,
+        )
         yield from _security(self._agent.config)
         yield _counter(
             "prfaas_node_internal_errors", "Errors of our own that were survived", "task", self._agent.failures

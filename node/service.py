@@ -27,6 +27,7 @@ HANDSHAKE_S = 20.0  # gRPC's own limit is two minutes, in which a stranger holds
 STATUS_OF_REFUSAL = {
     "draining": grpc.StatusCode.UNAVAILABLE,
     "engine_down": grpc.StatusCode.UNAVAILABLE,
+    "engine_silent": grpc.StatusCode.UNAVAILABLE,
     "starting": grpc.StatusCode.UNAVAILABLE,
     "no_capacity": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "over_budget": grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -152,6 +152,7 @@ WHAT_STATES_MEAN: Final = {
     "converting": (Level.WARNING, "it is changing its role and takes nothing meanwhile; ask again"),
     "draining": (Level.WARNING, "it is about to end"),
     "engine_down": (Level.ERROR, "its engine has died and is started again; the engine's log in its run_dir says why"),
+    "engine_silent": (Level.ERROR, "its engine runs and answers nobody: stopped, or stuck; the agent's log says which"),
 }
 
 

@@ -18,7 +18,7 @@ FULL: Final = 0.8
 KEPT_REQUESTS: Final = 500
 LAST_S: Final = 60.0
 PREFIXES: Final = ("", "k", "M", "G", "T")
-WORST_FIRST: Final = ("down", "engine_down", "starting", "converting", "draining", "unknown", "ready")
+WORST_FIRST: Final = ("down", "engine_down", "engine_silent", "starting", "converting", "draining", "unknown", "ready")
 
 Snapshot = Mapping[str, Any]
 

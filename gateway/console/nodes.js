@@ -5,7 +5,7 @@ import { Chart } from "./charts.js";
 import { byCluster, quantile, served } from "./model.js";
 import { bytes, count, pair, percent, seconds, tokens } from "./numbers.js";
 
-const BY_STATE = ["down", "engine_down", "starting", "converting", "draining", "unknown", "ready"];
+const BY_STATE = ["down", "engine_down", "engine_silent", "starting", "converting", "draining", "unknown", "ready"];
 
 export class Nodes {
   constructor() {

@@ -4,7 +4,7 @@ import { s, text } from "./dom.js";
 import { carried, layout, level, linkName } from "./model.js";
 import { percent, rate, seconds } from "./numbers.js";
 
-const GLYPHS = { ready: "", down: "✕", draining: "↓", converting: "⇄", starting: "…", engine_down: "!" };
+const GLYPHS = { ready: "", down: "✕", draining: "↓", converting: "⇄", starting: "…", engine_down: "!", engine_silent: "!" };
 const ROLES = { prefill: "P", decode: "D" };
 
 export class Topology {

@@ -43,7 +43,7 @@ class Stage(StrEnum):
 class Failure(StrEnum):
     """How it failed."""
 
-    UNREACHABLE = "unreachable"  # nobody listens
+    UNREACHABLE = "unreachable"  # nobody listens, or nobody who is there to answer
     LOST = "lost"  # the connection broke while the node worked on it
     DIED = "died"  # the same, and its engine is gone
     CUT = "cut"  # well, but what it sent did not arrive: the way from it is to be left alone
@@ -120,6 +120,7 @@ SAME_EVERYWHERE: Final = frozenset(
 _FAILURES: Final = MappingProxyType(
     {
         "unreachable": Failure.UNREACHABLE,
+        "node_silent": Failure.UNREACHABLE,
         "connection_lost": Failure.LOST,
         "stream_broken": Failure.LOST,
         "stream_idle": Failure.TIMEOUT,

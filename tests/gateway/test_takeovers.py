@@ -3,12 +3,18 @@
 import asyncio
 import json
 import re
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.gateway.worlds import PATIENCE_S, PATIENT, World, on_loop, world
+from gateway.agent import AgentClient, NodeEvent
+from gateway.errors import NodeError
+from tests.gateway.scripted import ScriptedNode
+from tests.gateway.worlds import PATIENCE_S, PATIENT, World, on_loop, until, world
+from transport.control.proto import node_pb2 as pb
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
 WORDS = tuple(f" w{number}" for number in range(12))
@@ -121,6 +127,108 @@ async def test_an_engine_that_falls_silent_is_given_up() -> None:
         assert texts(await streamed(w)) == list(WORDS)
         assert await w.fallbacks() == {"decode_stream_idle": 1}
         await w.settled()
+
+
+async def said(w: World, how_many: int, then: Callable[[ScriptedNode], None]) -> list[bytes]:
+    """The events of a stream; `then` is done to the node that has said so many words and says nothing more."""
+    body = {"model": "scripted", "stream": True, "prompt": LONG}
+    async with w.http.post("/v1/completions", json=body) as response:
+        begun = b""
+        while begun.count(b"\n\n") < how_many:
+            begun += await response.content.readany()
+        (node,) = [node for node in w.nodes.decode if node.bodies]
+        then(node)
+        return (begun + await response.read()).split(b"\n\n")[:-1]
+
+
+@pytest.fixture
+def hushed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Addresses of nodes that the gateway finds, once each, to have said nothing for too long."""
+    watch, silent = AgentClient.watch, list[str]()
+
+    async def heard(agent: AgentClient, load_interval_s: float, silence_s: float) -> AsyncGenerator[NodeEvent, None]:
+        async with aclosing(watch(agent, load_interval_s, silence_s)) as events:
+            async for event in events:
+                if agent.address in silent:
+                    silent.remove(agent.address)
+                    raise NodeError(agent.address, "silent")
+                yield event
+
+    monkeypatch.setattr(AgentClient, "watch", heard)
+    return silent
+
+
+@on_loop
+async def test_a_stream_leaves_a_node_that_says_that_its_engine_is_silent() -> None:
+    async with world() as w:
+        resumable(w, "stall_after 4")
+        events = await said(w, 4, lambda node: node.become(pb.NODE_STATE_ENGINE_SILENT))
+        assert texts(events) == list(WORDS)
+        assert await w.fallbacks() == {"decode_node_silent": 1}
+        await w.settled()
+
+
+@on_loop
+async def test_a_stream_leaves_a_node_of_which_neither_agent_nor_engine_says_anything(
+    monkeypatch: pytest.MonkeyPatch, hushed: list[str]
+) -> None:
+    monkeypatch.setattr("gateway.clusters.QUIET_S", 0.0)
+    async with world() as w:
+        resumable(w, "stall_after 4")
+        events = await said(w, 4, lambda node: hushed.append(node.agent_address))
+        assert texts(events) == list(WORDS)
+        assert await w.fallbacks() == {"decode_node_silent": 1}
+        assert 'prfaas_node_watch_failures_total{reason="silent"} 1.0' in await w.metrics()
+
+
+@on_loop
+async def test_an_engine_that_says_something_is_not_left_for_the_silence_of_its_agent(
+    hushed: list[str],
+) -> None:
+    async with world() as w:
+        resumable(w)
+        for node in w.nodes.decode:
+            node.script.word_interval_s = 0.05
+        events = await said(w, 4, lambda node: hushed.append(node.agent_address))
+        assert texts(events) == list(WORDS)
+        assert await w.fallbacks() == {}
+
+
+@on_loop
+async def test_the_only_engine_that_could_answer_may_come_back() -> None:
+    async with world(decode=1) as w:
+        resumable(w)
+        (node,) = w.nodes.decode
+        node.script.decode_gate = asyncio.Event()
+        answer = asyncio.create_task(streamed(w))
+        await until(lambda: node.bodies)
+        node.become(pb.NODE_STATE_ENGINE_SILENT)
+        seen = w.gateway.clusters.nodes[-1]
+        await until(lambda: seen.state == "engine_silent")
+        report = seen.load
+        await until(lambda: seen.load is not report)
+        node.become(pb.NODE_STATE_READY)
+        node.script.decode_gate.set()
+        assert texts(await answer) == list(WORDS)
+        assert await w.fallbacks() == {}
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+@on_loop
+async def test_a_leg_that_waits_for_a_silent_engine_is_another_ones(leg: str) -> None:
+    async with world(local=2) as w:
+        nodes = w.nodes.decode if leg == "decode" else w.nodes.remote + w.nodes.local
+        for node in nodes:
+            node.script.decode_gate = node.script.prefill_gate = asyncio.Event()
+        answer = asyncio.create_task(w.complete(LONG))
+        await until(lambda: any(node.bodies for node in nodes))
+        (silent,) = [node for node in nodes if node.bodies]
+        silent.become(pb.NODE_STATE_ENGINE_SILENT)
+        for node in nodes:
+            if node is not silent:
+                node.script.decode_gate = node.script.prefill_gate = None
+        assert (await answer).status == 200
+        assert await w.fallbacks() == {f"{leg}_node_silent": 1}
 
 
 @on_loop

@@ -15,6 +15,7 @@ class NodeState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NODE_STATE_DRAINING: _ClassVar[NodeState]
     NODE_STATE_ENGINE_DOWN: _ClassVar[NodeState]
     NODE_STATE_CONVERTING: _ClassVar[NodeState]
+    NODE_STATE_ENGINE_SILENT: _ClassVar[NodeState]
 
 class Medium(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -35,6 +36,7 @@ NODE_STATE_READY: NodeState
 NODE_STATE_DRAINING: NodeState
 NODE_STATE_ENGINE_DOWN: NodeState
 NODE_STATE_CONVERTING: NodeState
+NODE_STATE_ENGINE_SILENT: NodeState
 MEDIUM_UNSPECIFIED: Medium
 MEDIUM_MEMORY: Medium
 MEDIUM_SSD: Medium

@@ -1,0 +1,140 @@
+"""Whether an engine that runs is there: one that is stopped, or whose server answers nobody, breaks no connection to say so.
+
+Two signs, both of the process and none of the model. `stopped`: a process of the engine's is one that the kernel does not run
+(SIGSTOP), in two looks one after the other: a debugger's glance is no sign. `unanswered`: its server has not answered
+`GET /health` for `SILENCE_S`; any answer is one, a closed door, too, for whoever knocks there hears of it at once.
+
+Not seen: a server that answers while a GPU of its hangs. The gateway's `stream_idle_s` bounds that.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+import aiohttp
+
+log = logging.getLogger(__name__)
+
+LOOK_S: Final = 1.0
+ASK_S: Final = 5.0  # a line in the log of a vLLM server each time
+SILENCE_S: Final = 10.0  # a server's loop may be busy with a long prompt for seconds
+LOOKS: Final = 2  # that a process must be stopped in
+PROC: Final = Path("/proc")
+
+
+class Silence(StrEnum):
+    """How an engine's process is not there."""
+
+    STOPPED = "stopped"
+    UNANSWERED = "unanswered"
+
+
+class Pulse:
+    """What two signs say of one engine."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._looked_at = now()
+        self._looks_stopped = 0
+        self._asked_at: float | None = None  # the first question that has no answer yet
+
+    def looked(self, *, is_stopped: bool) -> None:
+        now, before = self._now(), self._looked_at
+        self._looked_at = now
+        self._looks_stopped = self._looks_stopped + 1 if is_stopped else 0
+        if self._asked_at is not None and now - before >= SILENCE_S / 2:
+            self._asked_at = now  # it was we who were not there
+
+    def asked(self) -> None:
+        if self._asked_at is None:
+            self._asked_at = self._now()
+
+    def answered(self) -> None:
+        self._asked_at = None
+
+    def silence(self) -> Silence | None:
+        """How it is silent now, if it is."""
+        if self._looks_stopped >= LOOKS:
+            return Silence.STOPPED
+        if self._asked_at is not None and self._now() - self._asked_at >= SILENCE_S:
+            return Silence.UNANSWERED
+        return None
+
+
+class Vigil:
+    """Who watches the engine of one node: `silence` is how it is silent now, `counts` how often it has been."""
+
+    def __init__(self, now: Callable[[], float], on_change: Callable[[], None]) -> None:
+        self._now = now
+        self._on_change = on_change
+        self.silence: Silence | None = None
+        self.counts: Counter[str] = Counter(dict.fromkeys(Silence, 0))
+
+    async def watch(self, url: str, leader: Callable[[], int | None]) -> None:
+        """Watches, for ever, an engine that serves at `url` as process `leader`."""
+        pulse = Pulse(self._now)
+        async with asyncio.TaskGroup() as both:
+            both.create_task(_ask(url, pulse))
+            both.create_task(_look(leader, pulse, self._tell))
+
+    def end(self) -> None:
+        """There is no engine any more."""
+        self.silence = None
+
+    def _tell(self, silence: Silence | None) -> None:
+        if silence == self.silence:
+            return
+        self.silence = silence
+        if silence is None:
+            log.warning("the engine answers again")
+        else:
+            self.counts[silence] += 1
+            log.error("the engine runs and answers nobody: %s", silence)
+        self._on_change()
+
+
+async def _look(leader: Callable[[], int | None], pulse: Pulse, tell: Callable[[Silence | None], None]) -> None:
+    while True:
+        await asyncio.sleep(LOOK_S)
+        pid = leader()
+        pulse.looked(is_stopped=pid is not None and is_stopped(pid))
+        tell(pulse.silence())
+
+
+async def _ask(url: str, pulse: Pulse) -> None:
+    timeout = aiohttp.ClientTimeout(total=SILENCE_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        while True:
+            pulse.asked()
+            try:
+                async with session.get(f"{url}/health"):
+                    pass
+            except TimeoutError:
+                continue  # it is still asked
+            except (aiohttp.ClientError, OSError):
+                pass  # nobody is there who could be silent: legs to it hear the same
+            pulse.answered()
+            await asyncio.sleep(ASK_S)
+
+
+def is_stopped(leader: int) -> bool:
+    """Whether a process, or one that it has started, is stopped."""
+    waiting = [leader]
+    while waiting:
+        process = PROC / str(waiting.pop())
+        with suppress(OSError):  # it has ended, or will be found by its next state
+            if _state_of(process) == "T":
+                return True
+            for task in (process / "task").iterdir():
+                waiting += map(int, (task / "children").read_text().split())
+    return False
+
+
+def _state_of(process: Path) -> str:
+    """One letter (proc(5)); the name of a program before it may have brackets of its own. Raises OSError."""
+    return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
