@@ -5,6 +5,8 @@ reservation of its own, so the pool's rules (never evicted, counted as locked) a
 uses the prefix lets it live for its whole time again.
 
 It has an owner. What an owner has is counted in tokens of distinct blocks: a conversation that is kept turn by turn counts once.
+A named one may fill a share of what contexts may hold, so that others find some: what is beyond is kept as far as it fits.
+Nobody's contexts (`owner` is empty) are everybody's, who have all of it.
 """
 
 from collections import Counter
@@ -18,6 +20,7 @@ from hybrid_cache.prefix_cache import PrefixCache
 
 MAX_CONTEXTS: Final = 4096  # of a node
 MAX_OF_OWNER: Final = 512
+OWNER_SHARE: Final = 0.5  # of what contexts may hold: a second owner finds as much as the first one has
 
 
 class NotCached(CacheError):
@@ -50,13 +53,19 @@ class Context:
 
 
 class ContextCache:
-    """create, extend, use, expire. `max_share` bounds what contexts hold of the pool, so that requests always find room."""
+    """create, extend, use, expire.
 
-    def __init__(self, cache: PrefixCache, *, max_share: float = 0.5) -> None:
+    `max_share` bounds what contexts hold of the pool, so that requests always find room, `owner_share` what an owner has of that.
+    """
+
+    def __init__(self, cache: PrefixCache, *, max_share: float = 0.5, owner_share: float = OWNER_SHARE) -> None:
         if not 0 < max_share < 1:
             raise ValueError(f"max_share must lie between 0 and 1, not {max_share}")
+        if not 0 < owner_share <= 1:
+            raise ValueError(f"owner_share must lie between 0 and 1, not {owner_share}")
         self._cache = cache
         self._max_pages = int(max_share * cache.report().pages_total)
+        self._max_pages_of_owner = int(owner_share * self._max_pages)
         self._contexts: dict[str, Context] = {}
         self._blocks: dict[str, tuple[bytes, ...]] = {}  # of each context
         self._all = _Held(cache.layout)
@@ -75,20 +84,24 @@ class ContextCache:
     ) -> tuple[Context, int]:
         """Keeps the longest cached prefix of the prompt; returns it, and how many of its tokens were not kept under this id.
 
-        A context that is there already goes on for `ttl_s`, and grows if more of its prompt is cached by now. With a
-        `budget_tokens` that is all that `owner` may have. Raises NotCached, TooManyContexts, OverBudget, and
-        DuplicateReservation for an id of somebody else's or of another prompt.
+        A context that is there already goes on for `ttl_s`, and grows if more of its prompt is cached by now. What
+        is beyond the owner's share is not kept. With a `budget_tokens` that is all that `owner` may have. Raises NotCached,
+        TooManyContexts, OverBudget, and DuplicateReservation for an id of somebody else's or of another prompt.
         """
         before = self._contexts.get(context_id)
-        found = self._cache.match(hashes, num_tokens).num_tokens
+        size = self._cache.layout.block_size
+        cached = self._cache.match(hashes, num_tokens).num_tokens
+        found = self._within_share(owner, hashes, cached)
         if before is not None:
-            if before.owner != owner or not before.uses(hashes, self._cache.layout.block_size):
+            if before.owner != owner or not before.uses(hashes, size):
                 raise DuplicateReservation(f"context {context_id!r} is another one")
             if found <= before.num_tokens:
                 return self._renewed(before, now, ttl_s), 0
         elif not found:
+            if cached:
+                raise OverBudget(f"{owner!r} has its {self._max_pages_of_owner} pages of what contexts may hold here")
             raise NotCached(f"nothing of context {context_id!r} is cached")
-        blocks = tuple(hashes[: found // self._cache.layout.block_size])
+        blocks = tuple(hashes[: found // size])
         self._check(context_id, owner, blocks, before, budget_tokens)
         if before is not None:
             self.delete(context_id, now)  # its blocks stay where they are: nothing is allocated here
@@ -150,6 +163,15 @@ class ContextCache:
         self._contexts[context.context_id] = renewed
         return renewed
 
+    def _within_share(self, owner: str, hashes: Sequence[bytes], cached_tokens: int) -> int:
+        """How many of `cached_tokens`, which are reusable, the owner may have kept beside what it has."""
+        if not owner:
+            return cached_tokens
+        size = self._cache.layout.block_size
+        owned = self._owned.get(owner) or _Held(self._cache.layout)
+        fitting = owned.fitting(hashes[: cached_tokens // size], self._max_pages_of_owner) * size
+        return cached_tokens if fitting >= cached_tokens else self._cache.match(hashes, fitting).num_tokens
+
     def _check(
         self,
         context_id: str,
@@ -205,6 +227,15 @@ class _Held:
     def with_pages(self, blocks: Sequence[bytes]) -> int:
         """The pages of that."""
         return self._with(blocks) * self._block_pages + (self.num_contexts + 1) * self._end_pages
+
+    def fitting(self, blocks: Sequence[bytes], max_pages: int) -> int:
+        """How many of `blocks`, from the first one on, another context may have within `max_pages`."""
+        room = (max_pages - (self.num_contexts + 1) * self._end_pages) // max(1, self._block_pages) - len(self._uses)
+        for number, block in enumerate(blocks):
+            room -= block not in self._uses
+            if room < 0:
+                return number
+        return len(blocks)
 
     def _with(self, blocks: Sequence[bytes]) -> int:
         return len(self._uses) + sum(block not in self._uses for block in blocks)

@@ -101,6 +101,40 @@ def test_an_owner_keeps_what_is_allowed_and_each_block_counts_once():
     cache.check_integrity()
 
 
+def test_an_owner_leaves_others_as_much_as_it_may_have_and_keeps_what_fits():
+    cache, contexts = make(200, max_share=0.2)
+    block = cache.layout.block_size
+    prompts = [[*range(100 * owner, 100 * owner + 96)] for owner in (1, 2)]
+    for prompt in prompts:
+        for end in range(block, 97, block):  # a state at each block's end
+            prefill(cache, prompt[:end])
+    options = {"now": 0.0, "ttl_s": 10.0}
+    first, added = contexts.create("a", hashes_of(prompts[0]), 96, owner="acme", **options)
+    assert 0 < first.num_tokens == added < 96
+    pages = cache.report().pages_locked
+    assert pages <= 20  # half of a fifth
+    again, added = contexts.create("a", hashes_of(prompts[0]), 96, owner="acme", **options)
+    assert (again.num_tokens, added) == (first.num_tokens, 0)
+    second, _ = contexts.create("b", hashes_of(prompts[1]), 96, owner="another", **options)
+    assert second.num_tokens == first.num_tokens
+    with pytest.raises(OverBudget, match="acme"):
+        contexts.create("c", hashes_of(prompts[1]), 96, owner="acme", **options)
+    contexts.delete("a", 0.0)
+    assert contexts.create("c", hashes_of(prompts[1]), 96, owner="acme", **options)[0].num_tokens == first.num_tokens
+    cache.check_integrity()
+
+
+def test_who_is_nobody_has_all_that_may_be_kept():
+    cache, contexts = make(200, max_share=0.2)
+    block, prompt = cache.layout.block_size, [*range(96)]
+    for end in range(block, 97, block):
+        prefill(cache, prompt[:end])
+    named, _ = contexts.create("a", hashes_of(prompt), 96, now=0.0, ttl_s=10.0, owner="acme")
+    contexts.delete("a", 0.0)
+    nobodys, _ = contexts.create("a", hashes_of(prompt), 96, now=0.0, ttl_s=10.0)
+    assert nobodys.num_tokens > named.num_tokens
+
+
 def test_a_context_grows_when_more_of_its_prompt_is_cached():
     cache, contexts = make()
     longer = [*PROMPT, *range(70, 78)]
