@@ -28,20 +28,25 @@ class Gateway:
 
     def get(self, path: str, **query: object) -> Any:
         """What it answers at `path`, as JSON."""
-        return json.loads(self._answer(Request(f"{self.url}{path}{_query(query)}", headers=self._headers)))
+        return self._json(self._answer(f"{path}{_query(query)}"))
 
     def lines(self, path: str, **query: object) -> list[Any]:
         """The same of JSON lines."""
-        answer = self._answer(Request(f"{self.url}{path}{_query(query)}", headers=self._headers))
-        return [json.loads(line) for line in answer.splitlines()]
+        return [self._json(line) for line in self._answer(f"{path}{_query(query)}").splitlines()]
 
     def post(self, path: str, body: bytes, headers: Mapping[str, str] = NEVER, **query: object) -> Any:
         """What it answers to `body`, which is JSON."""
-        sent = {**self._headers, **headers, "Content-Type": "application/json"}
-        return json.loads(self._answer(Request(f"{self.url}{path}{_query(query)}", body, sent)))
+        return self._json(self._answer(f"{path}{_query(query)}", body, {**headers, "Content-Type": "application/json"}))
 
-    def _answer(self, request: Request) -> bytes:
+    def _json(self, told: bytes) -> Any:
         try:
+            return json.loads(told)
+        except ValueError as exc:
+            raise AskError(f"{self.url} does not answer as a gateway does: {exc}") from exc
+
+    def _answer(self, path: str, body: bytes | None = None, headers: Mapping[str, str] = NEVER) -> bytes:
+        try:
+            request = Request(f"{self.url}{path}", body, {**self._headers, **headers})
             with urlopen(request, timeout=TIMEOUT_S) as answer:
                 found: bytes = answer.read()
                 return found

@@ -175,7 +175,7 @@ def _add_flows(parser: argparse.ArgumentParser) -> None:
     _add_gateway(parser)
     parser.add_argument("--once", action="store_true", help="those that are known by now, and end")
     parser.add_argument("--all", action="store_true", help="within clusters, too")
-    parser.add_argument("--link", default="", metavar="FROM:TO", help="between these two clusters alone")
+    parser.add_argument("--link", type=link, metavar="FROM:TO", help="between these two clusters alone")
     parser.add_argument(
         "--kind", action="append", default=[], choices=["request", "move", "replica", "probe"],
         help="of this kind alone; may be repeated",

@@ -17,20 +17,20 @@ HEADER: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Which: those within a cluster, too, if `all_of_them`; those of one `link` ("east:west") alone, of these `kinds` alone."""
+    """Which: also within a cluster, if `all_of_them`; of one `link`, from and to a cluster, alone; of these `kinds` alone."""
 
     all_of_them: bool = False
-    link: str = ""
+    link: tuple[str, str] | None = None
     kinds: frozenset[str] = frozenset()
 
     def has(self, flow: Mapping[str, Any]) -> bool:
         """Whether it is one of them."""
         source, destination = flow["source_cluster"], flow["destination_cluster"]
-        if self.link and f"{source}:{destination}" != self.link:
+        if self.link is not None and (source, destination) != self.link:
             return False
         if self.kinds and flow["kind"] not in self.kinds:
             return False
-        return self.all_of_them or bool(self.link) or source != destination
+        return self.all_of_them or self.link is not None or source != destination
 
 
 def follow(

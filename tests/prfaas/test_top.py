@@ -60,7 +60,7 @@ async def test_flows_are_followed_from_where_the_last_answer_ended() -> None:
         crossing = await asyncio.to_thread(seen, Wanted())
         assert [flow["source"] for flow in crossing] == ["r0", "r0"]
         assert len(await asyncio.to_thread(seen, Wanted(all_of_them=True))) == 3
-        assert len(await asyncio.to_thread(seen, Wanted(link="west:west"))) == 1
+        assert len(await asyncio.to_thread(seen, Wanted(link=("west", "west")))) == 1
         assert not await asyncio.to_thread(seen, Wanted(kinds=frozenset({"move"})))
         assert "east → west" in line(crossing[0])
         assert "request" in line(crossing[0])

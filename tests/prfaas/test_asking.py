@@ -1,0 +1,56 @@
+"""Commands that ask a gateway, at addresses where there is none."""
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from prfaas.cli import main
+
+
+class Page(BaseHTTPRequestHandler):
+    """What a server answers that knows a page for every path."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>Welcome!</html>")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+COMMANDS = (["top", "--once"], ["flows", "--once"], ["reload", "--dry-run"])
+
+
+@pytest.mark.parametrize("url", ["", "nothing", "http://[::1", "http://127.0.0.1:no", "http://a b"])
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_what_is_no_url_is_named(command: list[str], url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "-u", url]) == 1
+    assert f"--url {url}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_who_answers_with_pages_is_no_gateway(
+    command: list[str], page: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "-u", page]) == 1
+    assert f"{page} does not answer as a gateway does" in capsys.readouterr().err
+
+
+def test_a_link_has_two_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["flows", "--once", "--link", "east"])
+    assert ended.value.code == 2
+    assert "'east': must be FROM:TO" in capsys.readouterr().err
