@@ -31,7 +31,7 @@ log = logging.getLogger("prfaas.gateway.clusters")
 
 LOAD_INTERVAL_S: Final = 0.25
 SILENCE_S: Final = 10.0  # a node that reports its load every quarter of a second has been dead for long
-QUIET_S: Final = SILENCE_S  # that an engine has said nothing, when its agent has not either: as good as gone
+QUIET_S: Final = 5.0  # that an engine has said nothing, when its agent has not for longer: as good as gone
 DEATH_NEWS_S: Final = 1.0  # an agent sees its engine end within milliseconds, unless it went with it
 _Named = list[tuple[str, Node]]  # nodes by their names, which take a moment to ask for
 SUSPECT_S: Final = 2.0  # how long a node whose engine failed a leg is left alone; its agent knows better by then
