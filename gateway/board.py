@@ -1,8 +1,8 @@
 """What the workers of a gateway count together: a file of numbers that every one of them has mapped.
 
     head    how many workers and nodes · the last record's number · restarts · clusters, by a digest of their name
-    rows    one per worker, written by it alone: its state, its places, and of every node the requests, tokens and bytes that
-            it has under way there, and the share of time that it gave it prompts for
+    rows    one per worker, written by it alone: its state, its places, how often it has said that it is there, and of every
+            node the requests, tokens and bytes that it has under way there, and the share of time that it gave it prompts for
 
 Whoever reads adds the rows up; a number that is being written is read as it was or as it will be. Only where a bound must hold
 exactly is the file locked, for microseconds; the lock goes with its process. The row of a worker that has died is cleared by the
@@ -30,7 +30,7 @@ HEAD_CELLS: Final = 8
 WORKERS, NODES, LAST_SEQ, RESTARTS = range(4)
 MORE_CLUSTERS: Final = 8  # than nodes: names that were once a cluster's keep their column
 OWN_CELLS: Final = 4
-STATE, IN_FLIGHT, WAITING = range(3)
+STATE, IN_FLIGHT, WAITING, BEATS = range(4)
 
 
 class State(IntEnum):
@@ -81,12 +81,17 @@ class Board:
     # Workers
 
     def be(self, state: State) -> None:
-        """This worker's state from now on."""
+        """This worker's state from now on; said now and then, it says that the worker is there, too."""
         self._rows[self._own, STATE] = state
+        self._rows[self._own, BEATS] += 1
 
     def state(self, number: int) -> State:
         """What a worker says of itself."""
         return State(int(self._rows[number, STATE]))
+
+    def beats(self, number: int) -> int:
+        """How often a worker has said what it does: another number each time it is looked at, or it is stopped, or stuck."""
+        return int(self._rows[number, BEATS])
 
     def states(self) -> list[State]:
         """Of all workers."""

@@ -3,9 +3,10 @@
     parent ── board, names of sockets, metrics' files in a directory of its own ── worker 0 … N-1, all listening on one port
 
 The kernel deals connections out among those that listen (SO_REUSEPORT). A worker that dies takes its own streams with it and
-nothing else: its row of the board is cleared, what it had counted stays. Who takes its place begins with the file as it was
-at the start, like the others, whatever it says meanwhile. Should the parent die, workers stop listening and
-let their streams end; so whoever starts the gateway again gets the port.
+nothing else: its row of the board is cleared, what it had counted stays. One that is stopped or stuck is killed: the kernel
+deals it connections all the same. Who takes its place begins with the file as it was at the start, like the others, whatever it
+says meanwhile. Should the parent die, workers stop listening and let their streams end; so whoever starts the gateway again
+gets the port.
 """
 
 import asyncio
@@ -28,15 +29,17 @@ from gateway.errors import CannotListen, WorkersFail
 from gateway.metrics import forget_gauges
 from gateway.seat import ALLOWANCES, BOARD, FIRST_CONFIG, METRICS, ORPHANED, TALLY
 from gateway.tally import Tally
-from node.children import Child
+from node.children import Child, kill_group
 from node.owned import OwnedDirectory, sweep_directories
 from node.restarts import Restarts
 
 log = logging.getLogger("prfaas.gateway.workers")
 
 SHARED_MEMORY: Final = Path("/dev/shm")
+LOOKS: Final = 10  # in the time after which a worker counts as silent
 MAX_RESTARTS: Final = 5  # of one worker, within a minute or without having served
 LOOK_S: Final = 0.05  # between looks whether a worker that starts is there
+SILENCE_S: Final = 30.0  # a worker says four times a second that it is there
 BAD_CONFIG: Final = 2
 
 
@@ -50,12 +53,14 @@ class Workers:
         metrics: Path,
         now: Callable[[], float],
         max_restarts: int = MAX_RESTARTS,
+        silence_s: float = SILENCE_S,
     ) -> None:
         self._command = command
         self._board = board
         self._metrics = metrics
         self._now = now
         self._max_restarts = max_restarts
+        self._silence_s = silence_s
         self._running: dict[int, Child] = {}
         self._has_reloaded = False
         self._ready: set[int] = set()
@@ -128,9 +133,24 @@ class Workers:
                 self._is_ready(number)
                 if self._has_reloaded:
                     child.send(signal.SIGHUP)
+            await self._end_if_silent(number, child, ending)
             return await ending
         finally:
             ending.cancel()
+
+    async def _end_if_silent(self, number: int, child: Child, ending: "asyncio.Task[int]") -> None:
+        """Until a worker has ended; one that is stopped, or stuck, is killed: its clients wait for nobody."""
+        heard, since = self._board.beats(number), self._now()
+        while not ending.done():
+            looked_at = self._now()
+            await asyncio.wait([ending], timeout=self._silence_s / LOOKS)
+            beats, now = self._board.beats(number), self._now()
+            if beats != heard or now - looked_at >= self._silence_s / 2:  # or it was we who were not there
+                heard, since = beats, now
+            elif not ending.done() and now - since >= self._silence_s:
+                log.error("worker %d says nothing for %g s, pid=%d: it is killed", number, now - since, child.pid)
+                kill_group(child.pid)
+                await ending
 
     def _is_ready(self, number: int) -> None:
         self._ready.add(number)

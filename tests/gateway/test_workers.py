@@ -397,6 +397,26 @@ async def test_workers_that_end_as_often_as_they_are_started_are_given_up(tmp_pa
     board.close()
 
 
+@on_loop
+async def test_a_worker_that_says_nothing_is_killed_and_another_one_started(tmp_path: Path) -> None:
+    Board.create(tmp_path / "board", workers=1, nodes=1)
+    board, started = Board(tmp_path / "board"), []
+    now = asyncio.get_running_loop().time
+
+    def command(number: int) -> list[str]:
+        started.append(number)
+        board.be(State.READY)  # it is taken to serve, and never says so again
+        return ["sleep", "1000"]
+
+    workers = Workers(command, board, tmp_path, now, silence_s=0.5)
+    running = asyncio.create_task(workers.run(lambda: None))
+    await until(lambda: len(started) > 1)
+    assert board.restarts >= 1
+    workers.stop()
+    await running
+    board.close()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
