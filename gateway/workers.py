@@ -148,7 +148,7 @@ class Workers:
             if beats != heard or now - looked_at >= self._silence_s / 2:  # or it was we who were not there
                 heard, since = beats, now
             elif not ending.done() and now - since >= self._silence_s:
-                log.error("worker %d says nothing for %g s, pid=%d: it is killed", number, now - since, child.pid)
+                log.error("worker %d says nothing for %.0f s, pid=%d: it is killed", number, now - since, child.pid)
                 kill_group(child.pid)
                 await ending
 
