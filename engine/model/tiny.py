@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from engine.byte_tokenizer import BOS, EOS, PAD, VOCAB_SIZE, save_byte_tokenizer
@@ -20,6 +21,7 @@ from engine.errors import ModelError
 
 log = logging.getLogger(__name__)
 
+CONFIG_FILE: Final = "config.json"
 MARKER_FILE: Final = "prfaas_tiny_model.json"  # says which recipe and seed made the directory
 CONTEXT_TOKENS: Final = 32768
 WEIGHT_SCALE: Final = 3.0
@@ -144,20 +146,25 @@ def build_model(
 ) -> BuiltModel:
     """Builds a tiny model of `arch` in `out_dir` and reports what it made.
 
-    Equal seeds give equal weights. A directory that holds anything but this very model is left alone unless `overwrite`.
+    Equal seeds give equal weights. Interrupted, it leaves nothing that looks like a model. A directory that holds anything but
+    this very model is left alone unless `overwrite`.
     Raises ModelError.
     """
     recipe = dict(_recipe(arch))
     out = Path(out_dir)
     marker = {"arch": arch, "seed": seed}
     _check_destination(out, marker, overwrite)
+    from safetensors import SafetensorError
+
     model = _seeded_model(recipe, MIXER_SCALES[arch], seed)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(out)
-        save_byte_tokenizer(out, CONTEXT_TOKENS)
-        (out / MARKER_FILE).write_text(json.dumps(marker))
-    except OSError as exc:
+        with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as unfinished:
+            model.save_pretrained(unfinished)
+            save_byte_tokenizer(Path(unfinished), CONTEXT_TOKENS)
+            (Path(unfinished) / MARKER_FILE).write_text(json.dumps(marker))
+            _move(Path(unfinished), out)
+    except (OSError, SafetensorError) as exc:
         raise ModelError(f"{out} cannot be written: {exc}") from exc
     built = BuiltModel(
         arch=arch,
@@ -184,9 +191,22 @@ def _check_destination(out: Path, marker: dict[str, Any], overwrite: bool) -> No
     if overwrite or not out.exists() or not any(out.iterdir()):
         return
     # Somebody's real weights must not be replaced by noise because a path was mistyped.
-    ours = out / MARKER_FILE
-    if not ours.is_file() or json.loads(ours.read_text()) != marker:
+    if not _is_of(out / MARKER_FILE, marker):
         raise ModelError(f"{out} holds something else: name another directory, or overwrite it with --overwrite")
+
+
+def _move(unfinished: Path, out: Path) -> None:
+    """All files; what they are of first, and last the one by which a directory counts as a model. Raises OSError."""
+    inner = [path.name for path in unfinished.iterdir() if path.name not in (MARKER_FILE, CONFIG_FILE)]
+    for name in (MARKER_FILE, *inner, CONFIG_FILE):
+        (unfinished / name).replace(out / name)
+
+
+def _is_of(marker: Path, expected: dict[str, Any]) -> bool:
+    try:
+        return bool(json.loads(marker.read_text()) == expected)
+    except (OSError, ValueError):
+        return False
 
 
 def _seeded_model(recipe: dict[str, Any], mixer_scales: dict[str, float], seed: int) -> Any:
