@@ -106,7 +106,8 @@ async def _serve(model: LoadedModel, args: argparse.Namespace) -> int:
                 print(f"engine: no agent answers at {args.agent_socket}", file=sys.stderr)
                 return EXIT_NO_AGENT
             if not stop.is_set():
-                print(f"engine ready url={url}", flush=True)
+                with contextlib.suppress(OSError):  # a log's disk may be full
+                    print(f"engine ready url={url}", flush=True)
             await stop.wait()
             await _drain(service, args.drain_timeout_s, orphaned)
     finally:

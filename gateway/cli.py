@@ -7,6 +7,7 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -147,4 +148,5 @@ def _seat(words: Sequence[str]) -> Seat:
 
 
 def _announce(line: str) -> None:
-    print(line, flush=True)
+    with suppress(OSError):  # the disk that it is written to may be full
+        print(line, flush=True)

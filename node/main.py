@@ -8,9 +8,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 import uvloop
 
@@ -70,7 +70,7 @@ async def _run(config: NodeConfig, role: Role, read_again: Callable[[], NodeConf
             return status
         if not stop.is_set():
             about = agent.describe()
-            print(f"node ready id={about.node_id} role={about.role} engine={about.engine_url}", flush=True)
+            _say(f"node ready id={about.node_id} role={about.role} engine={about.engine_url}")
         status = await _serve_until_told(agent, stop)
         if not await _or_stopped(agent.drain(config.drain_timeout_s), hurry):
             log.error("drain %s node=%s", "cut short" if hurry.is_set() else "timed out", config.node_id)
@@ -100,8 +100,14 @@ async def _start(
     with _binding(config.port("transfer")):
         await agent.start()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, agent.reconfigure, read_again)
-    print(f"node listening id={config.node_id} agent={control.host}:{bound} metrics={metrics.url}", flush=True)
+    _say(f"node listening id={config.node_id} agent={control.host}:{bound} metrics={metrics.url}")
     return agent
+
+
+def _say(line: str, to: TextIO | None = None) -> None:
+    """Prints a line that nobody has to hear: the disk that it is written to may be full."""
+    with suppress(OSError):
+        print(line, file=to, flush=True)
 
 
 def _patience_s(config: NodeConfig) -> float:
@@ -158,7 +164,7 @@ async def _serve_until_told(agent: NodeAgent, stop: asyncio.Event) -> int:
 
 def _say_why(agent: NodeAgent, what: str) -> None:
     tail = agent.engine_log.read_text(errors="replace")[-2000:] if agent.engine_log.exists() else ""
-    print(f"node {agent.config.node_id}: {what}; end of {agent.engine_log}:\n{tail}", file=sys.stderr)
+    _say(f"node {agent.config.node_id}: {what}; end of {agent.engine_log}:\n{tail}", to=sys.stderr)
 
 
 def check_model(config: NodeConfig) -> None:

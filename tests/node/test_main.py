@@ -146,6 +146,34 @@ def test_a_node_whose_engine_is_given_up_ends_so_that_it_is_started_again(tmp_pa
     assert not list(Path("/dev/shm").glob(f"prfaas-{name}-*"))
 
 
+def test_a_full_disk_under_their_logs_ends_neither_node_nor_engine(tmp_path: Path) -> None:
+    name, (port,) = f"main{time.monotonic_ns()}", free_ports(1)
+    (tmp_path / f"{name}-engine.log").symlink_to("/dev/full")
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        "pd_cluster",
+        "-c",
+        config_file(tmp_path, name, f"control_port = {port}\nengine_max_restarts = 0"),
+    ]
+    with Path("/dev/full").open("w") as full, subprocess.Popen(command, stdout=full, stderr=full) as process:
+        try:
+            with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+                stub = rpc.NodeAgentStub(channel)  # type: ignore[no-untyped-call]
+                grpc.channel_ready_future(channel).result(timeout=60.0)
+                deadline = time.monotonic() + 60.0
+                while (found := stub.Describe(pb.DescribeRequest())).state != pb.NODE_STATE_READY:
+                    assert time.monotonic() < deadline, found.state
+                    time.sleep(0.02)
+                with urllib.request.urlopen(f"{found.engine_url}/health", timeout=60.0) as answer:
+                    assert answer.status == 200
+            process.terminate()
+            assert process.wait(60.0) == 0
+        finally:
+            process.kill()
+
+
 def test_every_port_has_an_address_of_its_own(tmp_path: Path) -> None:
     own = [listener for listener in LISTENERS if listener != "calls"]  # which are taken where control is
     hosts = {listener: f"127.0.0.{number}" for number, listener in enumerate(own, 2)}
