@@ -124,6 +124,10 @@ async def leg_whose_push_fails(bench: Bench, relay: Proxy, prompt: Sequence[int]
     async def sends_nothing() -> bool:
         return not await is_sending(bench)
 
+    async def is_ready() -> bool:
+        return await bench.gateway_sees("far") == "ready"
+
+    await bench.wait_until(is_ready)  # an engine that is stopped as often as here may be taken for silent
     leg = asyncio.create_task(posted(bench, f"{far.engine_url}/v1/completions", body))
     try:
         await _run_slowly(engine, lambda: relay.total >= first_blocks or leg.done())

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from tests.vllm.test_serving import ARCH, LINK_BYTES_PER_S, counted, document, t
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200), pytest.mark.dimensions(start="takeovers")]
 
-TOKENS = 500
+TOKENS = 800
+ATTEMPTS = 5  # an answer may be over before its server is killed: nobody knows how fast this machine is, or how busy
 
 
 @pytest.fixture(scope="module")
@@ -40,20 +42,25 @@ def test_a_stream_whose_server_dies_goes_on_elsewhere(bench: Bench, path: str, a
         async def all_are_ready() -> bool:
             return [await bench.gateway_sees(node) for node in ("far", "decode0", "decode1")] == ["ready"] * 3
 
-        await bench.wait_until(all_are_ready, 240.0)
         prompt: dict[str, Any] = {"prompt": bench.prompt(700, seed=after)}
         if "chat" in path:
             prompt = {"messages": [{"role": "user", "content": "What goes on? " * 60}]}
         body = {"model": "tiny", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True, **prompt}
         body |= {"stream_options": {"include_usage": True}}
+        await bench.wait_until(all_are_ready, 240.0)
         whole = await streamed(body, bench.name())
-        name = bench.name()
-        events = await streamed(body, name, after)
+        for _ in range(ATTEMPTS):
+            await bench.wait_until(all_are_ready, 240.0)
+            await bench.wait_idle()
+            name = bench.name()
+            events = await streamed(body, name, after)
+            record = await bench.record(name)
+            if record["takeovers"]:
+                break
         assert text_of(events) == text_of(whole)
         assert counted(events) == counted(whole)
         assert len({event["id"] for event in events}) == len({event["created"] for event in events}) == 1
         assert not any("token_ids" in choice and choice["token_ids"] for e in events for choice in e["choices"])
-        record = await bench.record(name)
         assert record["takeovers"] == 1
         (reason,) = record["fallbacks"]  # nothing else: a prefill node computed prompt and answer so far, and sent them
         assert reason in ("decode_stream_broken", "decode_stream_error")  # vLLM may have time to say so
@@ -70,12 +77,17 @@ def test_a_stream_whose_server_dies_goes_on_elsewhere(bench: Bench, path: str, a
                     assert "error" not in events[-1], events[-1]
                 if killed_after and len(events) == killed_after:
                     killed_after = 0
-                    await kill_server(bench, await who_decodes())
+                    if node := await who_decodes():
+                        await kill_server(bench, node)
         return events
 
-    async def who_decodes() -> str:
-        running = {node: (await bench.describe(node)).load.running for node in ("decode0", "decode1")}
-        (node,) = [node for node, number in running.items() if number]
-        return node
+    async def who_decodes() -> str | None:
+        """None: the answer is over. A server says now and then what it runs, so one look tells nothing."""
+        deadline = time.monotonic() + 10.0
+        while time.monotonic() < deadline and await bench.metric(bench.system.api_url, "prfaas_requests_in_flight"):
+            for node in ("decode0", "decode1"):
+                if (await bench.describe(node)).load.running:
+                    return node
+        return None
 
     bench.run(scenario(), 600.0)
