@@ -219,9 +219,9 @@ class FrontDoor:
 
     async def _read(self, visit: Visit) -> Request:
         headers = visit.http.headers
-        service = self.classes.of(headers)
-        served = self._served()
         tenant = visit.tenant
+        service = self.classes.of(headers, tenant.classes)
+        served = self._served()
         model = served.as_read(tenant.group)
         call, prompt = await self.rooms.reader.read(visit.endpoint, visit.body, model, tenant.memory)
         served.not_done.check(call.fields)

@@ -1,4 +1,4 @@
-"""Which class a request is of: the one that a header names, or else the one that its API key stands for.
+"""Which class a request is of: the one that a header names, or else that of its API key, or else of its tenant.
 
 [gateway.classes.interactive]
 ttft_s = 2.0
@@ -7,11 +7,11 @@ priority = 10
 keys = ["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]     # sha256 of a key
 
 A class with keys is for those who show one of them. Who shows none, or an unknown one, is of the default class: keys say
-what somebody is promised here, not who may come.
+what somebody is promised here, not who may come. A tenant with `classes` (`gateway.keys`) has these and no others.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
@@ -79,11 +79,16 @@ class AdmissionConfig:
         require(self.ageing_s > 0, "ageing_s", self.ageing_s, "a number of seconds above 0")
 
 
+def names_of(classes: Iterable[str]) -> list[str]:
+    """The names that requests may be of: those of the file, and `default`."""
+    return list(dict.fromkeys([*classes, "default"]))
+
+
 def check_classes(classes: Mapping[str, ClassConfig], default_class: str) -> None:
     """Raises SettingsError for names that no header could carry, and keys that stand for two classes."""
     for name in classes:
         require(bool(NAME.fullmatch(name)), "classes", name, "names of letters, digits, '.', '_' and '-', 64 at most")
-    known = [*classes, "default"]
+    known = names_of(classes)
     require(default_class in known, "default_class", default_class, f"one of {', '.join(known)}")
     keys = [key for each in classes.values() for key in each.keys]
     require(len(set(keys)) == len(keys), "keys", keys, "each key in one class")
@@ -105,18 +110,22 @@ class Classes:
         """Every class, in the order of the file."""
         return list(self._by_name.values())
 
-    def of(self, headers: Mapping[str, str]) -> ServiceClass:
-        """The class of a request with these headers. Raises ApiError."""
+    def of(self, headers: Mapping[str, str], granted: Sequence[str] = ()) -> ServiceClass:
+        """The class of a request with these headers, of a tenant that is `granted` some, if it is. Raises ApiError."""
         name = headers.get(HEADER)
-        if name is None and not self._by_key:
+        if name is None and not self._by_key and not granted:
             return self._default
         by_key = self._by_key.get(digest_of(key)) if self._by_key and (key := key_in(headers)) else None
         if name is None:
-            return by_key or self._default
+            return by_key or (self._by_name.get(granted[0]) if granted else None) or self._default
         found = self._by_name.get(name) if NAME.fullmatch(name) else None
         if found is None:
             known = ", ".join(sorted(self._by_name))
             raise BadRequest(f"{HEADER} names no class of this gateway; known are {known}.", code="unknown_class")
-        if name in self._closed and found is not by_key:
+        if found is by_key or name in granted:
+            return found
+        if granted:
+            raise ApiError(403, f"The class '{name}' is none of {', '.join(granted)}.", code="class_not_allowed")
+        if name in self._closed:
             raise ApiError(403, f"The class '{name}' is for API keys of its own.", code="class_not_allowed")
         return found

@@ -17,7 +17,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final, Self
 
-from gateway.classes import AdmissionConfig, ClassConfig, check_classes
+from gateway.classes import AdmissionConfig, ClassConfig, check_classes, names_of
 from gateway.errors import ConfigError
 from gateway.keys import TenantConfig, check_digest, check_tenants
 from gateway.oidc import OidcConfig
@@ -275,7 +275,7 @@ class GatewayConfig:
         require_one_of("log_format", self.log_format, LOG_FORMATS)
         require(self.threshold_tokens >= 0, "threshold_tokens", self.threshold_tokens, "a number of at least 0")
         check_classes(self.classes, self.admission.default_class)
-        check_tenants(self.tenants, has_tokens=bool(self.oidc.issuer))
+        check_tenants(self.tenants, names_of(self.classes), has_tokens=bool(self.oidc.issuer))
         for key in self.operator_keys:
             check_digest("operator_keys", key)
         if not (self.tenants or self.open or is_loopback(self.host)):

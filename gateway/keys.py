@@ -5,6 +5,7 @@ keys = ["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]   # 
 group = "acme"                                     # shares KVCache with the tenants of this group; default: with nobody
 requests_per_minute = 600                          # 0, the default, is no limit
 weight = 2.0                                       # of its part while tenants wait for the same
+classes = ["interactive", "batch"]                 # of which its requests may be; the first, where they say nothing
 
 Without tenants everybody may ask, and prompts share one cache. With them each request needs a key, and operators' pages
 one of `operator_keys`.
@@ -13,7 +14,7 @@ one of `operator_keys`.
 import base64
 import binascii
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from typing import Final
@@ -40,6 +41,7 @@ class TenantConfig:
     `subjects` are what tokens of an identity provider call it (`gateway.oidc`), beside its name here.
     A limit of 0 is none. `pinned_tokens` is what it may have kept in nodes' memories (`prompt_cache_breakpoint`,
     `cache_control`), each block once; 0: nothing. Of what tenants wait for together each gets a part by its `weight`.
+    `classes` are names of `[gateway.classes]`: with them its requests are of these only; without, of any that has no keys.
     """
 
     keys: tuple[str, ...] = ()
@@ -50,6 +52,7 @@ class TenantConfig:
     concurrent_requests: int = 0
     weight: float = 1.0
     pinned_tokens: int = PINNED_TOKENS
+    classes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for key in self.keys:
@@ -77,11 +80,13 @@ def check_digest(name: str, key: str) -> None:
     require(bool(DIGEST.fullmatch(key)), name, "…", "a list of SHA-256 digests, 64 lower-case hex digits each")
 
 
-def check_tenants(tenants: Mapping[str, TenantConfig], has_tokens: bool = False) -> None:
-    """Raises SettingsError for names that are none, keys that two have, and tenants that nothing can be said to be of."""
+def check_tenants(tenants: Mapping[str, TenantConfig], classes: Collection[str], has_tokens: bool = False) -> None:
+    """Raises SettingsError for names that are none, of tenants or `classes`, keys that two have, and tenants without any."""
     require(len(tenants) <= MAX_TENANTS, "tenants", len(tenants), f"{MAX_TENANTS} at most")
-    for name in tenants:
+    for name, each in tenants.items():
         require(bool(NAME.fullmatch(name)), "tenants", name, WHAT_NAMES_ARE)
+        for known in each.classes:
+            require(known in classes, f"tenants.{name}.classes", known, f"some of {', '.join(classes)}")
     keys = [key for each in tenants.values() for key in each.keys]
     require(len(set(keys)) == len(keys), "keys", "…", "each key with one tenant")
     subjects = [subject for name, each in tenants.items() for subject in {name, *each.subjects}]
@@ -101,6 +106,7 @@ class Tenant:
     limits: Limits = NO_LIMITS
     share: Share = EVERYBODYS
     pinned_tokens: int = PINNED_TOKENS
+    classes: tuple[str, ...] = ()
 
 
 class Keyring:
@@ -121,7 +127,9 @@ class Keyring:
     def configure(self, tenants: Mapping[str, TenantConfig], operator_keys: Sequence[str]) -> None:
         """What holds from the next request on."""
         self._named = {
-            name: Tenant(name, group, _memory(group), each.limits, Share(name, each.weight), each.pinned_tokens)
+            name: Tenant(
+                name, group, _memory(group), each.limits, Share(name, each.weight), each.pinned_tokens, each.classes
+            )
             for name, each in tenants.items()
             for group in [each.group or name]
         }

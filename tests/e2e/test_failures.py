@@ -54,7 +54,7 @@ async def only_decode(bench: Bench, name: str) -> AsyncIterator[None]:
     os.kill(engine, signal.SIGKILL)
 
     async def is_down() -> bool:
-        return (await bench.describe(other)).engine_pid == 0
+        return (await bench.describe(other)).engine_pid != engine
 
     async def is_out() -> bool:
         return await bench.gateway_sees(other) != "ready"

@@ -1,5 +1,6 @@
 """A request is of the class that its header names, or that its key stands for; nobody takes a class that is another's."""
 
+import json
 from hashlib import sha256
 from math import inf
 
@@ -7,8 +8,10 @@ import pytest
 
 from gateway.classes import AdmissionConfig, ClassConfig, Classes, check_classes
 from gateway.errors import ApiError
+from gateway.keys import TenantConfig
 from planner.decisions.admission import AdmissionPolicy
 from planner.decisions.classes import ServiceClass
+from tests.gateway.worlds import on_loop, world
 from transport.control.settings import SettingsError
 
 KEY = "sk-interactive"
@@ -52,6 +55,41 @@ def test_a_class_with_keys_is_not_for_others(key: str) -> None:
     with pytest.raises(ApiError) as refused:
         CLASSES.of({"x-prfaas-class": "interactive", "Authorization": key})
     assert (refused.value.status, refused.value.code) == (403, "class_not_allowed")
+
+
+def test_a_tenants_classes_are_granted_without_their_keys_and_no_others_are() -> None:
+    granted = ("interactive", "default")
+    assert CLASSES.of({}, granted).name == "interactive"
+    for name in granted:
+        assert CLASSES.of({"x-prfaas-class": name}, granted).name == name
+    with pytest.raises(ApiError, match="none of interactive, default") as refused:
+        CLASSES.of({"x-prfaas-class": "batch"}, granted)
+    assert (refused.value.status, refused.value.code) == (403, "class_not_allowed")
+
+
+def test_a_class_of_a_key_goes_before_the_tenants() -> None:
+    shown = {"Authorization": f"Bearer {KEY}"}
+    assert CLASSES.of(shown, ("batch",)).name == "interactive"
+    assert CLASSES.of(shown | {"x-prfaas-class": "interactive"}, ("batch",)).name == "interactive"
+
+
+def test_a_class_that_a_reload_took_away_is_nobodys() -> None:
+    assert Classes().of({}, ("batch",)).name == "default"
+
+
+@on_loop
+async def test_a_request_is_of_its_tenants_class() -> None:
+    tenants = {"acme": TenantConfig(keys=(sha256(b"sk-acme").hexdigest(),), classes=("batch",))}
+    operators = (sha256(b"sk-operator").hexdigest(),)
+    async with world(tenants=tenants, classes=CONFIGS, operator_keys=operators) as w:
+        shown = {"Authorization": "Bearer sk-acme"}
+        assert (await w.complete("one two", headers=shown)).status == 200
+        assert (await w.complete("one two", headers=shown | {"x-prfaas-class": "default"})).status == 403
+        await w.idle()
+        shown = {"Authorization": "Bearer sk-operator"}
+        async with w.http.get("/prfaas/requests", headers=shown) as lines:
+            records = [json.loads(line) async for line in lines.content]
+        assert [record["service_class"] for record in records] == ["batch"]
 
 
 def test_a_key_is_of_one_class() -> None:

@@ -117,6 +117,10 @@ def test_an_operator_names_a_tenant() -> None:
         ({"tenants": {"a b": {"keys": [digest_of(ACME)]}}}, "tenants.*'a b'.*a name of letters"),
         ({"tenants": {"a": {"keys": [digest_of(ACME)], "group": "x/y"}}}, "group.*'x/y'"),
         ({"tenants": {name: {"keys": [digest_of(ACME)]} for name in "ab"}}, "each key with one tenant"),
+        (
+            {"tenants": {"a": {"keys": [digest_of(ACME)], "classes": ["vip"]}}},
+            "tenants.a.classes.*'vip'.*some of default",
+        ),
         ({"operator_keys": [OPERATOR]}, "operator_keys.*SHA-256"),
         ({"host": "0.0.0.0"}, "host = '0.0.0.0': others than this machine reach it.*prfaas key.*open = true"),
         ({"host": "10.0.0.1"}, "others than this machine"),
