@@ -18,8 +18,8 @@ SGLANG_STAMP := $(SGLANG_VENV)/.installed
 CLIENTS_VENV  := .venv-clients
 CLIENTS_BIN   := $(CLIENTS_VENV)/bin
 CLIENTS_STAMP := $(CLIENTS_VENV)/.installed
-AIPERF_VENV   := .venv-aiperf
-AIPERF_STAMP  := $(AIPERF_VENV)/.installed
+LOAD_VENV   := .venv-load
+LOAD_STAMP  := $(LOAD_VENV)/.installed
 SCHEMA_VENV   := .venv-schema
 SCHEMA_BIN    := $(SCHEMA_VENV)/bin
 SCHEMA_STAMP  := $(SCHEMA_VENV)/.installed
@@ -44,7 +44,7 @@ STREAMS      ?= 200
 EXAMPLES     ?= 200
 RELEASE      ?= 0.33.0
 
-.PHONY: setup demo up test test-all test-e2e test-deploy test-storm test-crowd test-flips test-migration fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-sglang test-schema test-clients test-aiperf lint format proto wheel clean help
+.PHONY: setup demo up test test-all test-e2e test-deploy test-storm test-crowd test-flips test-migration fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-sglang test-schema test-clients test-load lint format proto wheel clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -69,7 +69,7 @@ test: $(STAMP)   ## The tests, about four minutes on two cores; those that take 
 	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm and not sglang" $(SPREAD) --hypothesis-seed=$(SEED)
 
 # CI runs samples of the long ones, others for every commit; this is all of them, for releases: over an hour.
-test-all: lint test test-e2e test-deploy fuzz soak soak-cache test-storm test-crowd test-flips test-migration test-rdma test-vllm test-sglang test-equality test-schema test-clients test-aiperf wheel demo  ## Everything, whole
+test-all: lint test test-e2e test-deploy fuzz soak soak-cache test-storm test-crowd test-flips test-migration test-rdma test-vllm test-sglang test-equality test-schema test-clients test-load wheel demo  ## Everything, whole
 
 test-e2e: $(STAMP)  ## Whole systems: nodes killed, connections cut, certificates replaced, disks that lie, plans that move nodes
 	$(BIN)/python -m pytest -m e2e tests/e2e $(sampled)
@@ -125,14 +125,14 @@ test-schema: $(STAMP) $(SCHEMA_STAMP)  ## schemathesis against a running gateway
 test-clients: $(STAMP) $(CLIENTS_STAMP)  ## openai, anthropic, langchain-openai and litellm as they are, against the demo's clusters
 	$(BIN)/python -m tests.clients.behind --demo $(CLIENTS_BIN)/python tests/clients/checks.py
 
-test-aiperf: $(STAMP) $(AIPERF_STAMP)  ## aiperf replays a trace in Mooncake's format against the demo's clusters
-	$(BIN)/python -m tests.clients.behind --demo $(BIN)/python -m tests.clients.replay $(AIPERF_VENV)/bin/aiperf {GATEWAY}
+test-load: $(STAMP) $(LOAD_STAMP)  ## aiperf (a trace in Mooncake's format, agents) and guidellm against the demo's clusters
+	$(BIN)/python -m tests.clients.behind --demo $(BIN)/python -m tests.clients.load $(LOAD_VENV)/bin {GATEWAY}
 
-$(AIPERF_STAMP): pyproject.toml
-	@$(PYTHON) -m venv $(AIPERF_VENV)
-	@$(AIPERF_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	@$(AIPERF_VENV)/bin/python -m pip install --quiet --group aiperf
-	@touch $(AIPERF_STAMP)
+$(LOAD_STAMP): pyproject.toml
+	@$(PYTHON) -m venv $(LOAD_VENV)
+	@$(LOAD_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	@$(LOAD_VENV)/bin/python -m pip install --quiet --group load
+	@touch $(LOAD_STAMP)
 
 $(SCHEMA_STAMP): pyproject.toml
 	@$(PYTHON) -m venv $(SCHEMA_VENV)
@@ -177,4 +177,4 @@ wheel: $(STAMP)  ## Build the wheel, install it into a clean venv and start the 
 	./.ci/check-wheel
 
 clean:           ## Remove what was set up or generated
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(CLIENTS_VENV) $(AIPERF_VENV) $(SCHEMA_VENV) .prometheus dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(CLIENTS_VENV) $(LOAD_VENV) $(SCHEMA_VENV) .prometheus dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
