@@ -96,6 +96,14 @@ def test_tenants_do_not_find_each_others_media_by_name() -> None:
     assert refusal.value.param == "messages[0].content[1].uuid"
 
 
+@pytest.mark.parametrize("key", ["image_url", r"image_\u0075rl"])
+def test_a_text_with_an_image_inside_is_not_read_as_a_text(key: str) -> None:
+    hidden = text() | {"uuid": "logo", "image_url": "http://a/b.png"}  # which vLLM takes for an image
+    body = json.dumps(chat(hidden)).replace("image_url", key).encode()
+    with pytest.raises(BadRequest, match="no 'uuid'"):
+        read_call(Endpoint.CHAT, body, MODEL, PromptMemory(text_tokenizer()))
+
+
 def test_a_model_of_texts_takes_nothing_else() -> None:
     with pytest.raises(BadRequest, match="takes text parts only"):
         read(chat(text(), IMAGE), msgspec.structs.replace(MODEL, takes_media=False))

@@ -45,6 +45,14 @@ def test_content_is_what_the_template_wants(content: Any, as_text: str, as_parts
     assert of(message, PARTS)["content"] == as_parts
 
 
+@pytest.mark.parametrize("named", [{"type": "text", "text": "a"}, {"type": "tool_reference", "name": "f"}])
+def test_what_has_a_name_is_no_text(named: dict[str, Any]) -> None:
+    assert of({"role": "user", "content": [named | {"uuid": None}]})["content"] in ("a", "f")
+    for hidden in ({}, {"image_url": "http://a/b.png"}):
+        with pytest.raises(BadPrompt, match="no 'uuid'"):
+            of({"role": "user", "content": [named | {"uuid": "x"} | hidden]})
+
+
 @pytest.mark.parametrize(
     ("written", "read"),
     [
