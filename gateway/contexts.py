@@ -10,7 +10,7 @@ listed as lost until its time would have been over.
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, Final
 
@@ -160,12 +160,15 @@ class Contexts:
         for pause_s in PAUSES_S:
             await asyncio.sleep(pause_s)
             try:
-                kept = await node.agent.keep(context_id, hashes, num_tokens, tenant.name, ttl_s, budget)
+                found = await node.agent.keep(context_id, hashes, num_tokens, tenant.name, ttl_s, budget)
             except NodeError as error:
                 failure = error
                 if error.reason != "not_cached":
                     break
             else:
+                # What an earlier look has added was not kept before, either.
+                added_tokens = found.added_tokens + (kept.added_tokens if kept is not None else 0)
+                kept = replace(found, added_tokens=added_tokens)
                 node.contexts.heard(kept, self.clock())
                 if kept.num_tokens >= num_tokens:
                     return kept

@@ -3,6 +3,9 @@
 import time
 from typing import Any
 
+import pytest
+
+from gateway.agent import AgentClient
 from gateway.caching import Breakpoint
 from gateway.contexts import Outcome, details_of, id_of
 from gateway.kept import Kept, KeptContexts, State
@@ -94,3 +97,22 @@ async def test_a_node_that_cannot_keep_is_named_and_the_request_is_answered() ->
         assert (response.status, details["cache_write_tokens"], told["kept"]) == (200, 0, 0)
         assert told["reason"] == "unimplemented"
         assert 'prfaas_contexts_total{outcome="unimplemented"} 1.0' in await w.metrics()
+
+
+@on_loop
+async def test_a_part_that_is_kept_was_written_however_often_the_rest_was_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    async def keep(agent: AgentClient, context_id: str, *_: Any) -> Kept:
+        asked.append(context_id)
+        return kept(context_id, "", num_tokens=16, owned_tokens=16, added_tokens=16 if len(asked) == 1 else 0)
+
+    monkeypatch.setattr(AgentClient, "keep", keep)
+    async with world() as w:
+        response = await w.complete("hello there the quick brown fox " * 8, prompt_cache_options={"ttl": "5m"})
+        details = (await response.json())["usage"]["prompt_tokens_details"]
+        (told,) = details["breakpoints"]
+        assert (told["kept"], told["reason"], details["cache_write_tokens"]) == (16, "partial", 16)
+        assert len(asked) > 1
