@@ -74,20 +74,21 @@ class Vigil:
         self._on_change = on_change
         self.silence: Silence | None = None
         self.counts: Counter[str] = Counter(dict.fromkeys(Silence, 0))
+        self._pulse: Pulse | None = None  # of the engine that there is
 
     async def watch(self, url: str, leader: Callable[[], int | None]) -> None:
         """Watches, for ever, an engine that serves at `url` as process `leader`."""
-        pulse = Pulse(self._now)
+        pulse = self._pulse = Pulse(self._now)
         async with asyncio.TaskGroup() as both:
             both.create_task(_ask(url, pulse))
-            both.create_task(_look(leader, pulse, self._tell))
+            both.create_task(_look(leader, pulse, lambda silence: self._tell(pulse, silence)))
 
     def end(self) -> None:
-        """There is no engine any more."""
-        self.silence = None
+        """There is no engine any more. Who still watches is cancelled, but may look once more before that."""
+        self.silence = self._pulse = None
 
-    def _tell(self, silence: Silence | None) -> None:
-        if silence == self.silence:
+    def _tell(self, pulse: Pulse, silence: Silence | None) -> None:
+        if pulse is not self._pulse or silence == self.silence:
             return
         self.silence = silence
         if silence is None:

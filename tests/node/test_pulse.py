@@ -137,6 +137,26 @@ def test_a_server_that_answers_nobody_is_silent_until_it_answers(monkeypatch: py
     asyncio.run(scenario())
 
 
+def test_an_engine_that_is_gone_is_not_silent_whatever_the_last_look_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        pulse, "LOOK_S", 0.0
+    )  # a look in every step of the loop: some come between the end and its news
+    monkeypatch.setattr(pulse, "SILENCE_S", -1.0)
+
+    async def scenario() -> None:
+        heard: asyncio.Queue[Silence | None] = asyncio.Queue()
+        async with server(asyncio.Event()) as url, asyncio.timeout(60.0):
+            vigil = Vigil(asyncio.get_running_loop().time, lambda: heard.put_nowait(vigil.silence))
+            watching = asyncio.create_task(vigil.watch(url, lambda: None))
+            assert await heard.get() is Silence.UNANSWERED
+            vigil.end()
+            watching.cancel()
+            await asyncio.wait([watching])
+            assert (vigil.silence, vigil.counts[Silence.UNANSWERED], heard.qsize()) == (None, 1, 0)
+
+    asyncio.run(scenario())
+
+
 def test_a_closed_door_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         answered = asyncio.Event()
