@@ -132,11 +132,12 @@ class BlockStore:
     @contextmanager
     def _lent(self, names: Sequence[bytes], *, cached_only: bool) -> Iterator[tuple[AgentJob, JobKV]]:
         """Pages of the prompt: of what is cached of it, or of all of it."""
-        job, kv = self._ask(self._begin(b"".join(names), len(names), cached_only), self._answer_timeout_s)
+        begun: list[AgentJob] = []  # ended even if its pages come in the moment in which nobody waits any more
         try:
-            yield job, kv
+            kv = self._ask(self._begin(b"".join(names), len(names), cached_only, begun), self._answer_timeout_s)
+            yield begun[0], kv
         finally:
-            self._later(job.end)
+            self._later(lambda: _end_all(begun))
 
     def _count(self, what: str, error: Exception) -> None:
         reason = error.reason if isinstance(error, TransferError) else type(error).__name__
@@ -168,13 +169,14 @@ class BlockStore:
 
     # The loop's thread from here on
 
-    async def _begin(self, hashes: bytes, num_blocks: int, cached_only: bool) -> tuple[AgentJob, JobKV]:
+    async def _begin(self, hashes: bytes, num_blocks: int, cached_only: bool, begun: list[AgentJob]) -> JobKV:
         self._requests += 1
         name, num_tokens = f"pages-{self._requests}", num_blocks * self.layout.block_size
         ask = self._link.look_up if cached_only else self._link.offer_answer
         job = ask(name, hashes, num_tokens)
+        begun.append(job)
         try:
-            return job, await job.pages()
+            return await job.pages()
         except BaseException:
             job.end()
             raise
@@ -200,3 +202,8 @@ class BlockStore:
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def _end_all(jobs: Sequence[AgentJob]) -> None:
+    for job in jobs:
+        job.end()

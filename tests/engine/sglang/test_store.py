@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 
+from engine.agent_link import AgentJob
 from engine.sglang.layout import layout_of
 from engine.sglang.store import BlockStore
 from tests.engine.mini_agent import MiniAgent
@@ -156,6 +157,26 @@ def test_an_agent_that_does_not_answer_is_not_waited_for(tmp_path, loop):
         agent.deaf_to_answers = True
         assert not store.save(names(2), 0, Server(2).give)
         assert store.counts == {"save_TimeoutError": 1}
+
+
+def test_pages_that_come_when_nobody_waits_any_more_are_given_back(tmp_path, loop, monkeypatch):
+    pages, is_over = AgentJob.pages, threading.Event()
+
+    async def late(job):
+        kv = await pages(job)
+        is_over.wait(PATIENCE_S)  # the loop's thread has them, and gets no further before the caller gives up
+        return kv
+
+    monkeypatch.setattr(AgentJob, "pages", late)
+    with joined(tmp_path, loop, answer_timeout_s=0.05) as (agent, store):
+        assert store.cached_blocks(names(2)) == 0
+        is_over.set()
+
+        async def is_free():
+            await until(lambda: agent.ended)
+            return agent.cache.report().reservations
+
+        assert loop.run(is_free()) == 0
 
 
 def test_pages_that_were_borrowed_are_given_back(tmp_path, loop):
