@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from gateway.calls import CallConnection, KeptCalls
-from gateway.errors import NodeError
+from gateway.errors import NodeError, unheard
 from gateway.kept import Kept, kept_from
 from gateway.prompts import Prompt
 from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
@@ -339,11 +339,13 @@ class AgentClient:
 
 
 async def _next(stream: Any, silence_s: float, address: str) -> pb.NodeEvent:
+    loop = asyncio.get_running_loop()
+    due = loop.time() + silence_s
     try:
-        async with asyncio.timeout(silence_s):
+        async with asyncio.timeout_at(due):
             event: pb.NodeEvent = await stream.read()
     except TimeoutError as error:
-        raise NodeError(address, "silent", f"no event for {silence_s} s") from error
+        raise unheard(address, silence_s, loop.time() - due) from error
     except grpc.aio.AioRpcError as error:
         raise node_error(address, error) from error
     if event is grpc.aio.EOF:

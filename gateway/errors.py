@@ -29,6 +29,7 @@ import msgspec
 
 from planner.decisions.retries import Failure, failure_of
 
+LATE_S: Final = 0.5  # that a timer is: this process was stopped, or stuck
 RETRY_AFTER_S: Final = 1.0
 
 
@@ -186,6 +187,15 @@ class NodeFailure(GatewayError):
 
 class NodeError(NodeFailure):
     """A gRPC call to an agent failed."""
+
+
+def unheard(address: str, silence_s: float, late_s: float) -> NodeError:
+    """What it means that nothing was heard of a node for `silence_s`, if that was noticed `late_s` after."""
+    if late_s >= LATE_S:
+        return NodeError(
+            address, "not_listened", f"we were not there for {late_s:.1f} s or more, it may have said something"
+        )
+    return NodeError(address, "silent", f"no event for {silence_s} s")
 
 
 class PrefillFailed(NodeFailure):

@@ -4,6 +4,7 @@ import grpc
 import pytest
 
 from gateway.agent import MAX_EVENT_HASHES, NodeInfo, NodeLoad, events_from, node_error
+from gateway.errors import unheard
 from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared
 from transport.control.proto import node_pb2 as pb
 
@@ -60,3 +61,8 @@ def test_a_failed_call_has_the_label_its_node_gave_it(
     nothing = grpc.aio.Metadata()
     error = grpc.aio.AioRpcError(code, nothing, grpc.aio.Metadata(*metadata), details="why")
     assert node_error("host:1", error).reason == reason
+
+
+def test_a_gateway_that_was_stopped_takes_no_node_for_silent() -> None:
+    assert unheard("a:1", 10.0, late_s=0.01).reason == "silent"
+    assert unheard("a:1", 10.0, late_s=5.0).reason == "not_listened"  # by which nothing is given up
