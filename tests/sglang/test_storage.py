@@ -6,18 +6,14 @@ What is absent are its kernels, so there is no model: what is in the pools is dr
 import itertools
 import json
 import queue
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from engine.errors import PagesInvalid
+from tests.sglang.agents import ANSWER_S, Agent
 from transport.control.proto import node_pb2 as pb
-from transport.control.proto import node_pb2_grpc as rpc
 
 pytest.importorskip("sglang")
 
@@ -28,7 +24,6 @@ pytestmark = [
 ]
 
 PAGE, LAYERS, PAGES = 16, 3, 12
-ANSWER_S = 60.0
 OURS = {"backend_name": "prfaas", "module_path": "engine.sglang.storage", "class_name": "PrfaasStorage"}
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
@@ -55,30 +50,6 @@ def _server(tmp_path_factory):
     runtime_context.publish(arguments, role="scheduler")
     yield
     patch.undo()
-
-
-class Agent:
-    """An agent in a process of its own, and what a gateway would say to it."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self.socket = folder / f"{name}.sock"
-        settings = {
-            "node_id": name, "cluster": "c", "cluster_kind": "pd", "role": "decode", "model": "m", "socket": str(self.socket),
-            "run_dir": str(folder / name), "cache_bytes": 4 << 20,
-        }  # fmt: skip
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.vllm.agent_process", json.dumps(settings)], stdout=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
-        self.channel = grpc.insecure_channel(json.loads(self.process.stdout.readline())["control"])
-        self.stub: Any = rpc.NodeAgentStub(self.channel)  # type: ignore[no-untyped-call]
-
-    def close(self) -> None:
-        self.channel.close()
-        self.process.terminate()
-        self.process.wait(ANSWER_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
 
 @dataclass

@@ -1,0 +1,190 @@
+"""Pages of one pool, through two agents, in another pool: whole, in chunks, and when something goes wrong on the way."""
+
+import itertools
+import queue
+import threading
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+torch = pytest.importorskip("torch")
+
+from engine.sglang.agent_thread import AgentThread  # noqa: E402
+from engine.sglang.buffers import PageBuffers  # noqa: E402
+from engine.sglang.control import AgentControl  # noqa: E402
+from engine.sglang.handoff import Chunk, Landing, Sending  # noqa: E402
+from engine.sglang.pools import Buffer, Pools, layout_of  # noqa: E402
+from tests.sglang.agents import ANSWER_S, Agent  # noqa: E402
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+
+PAGES = 40
+TOKEN_BYTES = (64, 64, 32)  # of each buffer
+
+
+class Server:
+    """What of a server a handoff touches: memory of pages, and a link to the agent."""
+
+    def __init__(self, agent: Agent, page: int, seed: int) -> None:
+        chance = torch.Generator().manual_seed(seed)
+        self.memory = [
+            torch.randint(0, 256, (PAGES, page * size), dtype=torch.uint8, generator=chance) for size in TOKEN_BYTES
+        ]
+        buffers = tuple(
+            Buffer(pointer=memory.data_ptr(), num_bytes=memory.nbytes, item_bytes=memory.shape[1])
+            for memory in self.memory
+        )
+        pools = Pools(buffers=buffers, page_tokens=page, dtype="uint8", device="cpu")
+        self.pages = PageBuffers(pools)
+        self.agent = AgentThread(
+            agent.socket, layout_of("m", pools), model_id="m", max_model_len=4096, http_url="http://127.0.0.1:1"
+        )
+        self.control = AgentControl(agent.control, ttl_s=ANSWER_S)
+        self.agent.start()
+        assert self.agent.wait_connected(ANSWER_S)
+
+    def holds_nothing(self, agent: Agent) -> bool:
+        """Whether the agent has all of its pages back, soon."""
+        from transport.control.proto import node_pb2 as pb
+
+        waiting = threading.Event()
+        for _ in range(600):
+            if not agent.stub.Describe(pb.DescribeRequest(check_integrity=True), timeout=ANSWER_S).pool.reservations:
+                return True
+            waiting.wait(0.05)
+        return False
+
+
+class Request:
+    """One request: pages `source` of the prefill server for pages `target` of the decode server."""
+
+    def __init__(self, servers: list[Server], source: list[int], target: list[int], timeout_s: float = ANSWER_S) -> None:
+        self.prefill, self.decode = servers
+        self.source, self.target = np.array(source, np.int32), np.array(target, np.int32)
+        self.tickets: queue.Queue = queue.Queue()
+        self.sent: queue.Queue[str] = queue.Queue()
+        self.landed: queue.Queue[str] = queue.Queue()
+        self.landing = Landing(
+            self.decode.agent, self.decode.pages, self.decode.control, "r", self.target, timeout_s=timeout_s,
+            on_ticket=self.tickets.put, on_end=self.landed.put,
+        )  # fmt: skip
+
+    def send(self, *ends: int) -> Sending:
+        """Chunks up to these numbers of pages, all of them as far as they are named."""
+        ticket = self.tickets.get(timeout=ANSWER_S)
+        sending = Sending(self.prefill.agent, self.prefill.pages, "r", ticket, self.sent.put)
+        for first, end in itertools.pairwise((0, *ends)):
+            sending.put(Chunk(first, self.source[first:end], end == len(self.source)))
+        return sending
+
+    def is_equal(self) -> bool:
+        """Bit by bit, of every buffer."""
+        return all(
+            torch.equal(mine[torch.from_numpy(self.source).long()], theirs[torch.from_numpy(self.target).long()])
+            for mine, theirs in zip(self.prefill.memory, self.decode.memory, strict=True)
+        )
+
+
+@pytest.fixture
+def agents(tmp_path):
+    pair = [Agent("prefill", tmp_path, role="prefill"), Agent("decode", tmp_path)]
+    yield pair
+    for agent in pair:
+        agent.close()
+
+
+@pytest.fixture
+def servers(agents, request):
+    page = getattr(request, "param", 16)
+    pair = [Server(agent, page, seed) for seed, agent in enumerate(agents)]
+    yield pair
+    for server in pair:
+        server.agent.close()
+
+
+@pytest.mark.parametrize("servers", [1, 16, 64], indirect=True)
+@pytest.mark.parametrize("ends", [(7,), (1, 2, 7), (3, 3, 7), (6, 7, 7)])
+def test_pages_arrive_bit_by_bit_and_nothing_else_is_touched(agents, servers, ends):
+    before = [memory.clone() for memory in servers[1].memory]
+    request = Request(servers, source=[3, 1, 4, 15, 9, 2, 6], target=[5, 35, 8, 9, 7, 0, 39])
+    request.send(*ends)
+    assert request.landed.get(timeout=ANSWER_S) == ""
+    assert request.sent.get(timeout=ANSWER_S) == ""
+    assert request.is_equal()
+    others = [page for page in range(PAGES) if page not in request.target]
+    assert all(torch.equal(now[others], then[others]) for now, then in zip(servers[1].memory, before, strict=True))
+    assert all(server.holds_nothing(agent) for server, agent in zip(servers, agents, strict=True))
+
+
+def test_requests_side_by_side_do_not_mix(servers):
+    requests = [
+        Request(servers, source=[n, n + 10], target=[30 - n, 39 - n]) for n in range(8)
+    ]  # fmt: skip
+    for request in requests:
+        request.send(1, 2)
+    assert [request.landed.get(timeout=ANSWER_S) for request in requests] == [""] * 8
+    assert all(request.is_equal() for request in requests)
+
+
+def test_nothing_is_written_once_decode_has_given_up(agents, servers):
+    before = [memory.clone() for memory in servers[1].memory]
+    request = Request(servers, source=[0, 1], target=[2, 3])
+    request.tickets.put(ticket := request.tickets.get(timeout=ANSWER_S))
+    request.landing.give_up()
+    request.send(2)
+    assert request.sent.get(timeout=ANSWER_S) != ""  # the receiver is gone
+    assert ticket.num_tokens == 32
+    assert all(torch.equal(now, then) for now, then in zip(servers[1].memory, before, strict=True))
+    assert request.landed.empty()
+    assert all(server.holds_nothing(agent) for server, agent in zip(servers, agents, strict=True))
+
+
+def test_decode_hears_when_prefill_gives_up_half_way(agents, servers):
+    request = Request(servers, source=[0, 1, 2], target=[2, 3, 4], timeout_s=3.0)
+    sending = request.send(1)
+    sending.give_up()
+    assert request.landed.get(timeout=ANSWER_S) != ""
+    assert request.sent.empty()
+    assert all(server.holds_nothing(agent) for server, agent in zip(servers, agents, strict=True))
+
+
+def test_decode_does_not_wait_for_ever(agents, servers):
+    request = Request(servers, source=[0], target=[1], timeout_s=0.2)
+    assert "landing_timeout" in request.landed.get(timeout=ANSWER_S)
+    assert servers[1].holds_nothing(agents[1])
+
+
+def test_a_request_that_has_no_room_is_refused(servers):
+    huge = Request(servers, source=[0], target=[0] * 100_000)
+    assert "no_capacity" in huge.landed.get(timeout=ANSWER_S)
+
+
+def test_pages_that_are_not_there_end_the_request(agents, servers):
+    request = Request(servers, source=[PAGES], target=[1], timeout_s=3.0)
+    request.send(1)
+    assert "40" in request.sent.get(timeout=ANSWER_S)
+    assert request.landed.get(timeout=ANSWER_S) != ""
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_dead_agent_ends_the_request_on_its_side(agents, servers, dead):
+    request = Request(servers, source=[0, 1], target=[2, 3], timeout_s=5.0)
+    request.send(1)  # the last page is not computed yet
+    agents[dead].kill()
+    assert (request.sent, request.landed)[dead].get(timeout=ANSWER_S) != ""
+    again = Request(servers, source=[0], target=[1], timeout_s=2.0)
+    if dead == 0:
+        again.send(1)
+        assert "agent_gone" in again.sent.get(timeout=ANSWER_S)
+    else:
+        assert again.landed.get(timeout=ANSWER_S) != ""
+
+
+def test_a_ticket_for_another_layout_is_refused(servers):
+    request = Request(servers, source=[0], target=[1], timeout_s=3.0)
+    ticket = request.tickets.get(timeout=ANSWER_S)
+    request.tickets.put(structs.replace(ticket, layout_fingerprint="0" * 64))
+    request.send(1)
+    assert "layout_mismatch" in request.sent.get(timeout=ANSWER_S)
+    assert "landing_timeout" in request.landed.get(timeout=ANSWER_S)
