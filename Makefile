@@ -9,7 +9,7 @@ VLLM_VENV  := .venv-vllm
 VLLM_BIN   := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-# SGLang's classes want other versions than we do; its kernels are not there.
+# SGLang wants other versions than we do; its kernels are not there.
 SGLANG_VENV  := .venv-sglang
 SGLANG_BIN   := $(SGLANG_VENV)/bin
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
@@ -114,7 +114,7 @@ test-vllm: $(VLLM_STAMP)  ## vLLM with our connector: the matrix of models, and 
 test-vllm-release: $(VLLM_STAMP)  ## The contract and the matrix with another release of vLLM: RELEASE=0.33.0
 	./.ci/vllm-version $(RELEASE) tests/vllm/test_contract.py tests/vllm/test_matrix.py $(sampled)
 
-test-sglang: $(SGLANG_STAMP)  ## SGLang's storage backend against its own classes: no server, no kernels
+test-sglang: $(SGLANG_STAMP)  ## SGLang's servers on a CPU against one alone, and its classes; no GPU, no kernels
 	$(SGLANG_BIN)/python -m pytest -m sglang tests/sglang
 
 test-schema: $(STAMP) $(SCHEMA_STAMP)  ## schemathesis against a running gateway, by its own OpenAPI document; EXAMPLES=N per operation

@@ -5,7 +5,6 @@ are not known here, so the device is waited for before pages are read and after 
 """
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 
 from engine.errors import PagesInvalid
 from engine.pages import Bytes
-from engine.sglang.pools import Buffer, Pools
+from engine.sglang.pools import Buffer, PageIndex, Pools
 
 
 class PageBuffers:
@@ -27,22 +26,22 @@ class PageBuffers:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def read(self, buffer: int, pages: Sequence[int]) -> Bytes:
+    def read(self, buffer: int, pages: PageIndex) -> Bytes:
         """A copy of these pages: [tokens, bytes of a token]. Raises PagesInvalid for pages that are not there."""
         rows, index = self._rows[buffer], self._index(buffer, pages)
         self._wait()
         tokens: Bytes = rows[index].cpu().numpy().reshape(len(pages) * self._page_tokens, -1)
         return tokens
 
-    def write(self, buffer: int, pages: Sequence[int], tokens: Bytes) -> None:
+    def write(self, buffer: int, pages: PageIndex, tokens: Bytes) -> None:
         """Fills these pages. Raises PagesInvalid for pages that are not there."""
         rows, index = self._rows[buffer], self._index(buffer, pages)
         rows[index] = torch.from_numpy(tokens.reshape(len(pages), -1)).to(rows.device)
         self._wait()
 
-    def _index(self, buffer: int, pages: Sequence[int]) -> torch.Tensor:
+    def _index(self, buffer: int, pages: PageIndex) -> torch.Tensor:
         # torch would take a negative page for one from the end.
-        index = torch.from_numpy(np.asarray(pages, dtype=np.int64))
+        index = torch.from_numpy(pages.astype(np.int64))
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(self._rows[buffer]):
             raise PagesInvalid(f"pages {int(index.min())} to {int(index.max())} of {len(self._rows[buffer])}")
         return index.to(self._rows[buffer].device)
@@ -76,7 +75,7 @@ def _tensor(buffer: Buffer, gpu: int | None) -> torch.Tensor:
     if gpu is not None:
         return torch.as_tensor(_OnGpu(buffer.pointer, shape), device=f"cuda:{gpu}")
     memory = (ctypes.c_uint8 * buffer.num_bytes).from_address(buffer.pointer)
-    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8).reshape(shape))
+    return torch.from_numpy(np.ctypeslib.as_array(memory).reshape(shape))
 
 
 class _OnGpu:

@@ -1,4 +1,4 @@
-"""Reservations at a server's own agent, by its control address: in PrfaaS clusters gateways ask for them, and here there is none."""
+"""Reservations at a server's own agent, by its control address: no gateway asks for them here."""
 
 from typing import Final
 
@@ -45,5 +45,5 @@ class AgentControl:
 
     def _calls(self) -> NodeAgentStub:
         if self._stub is None:
-            self._stub = NodeAgentStub(grpc.aio.insecure_channel(self._address))
+            self._stub = NodeAgentStub(grpc.aio.insecure_channel(self._address))  # type: ignore[no-untyped-call]
         return self._stub

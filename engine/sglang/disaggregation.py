@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 import time
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,6 +59,8 @@ log = logging.getLogger(__name__)
 SOCKET: Final = "PRFAAS_AGENT_SOCKET"
 CONTROL: Final = "PRFAAS_AGENT_CONTROL"
 REVISION: Final = "PRFAAS_MODEL_REVISION"
+ABORTED: Final = "decode has aborted the request"
+MAX_ABORTED: Final = 4096  # rooms remembered
 # Settings that need more of a backend than pages.
 UNSUPPORTED: Final = ("enable_hisparse", "enable_pd_role_switch", "enable_kv_cache_sharding")
 
@@ -89,14 +92,13 @@ class PrfaasKVManager(CommonKVManager):  # type: ignore[misc]
             log.warning(notice)
         self._handoffs: dict[int, Sending | Landing] = {}
         self._aux_index: dict[int, int] = {}  # of rooms whose auxiliary data may be written
+        self._aborted: OrderedDict[int, None] = OrderedDict()  # rooms that nobody here has asked for yet
         self._parts: dict[int, set[str]] = {}  # of a decode's room: what is there already
         self._rooms = threading.RLock()
         self._pages = PageBuffers(pools, get_device().gpu_id)
         self._aux = tuple(
             Buffer(pointer=pointer, num_bytes=length, item_bytes=item)
-            for pointer, length, item in zip(
-                args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, strict=True
-            )
+            for pointer, length, item in zip(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, strict=True)
         )
         identity = kv_identity(server_args, version, os.environ.get(REVISION, ""))
         self.agent = AgentThread(
@@ -212,8 +214,8 @@ class PrfaasKVManager(CommonKVManager):  # type: ignore[misc]
     def _hear_from_decode(self, frames: list[bytes]) -> None:
         if frames[0] == ABORT_TAG:
             abort = AbortNotification.from_zmq(frames)
-            if abort is not None and self.request_status.get(abort.room) not in (None, KVPoll.Success):
-                self.fail(abort.room, "decode has aborted the request")
+            if abort is not None:
+                self._abort(abort.room)
         elif frames[0] == OFFER:
             offer = read_offer(frames)
             self.transfer_infos[offer.room] = {offer.endpoint: offer}
@@ -221,6 +223,24 @@ class PrfaasKVManager(CommonKVManager):  # type: ignore[misc]
             self.update_status(offer.room, KVPoll.WaitingForInput)
         else:
             raise RendezvousError(f"a message {frames[0][:32]!r}")
+
+    def _abort(self, room: int) -> None:
+        with self._rooms:
+            if room not in self.request_status:  # its request may still be on its way to us
+                self._aborted[room] = None
+                if len(self._aborted) > MAX_ABORTED:
+                    self._aborted.popitem(last=False)
+                return
+        if self.request_status.get(room) != KVPoll.Success:
+            self.fail(room, ABORTED)
+
+    def fail_if_aborted(self, room: int) -> None:
+        """For a room that has just been opened: decode may have ended it before."""
+        with self._rooms:
+            if room not in self._aborted:
+                return
+            del self._aborted[room]
+        self.fail(room, ABORTED)
 
     # Decode
 
@@ -306,6 +326,12 @@ class PrfaasKVManager(CommonKVManager):  # type: ignore[misc]
 class PrfaasKVSender(CommonKVSender):  # type: ignore[misc]
     """One request of a prefill server."""
 
+    def __init__(
+        self, mgr: PrfaasKVManager, bootstrap_addr: str, bootstrap_room: int, *args: Any, **options: Any
+    ) -> None:
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **options)
+        mgr.fail_if_aborted(bootstrap_room)
+
     def abort(self) -> None:
         super().abort()
         self.kv_mgr.conclude_failure(bootstrap_room=self.bootstrap_room, failure_reason="aborted by prefill")
@@ -331,7 +357,7 @@ class PrfaasKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         if self.bootstrap_infos is None or aux_index is None:
             self.kv_mgr.fail(self.bootstrap_room, f"nothing is known of the prefill server {self.bootstrap_addr}")
             return
-        self.init_time = time.time()  # from here on SGLang counts its timeout
+        self.init_time = time.time()  # noqa: TID251 — SGLang counts its timeout from here, by this clock
         self.kv_mgr.land(self.bootstrap_room, kv_indices, aux_index, decode_prefix_len or 0, self)
 
     def offer(self, frames: list[bytes]) -> None:

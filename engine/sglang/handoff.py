@@ -15,16 +15,15 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.errors import PagesInvalid, TransferError
 from engine.pages import Bytes, JobKV
 from engine.sglang.agent_thread import AgentThread
+from engine.sglang.pools import PageIndex
 from transport.control.messages import Delivered, TicketInfo
 
 log = logging.getLogger(__name__)
 
-PageIndex = NDArray[np.int32]
 GIVEN_UP: Final = "given_up"
 ROOM_TIMEOUT_S: Final = 120.0  # for an agent that waits until other requests free pages
 
@@ -144,7 +143,8 @@ class Sending(_Handoff):
         while True:
             getting = asyncio.ensure_future(self._chunks.get())
             try:
-                await asyncio.wait({getting, delivered}, return_when=asyncio.FIRST_COMPLETED)
+                either: set[asyncio.Future[Any]] = {getting, delivered}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if delivered.done():  # before all is there: it has failed
                     delivered.result()
                 chunk = await getting

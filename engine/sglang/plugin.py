@@ -1,8 +1,8 @@
 """SGLang's plugin: `--disaggregation-transfer-backend prfaas`, beside the backends that SGLang knows.
 
-SGLang 0.5.23 loads the entry points of group `sglang.srt.plugins` in each of its processes, before it reads its arguments. Its list of
-backends is an enum and a function: the enum is replaced by one with another member, and the function asked for that one answers
-with our classes.
+SGLang 0.5.23 loads the entry points of group `sglang.srt.plugins` in each of its processes, before it reads its arguments.
+Its list of backends is an enum and a function: the enum is replaced by one with another member, and the function, asked for that
+one, answers with our classes.
 """
 
 from collections.abc import Callable

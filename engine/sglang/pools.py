@@ -10,11 +10,18 @@ Buffers whose pages have equal sizes are a group.
 """
 
 from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hybrid_cache.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.spec import FullAttention
 
-DEVICES = ("cpu", "cuda")
+PageIndex = NDArray[np.int32]
+"""Numbers of pages, in the order of their tokens."""
+
+DEVICES: Final = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +76,4 @@ def layout_of(identity: str, pools: Pools) -> ModelLayout:
         KVCacheGroup(FullAttention(bytes_per_token=size, k_bytes_per_token=size), tuple(layers))
         for size, layers in by_size.items()
     )
-    return ModelLayout(
-        model=f"{identity}/sglang-pages", dtype=pools.dtype, block_size=pools.page_tokens, groups=groups
-    )
+    return ModelLayout(model=f"{identity}/sglang-pages", dtype=pools.dtype, block_size=pools.page_tokens, groups=groups)

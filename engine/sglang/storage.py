@@ -4,7 +4,7 @@
     --hicache-storage-backend-extra-config '{"backend_name": "prfaas", "module_path": "engine.sglang.storage",
         "class_name": "PrfaasStorage", "interface_v1": 1, "hicache_storage_pass_prefix_keys": true, "agent_socket": "/run/..."}'
 
-The only module that reaches into SGLang. Its interface, of 0.5.23: `HiCacheStorage` is called by two threads of the scheduler's
+SGLang's interface, of 0.5.23: `HiCacheStorage` is called by two threads of the scheduler's
 process, one that asks and reads ahead of a request, one that writes what has been computed; `keys` are names of pages, and
 `extra_info.prefix_keys` the names of all pages before them; `host_indices` are the rows of their tokens in the host pool.
 """

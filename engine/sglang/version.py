@@ -1,4 +1,4 @@
-"""The version of SGLang whose classes the storage backend was run against."""
+"""The version of SGLang that both backends were run against."""
 
 from typing import Final
 
@@ -6,13 +6,13 @@ TESTED_VERSIONS: Final = ("0.5.23",)
 
 
 def is_tested(version: str) -> bool:
-    """Whether the backend has been run against this version, or one that is made of it (0.5.23.post1)."""
+    """Whether the backends have been run against this version, or one that is made of it (0.5.23.post1)."""
     return any(version == tested or version.startswith((f"{tested}.", f"{tested}+")) for tested in TESTED_VERSIONS)
 
 
 def untested(version: str) -> str:
     """What a version that is not tested is warned of with."""
     return (
-        f"SGLang {version} has not been tested with this storage backend (tested: {', '.join(TESTED_VERSIONS)}); "
+        f"SGLang {version} has not been tested with these backends (tested: {', '.join(TESTED_VERSIONS)}); "
         "its interface changes between versions, see docs/sglang.md"
     )

@@ -1,4 +1,4 @@
-"""What of SGLang the storage backend stands on. A new version that changes it fails here, with the name of what changed."""
+"""What of SGLang both backends stand on. A new version that changes it fails here, with the name of what changed."""
 
 import inspect
 
@@ -74,7 +74,7 @@ def test_names_of_pages_are_our_chain_from_another_root(salt):
 def test_settings_that_are_left_out_of_the_identity_are_there():
     from sglang.srt.server_args import ServerArgs
 
-    from engine.sglang.storage import HARMLESS
+    from engine.sglang.identity import HARMLESS
 
     assert set(ServerArgs.__struct_fields__) >= HARMLESS
 
@@ -83,3 +83,45 @@ def test_zero_copy_is_chosen_by_interface_v1():
     from sglang.srt.managers.cache_controller import HiCacheController
 
     assert 'extra_config.get("interface_v1"' in inspect.getsource(HiCacheController.attach_storage_backend)
+
+
+# Of disaggregation: methods of SGLang's common backend that we override or call, with their parameters as of 0.5.23.
+COMMON = {
+    ("CommonKVManager", "__init__"): ("self", "args", "disaggregation_mode", "server_args", "is_mla_backend"),
+    ("CommonKVManager", "update_status"): ("self", "bootstrap_room", "status"),
+    ("CommonKVManager", "conclude_transfer"): ("self", "bootstrap_room", "status", "targets", "failure_reason"),
+    ("CommonKVManager", "conclude_failure"): ("self", "bootstrap_room", "failure_reason", "targets"),
+    ("CommonKVManager", "record_failure"): ("self", "bootstrap_room", "failure_reason"),
+    ("CommonKVManager", "parse_kv_status_message"): ("self", "msg"),
+    ("CommonKVReceiver", "send_metadata"): (
+        "self", "kv_indices", "aux_index", "state_indices", "decode_prefix_len", "destination", "device_kv_indices",
+    ),
+    ("CommonKVReceiver", "poll"): ("self",),
+    ("CommonKVReceiver", "clear"): ("self",),
+    ("CommonKVReceiver", "ensure_abort_notified"): ("self", "force_arm"),
+    ("CommonKVReceiver", "_register_kv_args"): ("self",),
+    ("CommonKVReceiver", "_send_bootstrap_message"): ("self", "bootstrap_info", "message", "operation"),
+    ("CommonKVSender", "abort"): ("self",),
+    ("CommonKVSender", "clear"): ("self",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("owner", "name"), COMMON)
+def test_common_backend_has_the_methods_it_had(owner, name):
+    from sglang.srt.disaggregation.common import conn
+
+    found = tuple(inspect.signature(getattr(getattr(conn, owner), name)).parameters)
+    assert found == COMMON[owner, name], f"{owner}.{name} changed: {found}"
+
+
+def test_chunks_are_handed_over_as_mooncakes_are():
+    """SGLang's sender calls it, and no base class has it."""
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+
+    from engine.sglang.disaggregation import PrfaasKVManager
+
+    theirs, ours = (
+        list(inspect.signature(manager.add_transfer_request).parameters)
+        for manager in (MooncakeKVManager, PrfaasKVManager)
+    )
+    assert theirs == ours

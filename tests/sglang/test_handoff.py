@@ -59,7 +59,9 @@ class Server:
 class Request:
     """One request: pages `source` of the prefill server for pages `target` of the decode server."""
 
-    def __init__(self, servers: list[Server], source: list[int], target: list[int], timeout_s: float = ANSWER_S) -> None:
+    def __init__(
+        self, servers: list[Server], source: list[int], target: list[int], timeout_s: float = ANSWER_S
+    ) -> None:
         self.prefill, self.decode = servers
         self.source, self.target = np.array(source, np.int32), np.array(target, np.int32)
         self.tickets: queue.Queue = queue.Queue()

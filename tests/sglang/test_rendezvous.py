@@ -22,7 +22,9 @@ TICKET = TicketInfo(
 PLACE = {"room": 1 << 62, "endpoint": "::1", "dst_port": 9, "decode_prefix_len": 16}
 
 
-@pytest.mark.parametrize("offer", [Offer(**PLACE, num_pages=2, ticket=TICKET), Offer(**PLACE, num_pages=0, ticket=None)])
+@pytest.mark.parametrize(
+    "offer", [Offer(**PLACE, num_pages=2, ticket=TICKET), Offer(**PLACE, num_pages=0, ticket=None)]
+)
 def test_an_offer_arrives_as_it_was_said(offer):
     assert read_offer(offer_frames(offer)) == offer
 
@@ -42,7 +44,9 @@ def test_a_broken_offer_is_an_error(frames):
         read_offer(frames)
 
 
-@pytest.mark.parametrize("frames", [[], [AUXILIARY], [AUXILIARY, b"-1"], [AUXILIARY, b"x", b"y"], [AUXILIARY, b"1", *[b""] * 65]])
+@pytest.mark.parametrize(
+    "frames", [[], [AUXILIARY], [AUXILIARY, b"-1"], [AUXILIARY, b"x", b"y"], [AUXILIARY, b"1", *[b""] * 65]]
+)
 def test_broken_auxiliary_data_is_an_error(frames):
     with pytest.raises(RendezvousError):
         read_auxiliary(frames)
