@@ -103,7 +103,8 @@ async def _look(leader: Callable[[], int | None], pulse: Pulse, tell: Callable[[
     while True:
         await asyncio.sleep(LOOK_S)
         pid = leader()
-        pulse.looked(is_stopped=pid is not None and is_stopped(pid))
+        # Beside the event loop: of ten processes with 300 threads each it takes 100 ms.
+        pulse.looked(is_stopped=pid is not None and await asyncio.to_thread(is_stopped, pid))
         tell(pulse.silence())
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -166,6 +167,29 @@ def test_a_closed_door_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         async with asyncio.timeout(60.0):
             await answered.wait()
         watching.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_look_at_hundreds_of_threads_does_not_hold_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "LOOK_S", 0.0)
+
+    async def scenario() -> None:
+        loop, looking, has_turned, held = asyncio.get_running_loop(), asyncio.Event(), threading.Event(), []
+
+        def look(_: int) -> bool:
+            loop.call_soon_threadsafe(looking.set)
+            held.append(not has_turned.wait(5.0))
+            return False
+
+        monkeypatch.setattr(pulse, "is_stopped", look)
+        watching = asyncio.create_task(Vigil(loop.time, lambda: None).watch("http://127.0.0.1:1", os.getpid))
+        await looking.wait()
+        has_turned.set()
+        await asyncio.sleep(0.05)
+        watching.cancel()
+        await asyncio.wait([watching])
+        assert not any(held)
 
     asyncio.run(scenario())
 
