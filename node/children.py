@@ -97,11 +97,11 @@ def _is_of(process: Path, leader: int) -> bool:
 
 def command_of(process: Path) -> bytes:
     """Its command line. A process that is becoming another program has none for an instant, in which vfork's caller runs on
-    already; one that has ended has none any more. Raises OSError where it is gone.
+    already; one that ends has none any more, and no memory (proc(5)). Raises OSError where it is gone.
     """
     deadline = time.monotonic() + EXEC_S
     while not (command := (process / "cmdline").read_bytes()) and time.monotonic() < deadline:
-        if b"\nState:\tZ" in (process / "status").read_bytes():
+        if b"\nVmSize:" not in (process / "status").read_bytes():
             break
         time.sleep(0.0005)
     return command

@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from node.children import Child, command_of, ending_with_us, kill_group
+from node.children import EXEC_S, Child, command_of, ending_with_us, kill_group
 from tests.node.running import new_runner
 
 STARTS = 200
@@ -130,6 +130,15 @@ def test_a_child_that_is_just_becoming_a_program_is_known_by_it() -> None:
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
+
+
+def test_a_child_that_is_just_ending_is_not_waited_for(tmp_path: Path) -> None:
+    """One that gives gigabytes back has no command line for a second or more before it is a zombie."""
+    (tmp_path / "cmdline").write_bytes(b"")
+    (tmp_path / "status").write_text("Name:\tvllm\nState:\tR (running)\nTgid:\t7\nThreads:\t1\n")
+    began = time.monotonic()
+    assert command_of(tmp_path) == b""
+    assert time.monotonic() - began < EXEC_S / 2
 
 
 def test_what_tidies_up_after_killed_children_is_spared() -> None:
