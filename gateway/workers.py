@@ -78,7 +78,7 @@ class Workers:
                 telling.cancel()
         except* WorkersFail as failures:
             self.stop()
-            await asyncio.gather(*(child.wait() for child in list(self._running.values())))
+            await asyncio.gather(*(self._ended(number, child) for number, child in list(self._running.items())))
             raise failures.exceptions[0] from None
 
     def stop(self) -> None:
@@ -135,6 +135,13 @@ class Workers:
                     child.send(signal.SIGHUP)
             await self._end_if_silent(number, child, ending)
             return await ending
+        finally:
+            ending.cancel()
+
+    async def _ended(self, number: int, child: Child) -> None:
+        ending = asyncio.create_task(child.wait())
+        try:
+            await self._end_if_silent(number, child, ending)
         finally:
             ending.cancel()
 

@@ -398,6 +398,21 @@ async def test_workers_that_end_as_often_as_they_are_started_are_given_up(tmp_pa
 
 
 @on_loop
+async def test_a_gateway_whose_workers_fail_ends_though_one_of_them_is_stuck(tmp_path: Path) -> None:
+    Board.create(tmp_path / "board", workers=2, nodes=1)
+    board = Board(tmp_path / "board")
+    board.be(State.READY)  # worker 0 is taken to serve, and hears nothing any more
+    stuck = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(1000)"
+    commands = ([sys.executable, "-c", stuck], [sys.executable, "-c", "raise SystemExit(3)"])
+    now = asyncio.get_running_loop().time
+    workers = Workers(lambda number: commands[number], board, tmp_path, now, max_restarts=1, silence_s=2.0)
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(WorkersFail, match="worker 1 ended 2 times"):
+            await workers.run(lambda: None)
+    board.close()
+
+
+@on_loop
 async def test_a_worker_that_says_nothing_is_killed_and_another_one_started(tmp_path: Path) -> None:
     Board.create(tmp_path / "board", workers=1, nodes=1)
     board, started = Board(tmp_path / "board"), []
