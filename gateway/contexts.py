@@ -138,8 +138,7 @@ class Contexts:
         if (holder := self._holder(tenant, context_id)) is not None:
             node = holder
         try:
-            async with self._making.setdefault(tenant.name, asyncio.Lock()):
-                kept = await self._kept(node, context_id, hashes, blocks * size, tenant, TTL_S[wish.ttl])
+            kept = await self._kept(node, context_id, hashes, blocks * size, tenant, TTL_S[wish.ttl])
         except NodeError as error:
             return Outcome(wish, reason=error.reason)
         reason = "" if kept.num_tokens == wish.asked_tokens // size * size else "partial"
@@ -151,16 +150,15 @@ class Contexts:
         """What `node` keeps of a prefix now. Raises NodeError."""
         # Said before it is looked at what there is: of two workers at once, one at least sees what the other one wants.
         others = self._others(tenant, num_tokens) if self._holder(tenant, context_id) is None else 0
-        elsewhere = sum(each.owned_tokens(tenant.name) for each in self.clusters.nodes if each is not node)
-        budget = tenant.pinned_tokens - elsewhere - others
-        if budget <= 0:
-            raise NodeError(node.id, "over_budget", f"{elsewhere} tokens are kept on other nodes")
         failure: NodeError | None = None
         kept: Kept | None = None
         for pause_s in PAUSES_S:
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(pause_s)  # others of the tenant have their turn
             try:
-                found = await node.agent.keep(context_id, hashes, num_tokens, tenant.name, ttl_s, budget)
+                async with self._making.setdefault(tenant.name, asyncio.Lock()):
+                    budget = self._budget(node, tenant, others)
+                    found = await node.agent.keep(context_id, hashes, num_tokens, tenant.name, ttl_s, budget)
+                    node.contexts.heard(found, self.clock())
             except NodeError as error:
                 failure = error
                 if error.reason != "not_cached":
@@ -169,13 +167,20 @@ class Contexts:
                 # What an earlier look has added was not kept before, either.
                 added_tokens = found.added_tokens + (kept.added_tokens if kept is not None else 0)
                 kept = replace(found, added_tokens=added_tokens)
-                node.contexts.heard(kept, self.clock())
                 if kept.num_tokens >= num_tokens:
                     return kept
         if kept is not None:
             return kept
         assert failure is not None
         raise failure
+
+    def _budget(self, node: Node, tenant: Tenant, others: int) -> int:
+        """Tokens that a tenant may have on `node`. Raises NodeError."""
+        elsewhere = sum(each.owned_tokens(tenant.name) for each in self.clusters.nodes if each is not node)
+        budget = tenant.pinned_tokens - elsewhere - others
+        if budget <= 0:
+            raise NodeError(node.id, "over_budget", f"{elsewhere} tokens are kept on other nodes")
+        return budget
 
     def _others(self, tenant: Tenant, num_tokens: int) -> int:
         """Tokens that other workers are about to have kept for a tenant; they see for a while that this one is, too."""

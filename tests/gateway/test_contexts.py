@@ -1,5 +1,6 @@
 """What nodes say that they keep, and what answers say of it."""
 
+import asyncio
 import time
 from typing import Any
 
@@ -116,3 +117,23 @@ async def test_a_part_that_is_kept_was_written_however_often_the_rest_was_looked
         (told,) = details["breakpoints"]
         assert (told["kept"], told["reason"], details["cache_write_tokens"]) == (16, "partial", 16)
         assert len(asked) > 1
+
+
+@on_loop
+async def test_parts_that_are_kept_do_not_wait_for_each_others_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant that has its share of a node is told so by every answer, however many there are at once."""
+
+    async def keep(agent: AgentClient, context_id: str, *_: Any) -> Kept:
+        return kept(context_id, "", num_tokens=16, owned_tokens=16, added_tokens=16)
+
+    monkeypatch.setattr(AgentClient, "keep", keep)
+    monkeypatch.setattr("gateway.contexts.PAUSES_S", (0.0, 0.4))
+    async with world() as w:
+
+        async def reason(number: int) -> str:
+            prompt = f"{number} hello there the quick brown fox " * 8
+            response = await w.complete(prompt, prompt_cache_options={"ttl": "5m"})
+            (told,) = (await response.json())["usage"]["prompt_tokens_details"].get("breakpoints") or [{}]
+            return str(told.get("reason", "not told in time"))
+
+        assert await asyncio.gather(*map(reason, range(12))) == ["partial"] * 12
