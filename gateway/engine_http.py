@@ -205,7 +205,7 @@ class EngineConnection(asyncio.Protocol):
     def go_on(self) -> None:
         """More may come."""
         if self._is_held and self._transport is not None:
-            self._is_held = False
+            self._is_held, self._quiet_since = False, self._loop.time()  # it was we who kept it quiet
             self._transport.resume_reading()
 
     def abort(self) -> None:

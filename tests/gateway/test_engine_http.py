@@ -222,6 +222,25 @@ async def test_an_engine_waits_for_who_does_not_read(bench: Bench) -> None:
     assert bench.wire.is_reading()
 
 
+@case
+async def test_an_engine_that_had_to_wait_was_not_quiet_meanwhile(bench: Bench) -> None:
+    size, quiet_s = MAX_UNREAD_BYTES + 1, 0.05
+    answer = await bench.told(HEAD + b"Content-Length: %d\r\n\r\n" % (2 * size), bytes(size))
+    await asyncio.sleep(2 * quiet_s)
+    bench.connection.give_up(quiet_s)
+    assert len(await answer.read()) == size
+    bench.connection.give_up(quiet_s)  # what it has said meanwhile is still in the kernel
+    bench.connection.data_received(bytes(size))
+    assert len(await answer.read()) == size
+    bench.wire.asked.clear()
+    answer = await bench.told(HEAD + b"Content-Length: 2\r\n\r\n.")
+    assert await answer.read() == b"."
+    await asyncio.sleep(2 * quiet_s)
+    bench.connection.give_up(quiet_s)
+    with pytest.raises(LegFailed, match="silent"):
+        await answer.read()
+
+
 @pytest.mark.parametrize(
     "answer",
     [
