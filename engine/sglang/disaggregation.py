@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 import sglang
+import zmq
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import (
     ABORT_TAG,
@@ -200,7 +201,12 @@ class PrfaasKVManager(CommonKVManager):  # type: ignore[misc]
             self._handoffs.pop(room, None)
         for endpoint, port in self._room_notify_targets(room):
             at = NetworkAddress(endpoint, port)
-            self._send_multipart_locked(at.to_tcp(), auxiliary_frames(Auxiliary(room, items)), is_ipv6=at.is_ipv6)
+            try:
+                self._send_multipart_locked(at.to_tcp(), auxiliary_frames(Auxiliary(room, items)), is_ipv6=at.is_ipv6)
+            except (zmq.ZMQError, ValueError) as exc:
+                reason = f"auxiliary data cannot be sent to decode at {endpoint}:{port}: {exc}"
+                self.conclude_failure(bootstrap_room=room, failure_reason=reason)
+                return
         self.conclude_transfer(bootstrap_room=room, status=KVPoll.Success)
 
     def _hear_decode(self) -> None:
