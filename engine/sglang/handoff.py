@@ -195,6 +195,8 @@ class Landing(_Handoff):
         ticket = await self._reservations.reserve(self._name, num_tokens, digest)
         loaded = False
         try:
+            with self._touching:
+                self._check_ours()  # else who sends has been told that it is over
             job = self._agent.link.claim_landing(ticket.transfer_id, digest, self._timeout_s)
             reason = GIVEN_UP
             try:

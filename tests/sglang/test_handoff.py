@@ -1,8 +1,10 @@
 """Pages of one pool, through two agents, in another pool: whole, in chunks, and when something goes wrong on the way."""
 
+import asyncio
 import itertools
 import queue
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from engine.sglang.control import AgentControl  # noqa: E402
 from engine.sglang.handoff import Chunk, Landing, Sending  # noqa: E402
 from engine.sglang.pools import Buffer, Pools, layout_of  # noqa: E402
 from tests.sglang.agents import ANSWER_S, Agent  # noqa: E402
+from transport.control.messages import TicketInfo  # noqa: E402
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
@@ -190,3 +193,38 @@ def test_a_ticket_for_another_layout_is_refused(servers):
     request.send(1)
     assert "layout_mismatch" in request.sent.get(timeout=ANSWER_S)
     assert "landing_timeout" in request.landed.get(timeout=ANSWER_S)
+
+
+def test_a_landing_that_is_given_up_while_it_is_reserved_tells_nobody_its_ticket():
+    """Prefill has been told that decode has ended the request: a ticket after that would open it anew there."""
+    told, ended, aborted = [], [], asyncio.Event()
+    ticket = TicketInfo(
+        transfer_id="t", secret=b"s", num_tokens=1, have_tokens=0, tokens_digest=b"", endpoints=(), ttl_s=1.0,
+        layout_fingerprint="l", node_id="n", cluster="c",
+    )  # fmt: skip
+
+    class Control:
+        async def reserve(self, *_):
+            landing.give_up()
+            return ticket
+
+        async def abort(self, _):
+            aborted.set()
+
+    async def scenario():
+        nonlocal landing
+        loop = asyncio.get_running_loop()
+        job = SimpleNamespace(pages=loop.create_future, end=lambda **_: None)
+        agent = SimpleNamespace(
+            later=loop.call_soon_threadsafe, layout=SimpleNamespace(block_size=1),
+            link=SimpleNamespace(claim_landing=lambda *_: job),
+        )  # fmt: skip
+        landing = Landing(
+            agent, [], Control(), "r", np.zeros(1, np.int32), timeout_s=1.0, on_ticket=told.append, on_end=ended.append
+        )
+        async with asyncio.timeout(ANSWER_S):
+            await aborted.wait()
+
+    landing = None
+    asyncio.run(scenario())
+    assert (told, ended) == ([], [])
