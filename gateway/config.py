@@ -207,7 +207,8 @@ class GatewayConfig:
     after failures that cost nodes work, and `least_retries` more.
     `kept_answer_bytes` of the names of each answer's tokens are kept, about six a token, so that another decode node can go on
     when one fails in the middle of a stream; 0: no answer is continued.
-    `prompt_memory_bytes` of earlier prompts (tokens, hashes, texts) are remembered by each worker, tenants sharing them fairly.
+    `prompt_memory_bytes` of earlier prompts (tokens, hashes, texts) are remembered by each worker, tenants sharing them fairly,
+    and as much by each of its processes for long bodies.
     `drained_dir` remembers which links are drained when the gateway is started anew.
     `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS.
     Without `tenants` nobody needs a key; a gateway that other machines reach then starts only if it is `open`.
