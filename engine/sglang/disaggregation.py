@@ -62,6 +62,9 @@ CONTROL: Final = "PRFAAS_AGENT_CONTROL"
 REVISION: Final = "PRFAAS_MODEL_REVISION"
 ABORTED: Final = "decode has aborted the request"
 MAX_ABORTED: Final = 4096  # rooms remembered
+MAX_EARLY: Final = (
+    16384  # offers for requests that are not here yet; a request whose offer was forgotten ends by SGLang's timeout
+)
 # Settings that need more of a backend than pages.
 UNSUPPORTED: Final = ("enable_hisparse", "enable_pd_role_switch", "enable_kv_cache_sharding")
 
@@ -94,6 +97,7 @@ class PrfaasKVManager(CommonKVManager):  # type: ignore[misc]
         self._handoffs: dict[int, Sending | Landing] = {}
         self._aux_index: dict[int, int] = {}  # of rooms whose auxiliary data may be written
         self._aborted: OrderedDict[int, None] = OrderedDict()  # rooms that nobody here has asked for yet
+        self._early: OrderedDict[int, None] = OrderedDict()  # rooms of which there is an offer, and no request yet
         self._parts: dict[int, set[str]] = {}  # of a decode's room: what is there already
         self._rooms = threading.RLock()
         self._pages = PageBuffers(pools, get_device().gpu_id)
@@ -224,14 +228,29 @@ class PrfaasKVManager(CommonKVManager):  # type: ignore[misc]
                 self._abort(abort.room)
         elif frames[0] == OFFER:
             offer = read_offer(frames)
+            with self._rooms:
+                if offer.room in self._aborted:
+                    return
+                if offer.room not in self.request_status:
+                    self._early[offer.room] = None
+                    if len(self._early) > MAX_EARLY:
+                        self._drop_early(next(iter(self._early)))
             self.transfer_infos[offer.room] = {offer.endpoint: offer}
             self.req_to_decode_prefix_len[offer.room] = offer.decode_prefix_len
             self.update_status(offer.room, KVPoll.WaitingForInput)
         else:
             raise RendezvousError(f"a message {frames[0][:32]!r}")
 
+    def _drop_early(self, room: int) -> None:
+        """Nothing of it is kept: its request may never come."""
+        del self._early[room]
+        for table in (self.request_status, self.transfer_infos, self.req_to_decode_prefix_len):
+            table.pop(room, None)
+
     def _abort(self, room: int) -> None:
         with self._rooms:
+            if room in self._early:
+                self._drop_early(room)
             if room not in self.request_status:  # its request may still be on its way to us
                 self._aborted[room] = None
                 if len(self._aborted) > MAX_ABORTED:
@@ -243,6 +262,7 @@ class PrfaasKVManager(CommonKVManager):  # type: ignore[misc]
     def fail_if_aborted(self, room: int) -> None:
         """For a room that has just been opened: decode may have ended it before."""
         with self._rooms:
+            self._early.pop(room, None)
             if room not in self._aborted:
                 return
             del self._aborted[room]

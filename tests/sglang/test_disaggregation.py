@@ -1,6 +1,7 @@
 """What a server's manager does when something of SGLang's around it fails. Without servers and agents."""
 
 import threading
+from collections import OrderedDict
 
 import pytest
 
@@ -24,7 +25,9 @@ def prefill():
     vars(manager).update(
         request_status={ROOM: KVPoll.Transferring}, transfer_infos={ROOM: {"127.0.0.1": offer}}, failure_records={},
         failure_lock=threading.Lock(), attn_tp_rank=0, pp_size=1, pp_rank=0, attn_cp_size=1, attn_cp_rank=0,
-        _rooms=threading.RLock(), _handoffs={}, _aux_index={ROOM: 0}, _aux=(), _parts={},
+        _rooms=threading.RLock(), _handoffs={}, _aux_index={ROOM: 0}, _aux=(), _parts={}, _aborted=OrderedDict(),
+        _early=OrderedDict(),
+        req_to_decode_prefix_len={}, _deferred_ack_targets={}, _deferred_ack_poisoned_rooms=set(), _staging_outstanding={},
     )  # fmt: skip
     return manager
 
@@ -41,3 +44,45 @@ def test_a_request_ends_though_its_decode_server_cannot_be_told(prefill):
     prefill._sent(ROOM, "")
     assert prefill.request_status[ROOM] == KVPoll.Failed
     assert "127.0.0.1:1" in prefill.failure_records[ROOM]
+
+
+def offered(manager, room):
+    from engine.sglang.rendezvous import Offer, offer_frames
+
+    offer = Offer(room=room, endpoint="127.0.0.1", dst_port=1, num_pages=0, decode_prefix_len=3, ticket=None)
+    manager._hear_from_decode(offer_frames(offer))
+
+
+def kept_of(manager):
+    """Rooms of which something is kept."""
+    tables = (manager.request_status, manager.transfer_infos, manager.req_to_decode_prefix_len, manager.failure_records)
+    return set().union(*tables) - {ROOM}
+
+
+def test_offers_for_requests_that_never_come_are_forgotten(prefill, monkeypatch):
+    """Prefill has refused such a request, and decode ends it after its own time."""
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    monkeypatch.setattr("engine.sglang.disaggregation.MAX_EARLY", 4)
+    for room in range(10, 14):
+        offered(prefill, room)
+    prefill._abort(10)
+    assert kept_of(prefill) == {11, 12, 13}
+    prefill.fail_if_aborted(11)  # its request is here
+    for room in range(20, 30):
+        offered(prefill, room)
+    assert kept_of(prefill) == {11, 26, 27, 28, 29}
+    assert prefill.request_status[11] == KVPoll.WaitingForInput
+    assert 11 in prefill.transfer_infos
+
+
+def test_a_request_whose_offer_was_taken_back_fails_when_it_comes(prefill):
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    offered(prefill, 10)
+    prefill._abort(10)
+    offered(prefill, 10)  # it crossed with the abort
+    assert kept_of(prefill) == set()
+    prefill.update_status(10, KVPoll.Bootstrapping)
+    prefill.fail_if_aborted(10)
+    assert prefill.request_status[10] == KVPoll.Failed
