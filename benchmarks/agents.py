@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from benchmarks.agents_live import ENDLESS_GB, bars, serve, table
 from benchmarks.case_study import TAIL_SHARE
-from planner.decisions.routing import RoutingPolicy
+from planner.decisions.policy import RoutingPolicy
 from planner.model.fitting import workload_of
 from planner.model.sessions import (
     ClosedLoop,

@@ -30,7 +30,7 @@ import numpy as np
 from engine.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE
 from engine.model.emulated import emulated_tokens
 from planner.decisions.admission import AdmissionPolicy
-from planner.decisions.routing import RoutingPolicy
+from planner.decisions.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.model.profile import ModelProfile, load_profile
 from planner.model.workload import Trace

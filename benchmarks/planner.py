@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from planner.decisions.placement import PlacementPolicy
-from planner.decisions.routing import RoutingPolicy
+from planner.decisions.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.model.profile import DecodeProfile, KvSize, PrefillCurve
 from planner.model.site import load_site

@@ -2,6 +2,7 @@
 
 PlannerError
 ├── NoReadyNode        routing: nothing can decode the request
+│   └── NobodyPrefills routing: who could decode it needs somebody who prefills, and has nobody
 ├── InputError         a configuration, profile or trace names the field, the value and what would do
 │   └── OutsideProfile a length beyond the profiled points, without leave to extrapolate
 ├── Refused            a change of the plan that cannot be made now
@@ -15,6 +16,10 @@ class PlannerError(Exception):
 
 class NoReadyNode(PlannerError):
     """No decode node is ready, so nobody could answer the request."""
+
+
+class NobodyPrefills(NoReadyNode):
+    """Decode nodes are ready that cannot compute a prompt, and none of them is reached by a prefill node that is ready."""
 
 
 class InputError(PlannerError, ValueError):

@@ -11,16 +11,17 @@ from typing import Final
 import msgspec
 
 from planner.decisions.placement import PlacementPolicy, Placer, PrefillChoice, choose_decode, has_memory
+from planner.decisions.policy import RoutingPolicy
 from planner.decisions.routing import (
     ReadyNodes,
     Reason,
     Route,
-    RoutingPolicy,
     Side,
     Target,
     best_remote,
     bytes_to_send,
     compared_tokens,
+    is_fed,
     is_scarce,
     pressure,
     route_among,
@@ -130,7 +131,7 @@ def explain_among(
         tie_share=policy.tie_share,
         predicted_ttft_s=max(route.ttft_s, route.arrives_s),
         predicted_tbt_s=cost.step_s(decode, decode.running + decode.waiting + 1),
-        decodes=_decodes(route, request, ready.decodes, policy.placement, place, cost),
+        decodes=_decodes(route, request, ready, links, policy.placement, place, cost),
         prefills=prefills.among(ready, local, remote),
         links=tuple(_weighed(link, policy) for link in links),
     )
@@ -154,11 +155,13 @@ def _weighed(link: LinkView, policy: RoutingPolicy) -> LinkWeighed:
 def _decodes(
     route: Route,
     request: RouteRequest,
-    nodes: list[NodeView],
+    ready: ReadyNodes,
+    links: Collection[LinkView],
     policy: PlacementPolicy,
     place: Placer,
     cost: PrefillCost,
 ) -> tuple[DecodeCandidate, ...]:
+    nodes = ready.decodes
     chosen = next(node for node in nodes if node.node_id == route.decode_node)
 
     def step_s(node: NodeView) -> float:
@@ -169,6 +172,8 @@ def _decodes(
             return ""
         if request.home and chosen.cluster == request.home != node.cluster:
             return f"its cluster is not {request.home}, where this gateway decodes"
+        if not (node.prefills_alone or is_fed(node, ready, links)):
+            return "it computes no prompts, and no prefill node is ready for it"
         if place.decode is not choose_decode:
             return f"this placement prefers {chosen.node_id}"
         if not has_memory(node, request) and has_memory(chosen, request):
@@ -340,12 +345,22 @@ WORDS: Final[Mapping[Reason, str]] = MappingProxyType(
     }
 )
 
+# The same, of a decode node that computes no prompts: what others do alone.
+HANDED_OVER: Final[Mapping[Reason, str]] = MappingProxyType(
+    {
+        Reason.SINGLE_TOKEN: "a prompt of one token is not worth a link, and {decode} computes none: {prefill} does",
+        Reason.UNSHARED: "KVCache that is there is of no use to this request, and {decode} computes no prompts: "
+        "{prefill} computes it whole",
+    }
+)
+
 
 def _in_words(
     route: Route, compared: int, request: RouteRequest, local: Side, remote: Side, policy: RoutingPolicy
 ) -> str:
     threshold = policy.threshold_tokens
-    told = WORDS[route.reason].format(
+    words = WORDS if route.prefill_node is None else {**WORDS, **HANDED_OVER}
+    told = words[route.reason].format(
         compared=compared,
         what="tokens, cached or not," if policy.by_total_length else "tokens to compute at home",
         threshold=_tokens(threshold),
@@ -355,6 +370,7 @@ def _in_words(
         home=local.cluster,
         away=remote.cluster or "a PrfaaS cluster",
         decode=route.decode_node,
+        prefill=route.prefill_node,
         cached=route.cached_tokens,
         uncached=route.uncached_tokens,
         remote_queue=_seconds(policy.remote_queue_s),

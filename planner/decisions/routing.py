@@ -5,10 +5,13 @@
     congested egress     the threshold rises with the pressure, until nothing goes remote that is sooner done at home
 
 The second row needs prefix transfers between clusters; a policy that says there are none always uses the first.
+
+A decode node that cannot compute prompts (`NodeView.prefills_alone`) is chosen only where somebody prefills for it: at home,
+or else over a link, what another one would do alone.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from enum import StrEnum
 from typing import Self
 
@@ -22,8 +25,9 @@ from planner.decisions.placement import (
     longest_holder,
     soonest_s,
 )
+from planner.decisions.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind, LinkView, NodeView, PrefillCost, Role, RouteRequest
-from planner.errors import NoReadyNode
+from planner.errors import NobodyPrefills, NoReadyNode
 
 
 class Target(StrEnum):
@@ -31,7 +35,7 @@ class Target(StrEnum):
 
     LOCAL = "local"
     REMOTE = "remote"
-    DECODE = "decode"  # on the decode node itself, nothing travels
+    DECODE = "decode"  # on the decode node itself, nothing travels: never one that cannot
 
     __hash__ = str.__hash__  # Enum's own is slow, and every route is counted
 
@@ -48,65 +52,13 @@ class Reason(StrEnum):
     NO_PRFAAS = "no_prfaas"  # above t, but no PrfaaS node is ready
     NO_LOCAL_PREFILL = "no_local_prefill"  # at most t, but no PD prefill node is ready
     NO_PREFILL = "no_prefill"  # nobody prefills but the decode node
-    SINGLE_TOKEN = "single_token"  # nothing to hand over: the decode side computes the last token anyway
+    SINGLE_TOKEN = "single_token"  # nothing worth a link: the decode side computes the last token anyway, if it can
     HELD = "held"  # the decode node holds nearly all of it and has computed the rest before anybody else
-    UNSHARED = "unshared"  # nothing to hand over: the decode side computes this prompt whole, whatever is there
+    UNSHARED = (
+        "unshared"  # KVCache that is there is of no use: the decode side, or who prefills for it, computes it whole
+    )
 
     __hash__ = str.__hash__
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingPolicy:
-    """The plan's threshold and the limits around it.
-
-    `threshold_tokens` is t. `tie_share` of the requests with exactly t uncached tokens stays local (the rest goes
-    remote), which is how a plan splits an atom of the length distribution.
-    `cross_cluster_cache` says whether a prefix can be sent between clusters.
-    The egress counts as scarce from `scarce_utilisation` on, or when what is queued takes longer than `scarce_drain_s`.
-    Pressure starts at `congested_*` and is complete at `blocked_*`; meanwhile the threshold is multiplied by up to
-    `congestion_factor`. Retransmissions are a pressure of their own: a commodity path shows loss before its rate falls.
-    So are round trips that have grown, over the smallest ones, on a link whose senders call it congested: only they can
-    tell a queue from noise. However short, a backlog that with the prompt's own KVCache outlasts its whole prefill at home is
-    complete pressure.
-    A decode node may compute up to `increment_tokens` of a prompt whose beginning it holds, while it spends less than
-    `decode_prefill_share` of its time on prompts: nothing travels then, so it may take `increment_patience` times as long
-    as elsewhere. 0 leaves all prompts to prefill nodes.
-    `by_total_length` compares whole prompts with t, cached or not, as a router without caches would: to compare with.
-    A PrfaaS queue longer than `remote_queue_s` beyond the local one sends a request back.
-    """
-
-    threshold_tokens: float
-    tie_share: float = 1.0
-    cross_cluster_cache: bool = False
-    scarce_utilisation: float = 0.5  # half the line free still carries a prefix of a few GB within a TTFT
-    scarce_drain_s: float = 0.5
-    congested_utilisation: float = 0.85  # M/M/1 waiting is 5.7 services here and doubles by 0.92
-    blocked_utilisation: float = 1.0
-    congested_drain_s: float = 1.0
-    blocked_drain_s: float = 5.0
-    congested_retransmits: float = 0.01
-    blocked_retransmits: float = 0.1
-    congested_rtt_inflation: float = 1.5  # senders call 2 congested
-    blocked_rtt_inflation: float = 4.0  # a queue of three round trips: buffers hold one or two
-    congestion_factor: float = 4.0
-    remote_queue_s: float = 10.0
-    increment_tokens: int = 0
-    increment_patience: float = 1.5
-    by_total_length: bool = False
-    decode_prefill_share: float = 0.25  # decode at three quarters of its speed at worst
-    placement: PlacementPolicy = field(default_factory=PlacementPolicy)
-
-    def __post_init__(self) -> None:
-        if self.threshold_tokens < 0:
-            raise ValueError(f"threshold_tokens={self.threshold_tokens}: must not be negative")
-        if self.increment_tokens < 0:
-            raise ValueError(f"increment_tokens={self.increment_tokens}: must not be negative")
-        if not 0 <= self.tie_share <= 1:
-            raise ValueError(f"tie_share={self.tie_share}: must be in [0, 1]")
-        for name in ("utilisation", "drain_s", "retransmits", "rtt_inflation"):
-            low, high = getattr(self, f"congested_{name}"), getattr(self, f"blocked_{name}")
-            if not low < high:
-                raise ValueError(f"congested_{name}={low}: must be below blocked_{name}={high}")
 
 
 class ReadyNodes(msgspec.Struct, frozen=True, gc=False):
@@ -217,8 +169,8 @@ def route(
     """Where to prefill and decode `request`; `nodes` that are not ready are left alone.
 
     A PrfaaS cluster is reachable only through a `LinkView` in `links` that is up.
-    Raises NoReadyNode when no decode node is ready. A request whose prompt is one token, or for which no prefill node
-    is ready, is left to the decode node alone.
+    Raises NoReadyNode when no decode node is ready, NobodyPrefills when those that are can do nothing alone and have nobody. A
+    request whose prompt is one token, or for which no prefill node is ready, is left to the decode node alone, if it can.
     """
     return route_among(ReadyNodes.among(nodes), request, links, policy, place=place, cost=cost or PrefillCost())
 
@@ -236,14 +188,27 @@ def route_among(
     decodes = ready.decodes
     if not decodes:
         raise NoReadyNode("no decode node is ready")
-    at_home = [node for node in decodes if node.cluster == request.home] if request.home else []
-    decode = place.decode(request, at_home or decodes, policy.placement, cost)
+    able = [node for node in decodes if node.prefills_alone or is_fed(node, ready, links)]
+    if not able:
+        raise NobodyPrefills("no prefill node is ready for a decode node that computes no prompts")
+    at_home = [node for node in able if node.cluster == request.home] if request.home else []
+    decode = place.decode(request, at_home or able, policy.placement, cost)
     chosen = _route_to(decode, ready, request, links, policy, place, cost)
     if chosen.reason is Reason.LINK_DOWN and (others := _others_reached(decode, ready, links)):
         reached = place.decode(request, others, policy.placement, cost)
         other = _route_to(reached, ready, request, links, policy, place, cost)
         return other if other.target is Target.REMOTE else chosen
     return chosen
+
+
+def is_fed(decode: NodeView, ready: ReadyNodes, links: Collection[LinkView]) -> bool:
+    """Whether some prefill node gets KVCache to this decode node, from its own cluster or over a link."""
+    return bool(ready.prefills.get(decode.cluster)) or any(
+        node.kind is ClusterKind.PRFAAS and link.carries(node.node_id, decode.node_id)
+        for link in links
+        if link.up and link.destination == decode.cluster
+        for node in ready.prefills.get(link.source, ())
+    )
 
 
 def _others_reached(decode: NodeView, ready: ReadyNodes, links: Collection[LinkView]) -> list[NodeView]:
@@ -268,11 +233,13 @@ def _route_to(
     cost: PrefillCost,
 ) -> Route:
     prefills, decodes = ready.prefills, ready.decodes
-    if request.unshared:
-        return _on_decode_node(request, decode, Reason.UNSHARED, policy, cost)
-    if request.num_tokens <= 1:
-        return _on_decode_node(request, decode, Reason.SINGLE_TOKEN, policy, cost)
     local = Side(prefills.get(decode.cluster, []), decodes, decode.cluster)
+    if request.unshared or request.num_tokens <= 1:
+        reason = Reason.UNSHARED if request.unshared else Reason.SINGLE_TOKEN
+        if not decode.prefills_alone:
+            side = local if local.prefill else best_remote(request, prefills, decodes, links, decode, cost)
+            return _handed_over(request, decode, side, reason, policy, place, cost)
+        return _on_decode_node(request, decode, reason, policy, cost)
     remote = best_remote(request, prefills, decodes, links, decode, cost)
     if not local.prefill and not (remote.prefill and remote.link):
         reason = Reason.LINK_DOWN if remote.prefill else Reason.NO_PREFILL
@@ -315,7 +282,8 @@ def _route_to(
 
 def _is_short_increment(request: RouteRequest, decode: NodeView, policy: RoutingPolicy) -> bool:
     return (
-        0 < request.num_tokens - decode.cached_tokens <= policy.increment_tokens
+        decode.prefills_alone
+        and 0 < request.num_tokens - decode.cached_tokens <= policy.increment_tokens
         and decode.cached_tokens > 0
         and decode.prefill_share < policy.decode_prefill_share
     )
@@ -479,6 +447,37 @@ def _with_other_cluster(
         return choice
     ttft_s = choice.ttft_s - saved_s
     return PrefillChoice(choice.node, holder.movable_tokens, ttft_s, holder.node_id, choice.ttft_s - compute_s)
+
+
+def _handed_over(
+    request: RouteRequest,
+    decode: NodeView,
+    side: Side,
+    reason: Reason,
+    policy: RoutingPolicy,
+    place: Placer,
+    cost: PrefillCost,
+) -> Route:
+    """What a decode node would do alone if it could, by a prefill node of `side`: no prefix is sent there for it."""
+    choice = place.prefill(request, side.prefill, side.prefill, replace(policy.placement, fetch_bytes_per_s=0.0), cost)
+    cached = 0 if request.unshared else choice.cached_tokens
+    link_bytes = bytes_to_send(request, decode) if side.link else 0.0
+    compute_s = cost.prefill_s(choice.node, request.num_tokens, cached)
+    return Route(
+        target=Target.REMOTE if side.link else Target.LOCAL,
+        reason=reason,
+        decode_node=decode.node_id,
+        prefill_node=choice.node.node_id,
+        uncached_tokens=request.num_tokens - cached,
+        cached_tokens=cached,
+        threshold_tokens=policy.threshold_tokens,
+        ttft_s=cost.queue_s(choice.node) + compute_s,
+        compute_s=compute_s,
+        link_bytes=link_bytes,
+        link_s=side.link.arrives_s(link_bytes) if side.link and link_bytes else 0.0,
+        coded_bytes=side.link.coded_bytes(link_bytes) if side.link and link_bytes else 0.0,
+        held_tokens=decode.attention_tokens,
+    )
 
 
 def _on_decode_node(

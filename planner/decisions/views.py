@@ -35,7 +35,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     `immovable_tokens` at the end of `cached_tokens` cannot be sent to another node: only the engine's own cache has them.
     `queue_s`, where known, is the predicted time until the node is free; else `queued_tokens` (uncached tokens waiting
     or being computed) is turned into seconds by the prefill cost. `prefill_share` is the part of its time that a decode
-    node has lately spent on prompts. `room_tokens`, where known, is for how many tokens of this prompt, beyond its
+    node has lately spent on prompts; one that has not `prefills_alone` decodes what another node has computed, and nothing else.
+    `room_tokens`, where known, is for how many tokens of this prompt, beyond its
     `attention_tokens`, it has memory that nobody uses now. `steps` is what it says of its decode steps: (requests in them,
     seconds), by rising number; empty: nothing.
     """
@@ -54,6 +55,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     attention_tokens: int = 0
     immovable_tokens: int = 0
     prefill_share: float = 0.0
+    prefills_alone: bool = True
     room_tokens: int | None = None
     steps: tuple[tuple[float, float], ...] = ()
 

@@ -8,7 +8,7 @@ from hybrid_cache.eviction import POLICIES
 from planner.decisions.admission import AdmissionPolicy
 from planner.decisions.classes import ServiceClass
 from planner.decisions.placement import PLACERS
-from planner.decisions.routing import RoutingPolicy
+from planner.decisions.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.profile import DecodeProfile, KvSize, PrefillCurve

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from planner.decisions.routing import RoutingPolicy
+from planner.decisions.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.simulator.roles import Roles

@@ -10,7 +10,7 @@ import numpy as np
 
 from planner.decisions.admission import AdmissionPolicy
 from planner.decisions.placement import PlacementPolicy
-from planner.decisions.routing import RoutingPolicy
+from planner.decisions.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.profile import ModelProfile

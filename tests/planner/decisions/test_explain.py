@@ -146,3 +146,10 @@ def test_whatever_the_world_the_decision_explained_is_the_decision(at_home, away
     ]
     assert len(found.prefills) + len(found.decodes) == len(nodes)
     msgspec.json.encode(found)
+
+
+def test_a_decode_node_that_computes_no_prompts_is_told_of():
+    nodes = [prfaas(), pd_decode("d0", cluster="south", prefills_alone=False), pd_decode("d1", prefills_alone=False)]
+    told = explained(request(1), nodes)
+    assert told.words == "a prompt of one token is not worth a link, and d1 computes none: r0 does"
+    assert why_not(told) == {"r0": "", "d0": "it computes no prompts, and no prefill node is ready for it", "d1": ""}

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.decisions.routing import RoutingPolicy
+from planner.decisions.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.model.profile import DecodeProfile, Floats, KvSize, PrefillCurve
 from planner.model.site import Site

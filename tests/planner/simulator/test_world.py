@@ -9,7 +9,7 @@ import pytest
 from planner.decisions.admission import AdmissionPolicy
 from planner.decisions.classes import ServiceClass
 from planner.decisions.placement import PlacementPolicy
-from planner.decisions.routing import RoutingPolicy
+from planner.decisions.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.model.profile import DecodeProfile, KvSize, PrefillCurve
 from planner.model.queueing import erlang_c
