@@ -31,6 +31,7 @@ from transport.control.messages import (
     MessageError,
     PrefillDone,
     Refused,
+    Rooms,
     StateDone,
     TicketInfo,
     Welcome,
@@ -132,6 +133,7 @@ class AgentLink:
         notice: str = "",
         not_done_json: str = "",
         takes_media: bool = False,
+        rooms: Rooms | None = None,
         on_welcome: Callable[[Welcome], None],
         on_drain: Callable[[], None],
         on_lost: Callable[[], Awaitable[None]] | None = None,
@@ -149,6 +151,7 @@ class AgentLink:
             notice=notice,
             not_done_json=not_done_json,
             takes_media=takes_media,
+            rooms=rooms,
         )
         self._on_welcome = on_welcome
         self._on_drain = on_drain

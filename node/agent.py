@@ -22,12 +22,13 @@ from hybrid_cache.hashing import model_salt
 from hybrid_cache.layout import ModelLayout
 from node.arena import SHM_DIR, Arena, arena_directory, arena_path
 from node.broadcast import Broadcast
-from node.config import RELOADABLE, NodeConfig
+from node.config import RELOADABLE, SERVERS, NodeConfig
 from node.consumer import Consumer
 from node.contexts import Contexts
 from node.engine_cache import EngineCache
 from node.engine_socket import EngineConnection, EngineSocket
 from node.errors import ArenaError, ConfigError, EngineError, EngineRefused, LayoutMismatch, NodeRefusal, SecondEngine
+from node.headless import end_headless
 from node.integrity import PacedCheck
 from node.kv_events import events_endpoint, follow
 from node.links import Links, rdma_of
@@ -36,7 +37,7 @@ from node.pages import Pages, as_message
 from node.producer import Producer
 from node.pulse import Vigil
 from node.role import Landings, Role
-from node.serving import adapters_of, serves
+from node.serving import adapters_of, follow_loads, serves
 from node.supervisor import EngineSupervisor
 from node.tasks import Tasks
 from transport.control import messages as m
@@ -212,7 +213,7 @@ class NodeAgent:
         log.info("engine joined node=%s pid=%d url=%s", self.config.node_id, hello.engine_pid, hello.http_url)
         if hello.notice:
             log.warning("engine of node=%s: %s", self.config.node_id, hello.notice)
-        if self.config.engine == "vllm":
+        if self.config.engine in SERVERS:
             self._engine_tasks.start("engine's health", partial(self._await_http, hello.http_url))
             self._engine_tasks.start("engine's cache events", partial(self._follow_engine_cache, pages.layout))
         else:  # it listened before it said Hello
@@ -224,6 +225,11 @@ class NodeAgent:
         self._takes_requests()
         log.info("engine serves node=%s url=%s", self.config.node_id, url)
         self.publish_description()
+        if self.config.engine == "sglang" and (engine := self._engine) is not None:
+            # Nothing of ours in it sees its queues: it is asked, and heard as if it had said so by itself.
+            self._engine_tasks.start(
+                "engine's load", partial(follow_loads, url, partial(self.on_message, engine=engine))
+            )
         async for adapters in adapters_of(url):
             self._adapters = adapters
             self.publish_description()
@@ -316,6 +322,10 @@ class NodeAgent:
             self.producer.engine_gone(engine)
             self.landings.engine_gone(engine)
         if self._engine is engine:
+            if self.config.engine == "sglang" and self._hello is not None:
+                scheduler = self._hello.engine_pid
+                end = partial(end_headless, self.supervisor, scheduler, lambda: self._engine is not None)
+                self.tasks.start("engine's end", end)
             self._engine, self._engine_serves, self._adapters = None, False, ()
             self.vigil.end()
             self._engine_tasks.cancel()
@@ -414,6 +424,8 @@ class NodeAgent:
             description.max_model_len = hello.max_model_len
             description.not_done_json = hello.not_done_json
             description.takes_media = hello.takes_media
+            if hello.rooms is not None:
+                description.rooms.CopyFrom(pb.Rooms(host=hello.rooms.host, port=hello.rooms.port))
             description.adapters.extend(self._adapters)
         if self.pages:
             description.layout_json = self.pages.layout.to_json()

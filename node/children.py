@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -81,10 +81,16 @@ def kill_group(leader: int) -> None:
     Python's resource tracker unlinks shared memory and semaphores that the killed ones held, and ends with the last of them;
     killed beside them it would leave those names for ever.
     """
+    for folder in members(leader):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(int(folder.name), signal.SIGKILL)
+
+
+def members(leader: int) -> Iterator[Path]:
+    """A child and whatever it started in its session, but for what tidies up after them, as folders of /proc."""
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and _is_of(folder, leader):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(int(folder.name), signal.SIGKILL)
+            yield folder
 
 
 def _is_of(process: Path, leader: int) -> bool:

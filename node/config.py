@@ -26,9 +26,12 @@ from transport.wire.identity import Identity
 
 CLUSTER_KINDS: Final = ("prfaas", "pd")
 ROLES: Final = ("prefill", "decode")
-ENGINES: Final = ("embedded", "emulated", "vllm")
-# A vLLM server imports itself three times, and compiles where it has a GPU.
-START_TIMEOUT_S: Final = {"embedded": 120.0, "emulated": 120.0, "vllm": 900.0}
+ENGINES: Final = ("embedded", "emulated", "vllm", "sglang")
+# Servers of their own: they listen some time after their Hello, and keep a prefix cache that the agent knows from events.
+SERVERS: Final = ("vllm", "sglang")
+ENGINES_OF_ONE_ROLE: Final = ("sglang",)  # started to prefill or to decode, and for nothing else
+# A vLLM server imports itself three times, and compiles where it has a GPU; SGLang's does as much.
+START_TIMEOUT_S: Final = {"embedded": 120.0, "emulated": 120.0, "vllm": 900.0, "sglang": 900.0}
 TRANSPORTS: Final = ("auto", "rdma", "tcp")
 CONGESTION_CONTROLS: Final = ("auto", "bbr", "cubic")
 INTEGRITIES: Final = {"plain": Integrity.NONE, "checksum": Integrity.CHECKSUM, "aead": Integrity.AEAD}
@@ -55,6 +58,7 @@ class NodeConfig:
     `integrity` "aead" only "rdma" uses it.
     `transfer_advertise` is the host:port that others should send KVCache to, where a relay or NAT stands before this node.
     `model_revision` stands for what the model's weight files hold, which is hashed unless given.
+    `bootstrap_port` is where an SGLang server that prefills is asked for by those that decode, at the host of `engine_port`.
     `block_size` and `max_model_len` of 0 leave the choice to the engine, `engine_start_timeout_s` of 0 to the kind of engine.
     `connections` "auto" begins with a few and lets long links have more; a number is what every receiver gets.
     `certificate`, `key` and `authority` are PEM files, and make the control service speak mutual TLS; `integrity` "aead"
@@ -87,6 +91,7 @@ class NodeConfig:
     transfer_port: int = 0
     transfer_advertise: str = ""
     engine_port: int = 0
+    bootstrap_port: int = 0
     metrics_port: int = 0
     run_dir: str = ".prfaas/run"
     cache_bytes: int = 256 << 20
@@ -128,12 +133,15 @@ class NodeConfig:
         require_one_of("engine", self.engine, ENGINES)
         for name in LISTENERS:
             require_range(f"{name}_port", getattr(self, f"{name}_port"), 0, 65535)
+        require_range("bootstrap_port", self.bootstrap_port, 0, 65535)
         require_range("chunk_tokens", self.chunk_tokens, 1, 1 << 20)
         require_range("stages", self.stages, 1, 256)
-        if self.stages > 1 and self.engine == "embedded":
+        if self.stages > 1 and self.engine in ("embedded", "sglang"):
             raise SettingsError(
-                f"stages = {self.stages}: the embedded engine has one; vLLM and emulated engines have more"
+                f"stages = {self.stages}: the {self.engine} engine has one; vLLM and emulated engines have more"
             )
+        if self.bootstrap_port and self.engine != "sglang":
+            raise SettingsError(f"bootstrap_port = {self.bootstrap_port}: only engine 'sglang' has one")
         require_range("max_model_len", self.max_model_len, 0, 1 << 30)
         require_range("block_size", self.block_size, 0, 1 << 16)
         require_range("threads", self.threads, 1, 1024)
@@ -169,6 +177,10 @@ class NodeConfig:
         missing = [name for name in IDENTITY_KEYS if not getattr(self, name)]
         if missing and len(missing) < len(IDENTITY_KEYS):
             raise SettingsError(f"{missing[0]} is missing: {', '.join(IDENTITY_KEYS)} go together")
+        if self.certificate and self.engine == "sglang":
+            raise SettingsError(
+                "certificate: engine 'sglang' reserves at its agent, and its servers find each other, without certificates"
+            )
         if missing and self.integrity == "aead":
             raise SettingsError(
                 f"integrity = 'aead': it needs {', '.join(IDENTITY_KEYS)}; `prfaas certificates` makes them"

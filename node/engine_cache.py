@@ -1,8 +1,8 @@
 """What an engine's own prefix cache holds, in the names that gateways look for.
 
-vLLM tells of its blocks under hashes of its own. It also tells their tokens and their parents, so ours can be computed; a
-block whose parent is unknown, or that belongs to an adapter or to a salt that no gateway gave, has no name here and is passed
-over.
+vLLM tells of its blocks under hashes of its own, and SGLang does in the same words. They also tell their tokens and their
+parents, so ours can be computed; a block whose parent is unknown, or that belongs to an adapter or to a salt that no gateway
+gave, has no name here and is passed over.
 What is passed over, or forgotten too early, costs a lost hit; nothing here decides what an engine really reuses.
 
 vLLM keeps layers of one kind in one group or in several. A group of ours holds a block when each of them does: of a hybrid model
@@ -39,6 +39,7 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
+    cache_salt: str | None = None  # SGLang's word for what vLLM says in `extra_keys`, of all blocks of a request
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -106,9 +107,11 @@ class EngineCache:
         parent = b"" if event.parent_block_hash is None else self._names.get(event.parent_block_hash)
         if parent is None:
             return
+        if event.cache_salt is not None and not event.cache_salt.startswith(NAMESPACE):
+            return
         extra_keys = list(event.extra_keys or ())
-        namespace = _namespace(extra_keys[0]) if extra_keys and not parent else ""
-        if namespace:
+        namespace = event.cache_salt or (_namespace(extra_keys[0]) if extra_keys and not parent else "")
+        if namespace and extra_keys:
             extra_keys[0] = None
         # Blocks with other keys (an image's, an adapter's) make their descendants nameless, too: their chain begins with them.
         plain = next((i for i, keys in enumerate(extra_keys) if keys), len(event.block_hashes))

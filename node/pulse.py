@@ -137,6 +137,14 @@ def is_stopped(leader: int) -> bool:
     return False
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, be it that nobody has asked for its status yet."""
+    try:
+        return _state_of(PROC / str(pid)) in ("Z", "X")
+    except OSError:
+        return True
+
+
 def _state_of(process: Path) -> str:
     """One letter (proc(5)); the name of a program before it may have brackets of its own. Raises OSError."""
     return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]

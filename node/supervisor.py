@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from node.children import Child, kill_group
-from node.config import NodeConfig
+from node.config import ENGINES_OF_ONE_ROLE, SERVERS, NodeConfig
+from node.leavings import remove, shared_by
 from node.ports import NODE_VARIABLE
 from node.refusal import MOST_BYTES, Cause, cause_in
 from node.restarts import Restarts
@@ -19,12 +20,13 @@ log = logging.getLogger(__name__)
 
 CANNOT_START = -1
 STARTING_STOP_S = 2.0
+CONTROL_VARIABLE = "PRFAAS_AGENT_CONTROL"  # for an engine that reserves at its own agent
 
 
 def engine_command(config: NodeConfig, socket_path: Path) -> list[str]:
     """The command line of this node's engine."""
     model = ["--emulate", config.model] if config.engine == "emulated" else ["--model", config.model]
-    module = "engine.vllm.launch" if config.engine == "vllm" else "engine"
+    module = f"engine.{config.engine}.launch" if config.engine in SERVERS else "engine"
     command = [sys.executable, "-m", module, *model]
     port = config.port("engine")
     command += ["--host", port.host, "--port", str(port.number), "--agent-socket", str(socket_path)]
@@ -38,22 +40,27 @@ def engine_command(config: NodeConfig, socket_path: Path) -> list[str]:
         command += ["--max-model-len", str(config.max_model_len)]
     if config.engine == "emulated" and config.stages > 1:
         command += ["--stages", str(config.stages)]
-    if config.engine == "vllm":
-        command.append("--")  # what follows is vLLM's own
+    if config.engine in ENGINES_OF_ONE_ROLE:
+        command += ["--role", config.role, "--bootstrap-port", str(config.bootstrap_port)]
+    if config.engine in SERVERS:
+        command.append("--")  # what follows is the server's own
         if config.stages > 1:
             command += ["--pipeline-parallel-size", str(config.stages)]
     return [*command, *config.engine_args]
 
 
-def engine_environment(config: NodeConfig, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment of this node's engine; what the operator has set wins.
+def engine_environment(config: NodeConfig, inherited: Mapping[str, str], control: str = "") -> dict[str, str]:
+    """The environment of this node's engine; what the operator has set wins, but for where its agent's `control` service is.
 
     A model that is a directory needs no network. vLLM may be given a name instead, and downloads what it stands for.
     """
     defaults = {"OMP_NUM_THREADS": str(config.threads), "PYTHONUNBUFFERED": "1"}
     if config.engine != "vllm" or Path(config.model).is_dir():
         defaults |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    return {**defaults, **inherited, NODE_VARIABLE: config.node_id}
+    ours = {NODE_VARIABLE: config.node_id}
+    if config.engine in ENGINES_OF_ONE_ROLE:
+        ours[CONTROL_VARIABLE] = control
+    return {**defaults, **inherited, **ours}
 
 
 class EngineSupervisor:
@@ -74,6 +81,7 @@ class EngineSupervisor:
         self._on_state = on_state
         self._deaths = Restarts(config.engine_max_restarts)
         self._process: Child | None = None
+        self.control = ""  # address of the agent's control service, once it listens
         self.started_at = now()
         self.restarts = 0
         self.refusal = ""  # why no start of this engine can succeed
@@ -81,6 +89,7 @@ class EngineSupervisor:
         self._has_served = False
         self._serves = False  # this start of it
         self._given_up = asyncio.Event()
+        self._leavings: set[Path] = set()  # of this start
 
     @property
     def pid(self) -> int | None:
@@ -99,6 +108,7 @@ class EngineSupervisor:
     def engine_serves(self) -> None:
         """The engine takes requests."""
         self._has_served = self._serves = True
+        self._note_leavings()
         self._deaths.on_ready()
 
     async def run(self) -> None:
@@ -154,7 +164,7 @@ class EngineSupervisor:
             self._process = Child(
                 engine_command(self._config, self._socket_path),
                 output=out,
-                environment=engine_environment(self._config, os.environ),
+                environment=engine_environment(self._config, os.environ, self.control),
                 orphaned_by=signal.SIGKILL,  # nobody can use its pages any more, and its port is wanted
             )
         try:
@@ -162,6 +172,7 @@ class EngineSupervisor:
         finally:
             if self._process.returncode is not None:
                 self._kill_group()
+                self._remove_leavings()
 
     def kill(self) -> None:
         """SIGKILL; `run` starts the next one."""
@@ -171,7 +182,16 @@ class EngineSupervisor:
     def _kill_group(self) -> None:
         """The engine and what it started: workers that outlive their server would hold its pages and its memory."""
         assert self._process is not None
+        self._note_leavings()
         kill_group(self._process.pid)
+
+    def _note_leavings(self) -> None:
+        if self._config.engine == "sglang" and self._process is not None:
+            self._leavings |= shared_by(self._process.pid)
+
+    def _remove_leavings(self) -> None:
+        leavings, self._leavings = self._leavings, set()
+        remove(leavings)
 
     async def stop(self, timeout_s: float) -> None:
         """SIGTERM (running streams finish), SIGKILL after `timeout_s`. Call after `run` was cancelled."""
@@ -188,3 +208,4 @@ class EngineSupervisor:
             self.kill()
             await process.wait()
         self._kill_group()
+        self._remove_leavings()

@@ -1,10 +1,21 @@
 """What makes a node one of a PD cluster."""
 
+from collections.abc import Callable
 from typing import Final
 
-from node.role import Role
+from node.config import ENGINES_OF_ONE_ROLE
+from node.fixed_role import FixedRole
+from node.role import Conversions, Convertible, Role
 from pd_cluster.admission import admit, admit_leg
 from pd_cluster.converter import Converter
 from pd_cluster.landings import DecodeLandings
 
-PD: Final = Role(kind="pd", admit=admit, admit_leg=admit_leg, landings=DecodeLandings, conversions=Converter)
+
+def conversions(node: Convertible, now: Callable[[], float]) -> Conversions:
+    """The way to the other role, where the engine can go it while it runs."""
+    if node.config.engine in ENGINES_OF_ONE_ROLE:
+        return FixedRole(node.config, f"has an engine {node.config.engine!r}, which is started for one role")
+    return Converter(node, now)
+
+
+PD: Final = Role(kind="pd", admit=admit, admit_leg=admit_leg, landings=DecodeLandings, conversions=conversions)

@@ -105,13 +105,15 @@ async def _describe(agent: AgentClient) -> Described | Silent:
 
 
 def _ports(node: Described) -> list[tuple[str, str, str, int]]:
-    """Node, name, host and port of what gateways connect to beside the control port."""
+    """Node, name, host and port of what gateways, and servers that decode, connect to beside the control port."""
     info, ports = node.info, []
     if info.engine_url:
         url = urlsplit(info.engine_url)
         ports.append((info.node_id, "engine_port", url.hostname or "", url.port or 80))
     if info.calls_port:
         ports.append((info.node_id, "calls_port", node.address.rpartition(":")[0].strip("[]"), info.calls_port))
+    if info.rooms is not None and info.rooms.port:
+        ports.append((info.node_id, "bootstrap_port", info.rooms.host, info.rooms.port))
     return ports
 
 

@@ -237,6 +237,7 @@ def _about_clocks(nodes: Sequence[Described]) -> Iterator[Finding]:
 
 WHY_A_PORT: Final = {
     "engine_port": (Level.ERROR, "gateways send requests there"),
+    "bootstrap_port": (Level.WARNING, "decode servers ask there: see that it lets them in, if not this machine"),
     "calls_port": (Level.WARNING, "without it reservations go by gRPC, at ten times the CPU"),
 }
 

@@ -15,7 +15,7 @@ from prfaas.errors import InitError
 from prfaas.keys import new_key
 
 HERE: Final = "127.0.0.1"
-ENGINES: Final = ("embedded", "vllm")
+ENGINES: Final = ("embedded", "vllm", "sglang")
 PORTS: Final = {
     "control_port": (7001, "gateways ask here (gRPC)"),
     "calls_port": (7401, "and reserve room for every request here"),
@@ -46,6 +46,10 @@ class Site:
             raise InitError(f"engine {self.engine!r}: must be one of {', '.join(ENGINES)}")
         if not self.decode:
             raise InitError("no decode node: somebody must answer")
+        if self.engine == "sglang" and self.tls:
+            raise InitError("engine 'sglang': its servers find each other without certificates, so there is no TLS")
+        if self.engine == "sglang" and not (self.prefill or self.remote):
+            raise InitError("engine 'sglang': its decode nodes compute no prompts, name machines that prefill")
         for host in (self.gateway, *self.remote, *self.prefill, *self.decode):
             if not host or not all(c.isalnum() or c in "-.:" for c in host):
                 raise InitError(f"host {host!r}: must be a name or an address")
@@ -150,7 +154,7 @@ def _topology(site: Site) -> str:
         "[node]                                   # what all nodes have in common",
         _pair("cache_bytes", 1 << 30, "of KVCache in /dev/shm, taken at the start"),
     ]
-    lines += [_pair("engine", site.engine, "see docs/vllm.md")] if site.engine != "embedded" else []
+    lines += [_pair("engine", site.engine, f"see docs/{site.engine}.md")] if site.engine != "embedded" else []
     lines += [_pair("integrity", "aead", "encrypted; certificates are made at the start")] if site.tls else []
     for cluster in dict.fromkeys((node.cluster, node.kind) for node in nodes):
         lines += ["", "[[clusters]]", _pair("name", cluster[0]), _pair("kind", cluster[1], WHAT_KINDS_ARE[cluster[1]])]
@@ -178,15 +182,23 @@ def _node_file(site: Site, node: Member) -> str:
         _pair("model", site.model, "the same files on every machine; relative to this file"),
         _pair("host", node.host, "where its ports listen, and what gateways and other nodes are told"),
         '# transfer_host = "203.0.113.7"         # an address of its own for KVCache, towards other clusters',
-        *[_pair(name, port + node.nth, why) for name, (port, why) in PORTS.items()],
+        *[_pair(name, port + node.nth, why) for name, (port, why) in _ports(site, node).items()],
         _pair("cache_bytes", 1 << 30, "of KVCache in /dev/shm, taken at the start"),
     ]
-    lines += [_pair("engine", site.engine, "see docs/vllm.md")] if site.engine != "embedded" else []
+    lines += [_pair("engine", site.engine, f"see docs/{site.engine}.md")] if site.engine != "embedded" else []
     if node.kind == "prfaas":
         lines.append("# egress_bytes_per_s = 1.25e9            # of what leaves for each other cluster: 10 Gbit/s")
     if site.tls:
         lines += ["", *_identity(node.name), _pair("integrity", "aead", "encrypts KVCache on its way")]
     return "\n".join(lines) + "\n"
+
+
+def _ports(site: Site, node: Member) -> Mapping[str, tuple[int, str]]:
+    if site.engine == "sglang" and node.role == "prefill":
+        return PORTS | {
+            "bootstrap_port": (7501, "decode nodes ask here; their servers need ports of its own choice, too")
+        }
+    return PORTS
 
 
 def _gateway_file(site: Site, nodes: Sequence[Member], key_digest: str) -> str:

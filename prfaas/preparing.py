@@ -37,7 +37,7 @@ def add_preparations(commands: Any) -> None:
 def _add_init(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="where to write them")
     parser.add_argument("--model", metavar="DIR", help="the model's directory")
-    parser.add_argument("--engine", choices=["embedded", "vllm"], help="what runs it (default: embedded)")
+    parser.add_argument("--engine", choices=["embedded", "vllm", "sglang"], help="what runs it (default: embedded)")
     for name, what in (
         ("decode", "machines that decode"),
         ("prefill", "machines beside them that prefill, - for none"),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-# What a log says when a stage begins, latest stage last; vLLM's words, and those of what it stands on.
+# What a log says when a stage begins, latest stage last; vLLM's words and those of what it stands on, then SGLang's.
 STAGES: Final = (
     ("Initializing a V1 LLM engine", "starts its processes"),
     ("Starting to load model", "loads weights"),
@@ -13,6 +13,9 @@ STAGES: Final = (
     ("torch.compile takes", "compiles"),
     ("Capturing CUDA graphs", "captures CUDA graphs"),
     ("init engine", "starts its server"),
+    ("Load weight begin", "loads weights"),
+    ("Load weight end", "has its weights"),
+    ("Memory pool end", "has its KVCache, starts its server"),
 )
 FIRST: Final = "starts"
 MOST_BYTES: Final = 1 << 20  # of a log that are read: one that is longer has begun

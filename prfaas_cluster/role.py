@@ -4,9 +4,9 @@ from typing import Final
 
 from node.role import Role
 from prfaas_cluster.admission import admit, admit_leg
-from prfaas_cluster.conversions import NoConversions
+from prfaas_cluster.conversions import conversions
 from prfaas_cluster.landings import NoLandings
 
 PRFAAS: Final = Role(
-    kind="prfaas", admit=admit, admit_leg=admit_leg, landings=NoLandings, conversions=NoConversions
+    kind="prfaas", admit=admit, admit_leg=admit_leg, landings=NoLandings, conversions=conversions
 )  # fmt: skip

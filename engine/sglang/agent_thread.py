@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 from engine.agent_link import AgentLink
 from engine.errors import AgentGone
 from hybrid_cache.layout import ModelLayout
+from transport.control.messages import Rooms
 
 T = TypeVar("T")
 
@@ -24,7 +25,16 @@ class AgentThread:
     """An event loop and the link that it keeps up. Methods may be called from any thread."""
 
     def __init__(
-        self, socket: Path, layout: ModelLayout, *, model_id: str, max_model_len: int, http_url: str, notice: str = ""
+        self,
+        socket: Path,
+        layout: ModelLayout,
+        *,
+        model_id: str,
+        max_model_len: int,
+        http_url: str,
+        notice: str = "",
+        not_done_json: str = "",
+        rooms: Rooms | None = None,
     ) -> None:
         self.layout: Final = layout
         self._socket = socket
@@ -32,6 +42,8 @@ class AgentThread:
         self._max_model_len = max_model_len
         self._http_url = http_url
         self._notice = notice
+        self._not_done_json = not_done_json
+        self._rooms = rooms
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event
@@ -89,6 +101,8 @@ class AgentThread:
             max_model_len=self._max_model_len,
             http_url=self._http_url,
             notice=self._notice,
+            not_done_json=self._not_done_json,
+            rooms=self._rooms,
             on_welcome=lambda welcome: None,
             on_drain=lambda: log.info("the agent drains: what runs is finished"),
         )

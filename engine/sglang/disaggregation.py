@@ -39,6 +39,7 @@ from engine.sglang.buffers import PageBuffers, read_item, write_item
 from engine.sglang.control import AgentControl
 from engine.sglang.handoff import Chunk, Landing, Sending
 from engine.sglang.identity import kv_identity
+from engine.sglang.not_done import not_done_json
 from engine.sglang.pools import Buffer, Pools, layout_of, refusal_of
 from engine.sglang.rendezvous import (
     AUXILIARY,
@@ -52,14 +53,12 @@ from engine.sglang.rendezvous import (
     read_auxiliary,
     read_offer,
 )
+from engine.sglang.settings import CONTROL, REVISION, SOCKET
 from engine.sglang.version import is_tested, untested
-from transport.control.messages import TicketInfo
+from transport.control.messages import Rooms, TicketInfo
 
 log = logging.getLogger(__name__)
 
-SOCKET: Final = "PRFAAS_AGENT_SOCKET"
-CONTROL: Final = "PRFAAS_AGENT_CONTROL"
-REVISION: Final = "PRFAAS_MODEL_REVISION"
 ABORTED: Final = "decode has aborted the request"
 MAX_ABORTED: Final = 4096  # rooms remembered
 MAX_EARLY: Final = (
@@ -113,6 +112,8 @@ class PrfaasKVManager(CommonKVManager):  # type: ignore[misc]
             max_model_len=server_args.context_length,
             http_url=f"http://{server_args.host}:{server_args.port}",
             notice=notice,
+            not_done_json=not_done_json(),
+            rooms=Rooms() if decodes else Rooms(server_args.host, server_args.disaggregation_bootstrap_port),
         )
         self.agent.start()
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)

@@ -25,7 +25,10 @@ from transport.control.messages import Delivered, TicketInfo
 log = logging.getLogger(__name__)
 
 GIVEN_UP: Final = "given_up"
+NO_ROOM: Final = "no_capacity"  # an agent's reason
 ROOM_TIMEOUT_S: Final = 120.0  # for an agent that waits until other requests free pages
+LANDING_ROOM_S: Final = 5.0  # for one that does not: a gateway may have another decode node
+ASK_AGAIN_S: Final = 0.05
 
 
 class PoolPages(Protocol):
@@ -192,7 +195,7 @@ class Landing(_Handoff):
     async def _land(self) -> None:
         digest = secrets.token_bytes(32)  # of no tokens: who has the ticket has it
         num_tokens = len(self._pages) * self._agent.layout.block_size
-        ticket = await self._reservations.reserve(self._name, num_tokens, digest)
+        ticket = await self._reserved(num_tokens, digest)
         loaded = False
         try:
             with self._touching:
@@ -212,6 +215,18 @@ class Landing(_Handoff):
         finally:
             if not loaded:
                 await self._reservations.abort(ticket.transfer_id)
+
+    async def _reserved(self, num_tokens: int, digest: bytes) -> TicketInfo:
+        """A ticket, as soon as the agent has room: what it lent to other requests comes back. Raises TransferError."""
+        waited_s = 0.0
+        while True:
+            try:
+                return await self._reservations.reserve(self._name, num_tokens, digest)
+            except TransferError as exc:
+                if exc.reason != NO_ROOM or waited_s >= LANDING_ROOM_S:
+                    raise
+            await asyncio.sleep(ASK_AGAIN_S)
+            waited_s += ASK_AGAIN_S
 
     def _copy(self, kv: JobKV) -> None:
         num_tokens = len(self._pages) * self._agent.layout.block_size

@@ -65,6 +65,24 @@ def test_switching_the_engine_changes_one_word() -> None:
     assert vllm[3:] == [*embedded[3:-2], "--", "--x", "1"]
 
 
+def test_an_sglang_server_is_told_its_role() -> None:
+    command = engine_command(
+        parse("--engine", "sglang", "--model", "m", "--role", "prefill", "--bootstrap-port", "8998", "--", "--x"),
+        Path("/run/a/engine.sock"),
+    )
+    assert command[1:3] == ["-m", "engine.sglang.launch"]
+    assert command[-6:] == ["--role", "prefill", "--bootstrap-port", "8998", "--", "--x"]
+
+
+def test_what_an_sglang_node_cannot_do_is_said_at_once() -> None:
+    with pytest.raises(ConfigError, match="stages = 2"):
+        parse("--engine", "sglang", "--model", "m", "--stages", "2")
+    with pytest.raises(ConfigError, match="certificate: engine 'sglang'"):
+        parse("--engine", "sglang", "--model", "m", "--certificate", "c", "--key", "k", "--authority", "a")
+    with pytest.raises(ConfigError, match="bootstrap_port = 1: only engine 'sglang'"):
+        parse("--model", "m", "--bootstrap-port", "1")
+
+
 def test_stages_are_said_in_the_words_of_each_engine() -> None:
     socket = Path("/run/a/engine.sock")
     vllm = engine_command(parse("--engine", "vllm", "--model", "m", "--stages", "2", "--", "--x"), socket)

@@ -46,6 +46,11 @@ def stored(first: int, stop: int, group: int = FULL, kind: str = "full_attention
     return BlockStored(**(values | more))
 
 
+def told_by_sglang(first: int, stop: int, **more: Any) -> BlockStored:
+    """The same in its words: no groups, no kinds, and a salt for all blocks of a request."""
+    return stored(first, stop, group_idx=None, kv_cache_spec_kind=None, **more)
+
+
 def state(number: int, group: int = STATE, since: int = 0) -> BlockStored:
     """The state after block `number`, in a step that computed blocks [since, number]: only the last is kept."""
     return stored(since, number + 1, group, "mamba", block_hashes=[engine_hash(number)])
@@ -116,6 +121,18 @@ def test_what_has_no_name_here_is_passed_over_with_all_that_follows(more: dict[s
     cache = EngineCache(DENSE, SALT)
     assert cache.apply([stored(0, 2, **more)]) == []
     assert cache.apply([stored(2, 4)]) == []
+
+
+def test_sglangs_blocks_of_a_namespace_are_named_so_and_those_of_other_salts_are_not() -> None:
+    cache = EngineCache(DENSE, SALT)
+    theirs = tuple(block_hashes(TOKENS, BLOCK, namespaced(SALT, "prfaas-acme")))
+    assert cache.apply([told_by_sglang(0, 2, cache_salt="prfaas-acme")]) == [BlocksStored(0, theirs[:2], Medium.ENGINE)]
+    assert cache.apply([told_by_sglang(2, 4, cache_salt="prfaas-acme")]) == [
+        BlocksStored(0, theirs[2:4], Medium.ENGINE)
+    ]
+    cache.clear()
+    assert cache.apply([told_by_sglang(0, 2, cache_salt="a client's own")]) == []
+    assert cache.apply([told_by_sglang(0, 2)]) == [BlocksStored(0, tuple(OURS[:2]), Medium.ENGINE)]
 
 
 def test_blocks_of_a_namespace_have_the_names_that_its_gateway_looks_for() -> None:

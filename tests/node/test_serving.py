@@ -1,10 +1,12 @@
 import asyncio
+import itertools
 
 import pytest
 from aiohttp import web
 
 from node import serving
-from node.serving import adapters_of, serves
+from node.serving import adapters_of, follow_loads, serves
+from transport.control.messages import LoadReport
 
 
 def test_an_engine_serves_once_its_health_is_well() -> None:
@@ -78,3 +80,36 @@ def test_adapters_are_told_whenever_they_change(monkeypatch: pytest.MonkeyPatch)
         return told
 
     assert asyncio.run(scenario()) == [("terse",), ("kind", "terse"), ()]
+
+
+def test_loads_are_told_whenever_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "LOADS_S", 0.0)
+    idle = {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_waiting_uncached_tokens": 0, "max_running_requests": 8}
+    busy = idle | {"num_running_reqs": 3, "num_waiting_reqs": 2, "num_waiting_uncached_tokens": 700}
+    answers = itertools.chain([[idle], [idle], None, "garbled", [busy], [busy]], itertools.repeat([idle]))
+
+    async def loads(request: web.Request) -> web.Response:
+        told = next(answers)
+        return web.Response(status=503) if told is None else web.json_response({"version": "0.5.23", "loads": told})
+
+    async def scenario() -> list[LoadReport]:
+        app = web.Application()
+        app.add_routes([web.get("/v1/loads", loads)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        found: list[LoadReport] = []
+        try:
+            following = asyncio.create_task(follow_loads(f"http://{host}:{port}", found.append))
+            async with asyncio.timeout(30.0):
+                while len(found) < 3:  # noqa: ASYNC110 it is told by calls
+                    await asyncio.sleep(0.01)
+            following.cancel()
+            await asyncio.wait([following])
+        finally:
+            await runner.cleanup()
+        return found
+
+    nothing = LoadReport(running=0, waiting=0, queued_tokens=0, slots=8)
+    assert asyncio.run(scenario()) == [nothing, LoadReport(running=3, waiting=2, queued_tokens=700, slots=8), nothing]

@@ -29,6 +29,12 @@ def test_what_the_operator_has_set_wins(tmp_path: Path) -> None:
     assert engine_environment(config(tmp_path, threads=2), ours).items() >= ours.items()
 
 
+def test_an_engine_that_reserves_is_told_where(tmp_path: Path) -> None:
+    chosen = engine_environment(config(tmp_path, engine="sglang"), {"PRFAAS_AGENT_CONTROL": "other:1"}, "127.0.0.1:2")
+    assert chosen["PRFAAS_AGENT_CONTROL"] == "127.0.0.1:2"
+    assert "PRFAAS_AGENT_CONTROL" not in engine_environment(config(tmp_path), {}, "127.0.0.1:2")
+
+
 def test_each_start_of_an_engine_has_a_log_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "far-engine.log"
     for words in ("first", "second"):

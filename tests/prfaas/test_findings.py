@@ -86,9 +86,9 @@ def test_a_clock_is_wrong_only_by_what_is_sure() -> None:
     assert seen(2.0, 4.0) == []  # the answer was on its way for as long
 
 
-def test_a_closed_engine_port_is_worse_than_a_closed_calls_port() -> None:
-    ports = [Port("d0", name, "h:1", "Connection refused") for name in ("engine_port", "calls_port")]
-    assert [each.level for each in bad(replace(WELL, ports=ports))] == [Level.ERROR, Level.WARNING]
+def test_a_closed_engine_port_is_worse_than_others() -> None:
+    ports = [Port("d0", name, "h:1", "Connection refused") for name in ("engine_port", "calls_port", "bootstrap_port")]
+    assert [each.level for each in bad(replace(WELL, ports=ports))] == [Level.ERROR, Level.WARNING, Level.WARNING]
 
 
 def test_a_way_without_an_answer_is_named_by_both_its_ends() -> None:

@@ -84,7 +84,8 @@ def test_files_that_are_there_are_kept_unless_somebody_says_otherwise(tmp_path: 
     ("answers", "message"),
     [
         ({"decode": "-"}, "no decode node"),
-        ({"engine": "llama"}, "engine 'llama': must be one of embedded, vllm"),
+        ({"engine": "llama"}, "engine 'llama': must be one of embedded, vllm, sglang"),
+        ({"engine": "sglang", "remote": "-"}, "engine 'sglang': its decode nodes compute no prompts"),
         ({"remote": "10.0.0.1,,x"}, "host ''"),
         ({"gateway": "a b"}, "host 'a b'"),
     ],
@@ -92,6 +93,15 @@ def test_files_that_are_there_are_kept_unless_somebody_says_otherwise(tmp_path: 
 def test_answers_that_make_no_system_are_named(answers: dict[str, str], message: str) -> None:
     with pytest.raises(InitError, match=message):
         site_of(asked(answers, lambda _, default: default), tls=False)
+
+
+def test_an_sglang_site_has_a_port_where_decode_nodes_ask(tmp_path: Path) -> None:
+    site = Site(model="m", engine="sglang", gateway="10.0.0.1", remote=("10.0.0.2",), decode=("10.0.0.3",))
+    write(site, tmp_path)
+    ports = {member.role: load_node_config(tmp_path / f"{member.name}.toml").bootstrap_port for member in members(site)}
+    assert ports == {"prefill": 7501, "decode": 0}
+    with pytest.raises(InitError, match="no TLS"):
+        Site(model="m", engine="sglang", tls=True)
 
 
 def test_only_what_is_not_known_is_asked() -> None:

@@ -51,11 +51,18 @@ class TicketInfo(Message, frozen=True, kw_only=True):
     weight: float = 1.0
 
 
+class Rooms(msgspec.Struct, frozen=True):
+    """How an engine that is paired by rooms is found: proto Rooms as a value. `port` is 0 of one that decodes."""
+
+    host: str = ""
+    port: int = 0
+
+
 class Hello(Message, frozen=True, kw_only=True):
     """First message of an engine. `layout_json` is ModelLayout.to_json(), `notice` what the node's operator should read.
 
     `not_done_json` names fields of requests that it does nothing about, each with the values that ask for nothing; `takes_media`:
-    its model sees or hears what messages have beside texts.
+    its model sees or hears what messages have beside texts. `rooms` is None where it hands KVCache over by tickets.
     """
 
     engine_pid: int
@@ -66,6 +73,7 @@ class Hello(Message, frozen=True, kw_only=True):
     notice: str = ""
     not_done_json: str = ""
     takes_media: bool = False
+    rooms: Rooms | None = None
 
 
 class Welcome(Message, frozen=True, kw_only=True):

@@ -1,0 +1,19 @@
+"""What a pair of servers does nothing about, or does wrong, said beforehand: gateways refuse it before anybody is asked."""
+
+from typing import Any, Final
+
+import msgspec
+
+NOTHING: Final[tuple[Any, ...]] = (None, False, 0, [], {}, "")
+# Of a prompt's own log probabilities the prefill server knows and the decode server answers; names of requests, sessions and
+# ranks are for whoever pairs the servers to give; `extra_key` and adapters name caches that no gateway knows.
+FIELDS: Final = (
+    "prompt_logprobs", "echo", "suffix", "return_hidden_states", "return_routed_experts", "return_meta_info",
+    "rid", "session_id", "session_params", "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank",
+    "bootstrap_host", "bootstrap_port", "bootstrap_room", "lora_path", "extra_key", "custom_logit_processor", "watermark",
+)  # fmt: skip
+
+
+def not_done_json() -> str:
+    """The fields, each with the values that ask for nothing, as a JSON object."""
+    return msgspec.json.encode(dict.fromkeys(FIELDS, NOTHING)).decode()
