@@ -82,7 +82,8 @@ class Accounts:
         # The node tells durations, not times: they are counted back from its answer, never to before the routing.
         earliest = timeline.routed or timeline.arrived
         timeline.kv_ready = now
-        timeline.prefill_end = max(earliest, now - max(0.0, outcome.delivered_s - outcome.prefill_end_s))
+        if outcome.bytes_before_prefill_end is not None:  # else its node does not tell the two apart
+            timeline.prefill_end = max(earliest, now - max(0.0, outcome.delivered_s - outcome.prefill_end_s))
         timeline.prefill_start = max(earliest, now - max(0.0, outcome.delivered_s - outcome.prefill_start_s))
 
     def notice_recompute(self, request: Request, chunk: bytes) -> None:

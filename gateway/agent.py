@@ -18,7 +18,7 @@ from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, Mediu
 from hybrid_cache.hashing import HASH_BYTES, split_hashes
 from planner.decisions.shares import Grant
 from transport.control.credentials import channel_credentials, channel_options
-from transport.control.messages import TicketInfo
+from transport.control.messages import Rooms, TicketInfo
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto.node_pb2_grpc import NodeAgentStub
 from transport.control.tickets import MAX_CONTROL_BYTES, REASON_KEY, ticket_info, ticket_message
@@ -72,6 +72,7 @@ class NodeInfo:
     version: str = ""  # of what it runs; empty: of a time when nodes did not say
     contexts: tuple[Kept, ...] = ()
     wall_clock_s: float = 0.0  # since 1970 by its clock, when it said this; 0: it did not
+    rooms: Rooms | None = None  # how its engine is paired; None: by tickets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,6 +419,7 @@ def info_from(node: pb.NodeDescription) -> NodeInfo:
         version=node.version,
         wall_clock_s=node.wall_clock_s,
         contexts=tuple(kept_from(context) for context in node.contexts),
+        rooms=Rooms(node.rooms.host, node.rooms.port) if node.HasField("rooms") else None,
     )
 
 

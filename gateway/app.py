@@ -266,7 +266,7 @@ class FrontDoor:
     async def _answer(self, listener: web.Request | Part, request: Request) -> web.StreamResponse:
         status, error, code = 500, "internal error", "internal_error"
         response: web.StreamResponse | None = None
-        if not (why_not(request.call) or request.prompt.is_alone):
+        if not (why_not(request.call) or request.prompt.is_alone or request.served.is_paired):
             request.kept_bytes = self.config.kept_answer_bytes
         try:
             async with self.rooms.dispatcher.answered(request) as answering:

@@ -49,6 +49,7 @@ class ServedModel:
     not_done: NotDone = field(default_factory=NotDone)
     adapters: frozenset[str] = frozenset()  # of the model, that some decode node serves
     takes_media: bool = False  # some decode node does
+    is_paired: bool = False  # engines are paired by rooms (`gateway.rooms`), else by tickets
 
     def by(self, nodes: Sequence[NodeInfo]) -> "ServedModel":
         """The same as `nodes` serve it: as long a context as all of them take, and what some of them can do."""
@@ -132,9 +133,8 @@ class Clusters:
     def is_ready(self) -> bool:
         """Whether a request could be served now."""
         now = self._clock()
-        return self.served is not None and any(
-            node.role == Role.DECODE and self._serves(node) and node.is_ready(now) for node in self.nodes
-        )
+        roles = {node.role for node in self.nodes if self._serves(node) and node.is_ready(now)}
+        return Role.DECODE in roles and (Role.PREFILL in roles or not (self.served and self.served.is_paired))
 
     @property
     def index(self) -> PrefixIndex | None:
@@ -241,7 +241,9 @@ class Clusters:
 
     def _serves(self, node: Node) -> bool:
         served, info = self.served, node.info
-        return bool(served and info and info.layout_fingerprint == served.layout.fingerprint)
+        if served is None or info is None or info.layout_fingerprint != served.layout.fingerprint:
+            return False
+        return node.is_paired == served.is_paired
 
     # What events change
 
@@ -324,6 +326,7 @@ class Clusters:
             layout=index.layout,
             max_model_len=info.max_model_len,
             hashing=Hashing(index.layout.block_size, salt_of(index.layout)),
+            is_paired=info.rooms is not None,
         )
         self.served = served.by(self._peers(index.layout))
 

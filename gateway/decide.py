@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gateway.clusters import Clusters
 from gateway.config import GatewayConfig
-from gateway.errors import NoDecodeNode, NodeError, Unavailable
+from gateway.errors import NoDecodeNode, NodeError, NoPrefillNode, Unavailable
 from gateway.links import Links
 from gateway.moves import Move
 from gateway.node import Node
@@ -17,9 +17,10 @@ from planner.decisions.estimates import AnswerEstimate, LearnedCost, MoveDelays,
 from planner.decisions.explain import Explanation, explain_among
 from planner.decisions.placement import PLACERS, PlacementPolicy
 from planner.decisions.plan import LivePlan, Setting
-from planner.decisions.routing import Route, RoutingPolicy, pressure, route_among
+from planner.decisions.policy import RoutingPolicy
+from planner.decisions.routing import Route, pressure, route_among
 from planner.decisions.views import LinkView, RouteRequest
-from planner.errors import NoReadyNode
+from planner.errors import NobodyPrefills, NoReadyNode
 
 
 class Decider:
@@ -104,6 +105,8 @@ class Decider:
         nodes, links = self._clusters.views(request.prompt, exclude), self._links.views()
         try:
             found = route_among(nodes, question, links, self._policy_now(), place=self._place, cost=self._cost)
+        except NobodyPrefills as error:
+            raise NoPrefillNode() from error
         except NoReadyNode as error:
             raise NoDecodeNode() from error
         if found.prefill_node is not None:
@@ -119,6 +122,8 @@ class Decider:
         policy = self._policy_now()
         try:
             return explain_among(nodes, self._question(request), links, policy, place=self._place, cost=self._cost)
+        except NobodyPrefills as error:
+            raise NoPrefillNode() from error
         except NoReadyNode as error:
             raise NoDecodeNode() from error
 
@@ -142,11 +147,14 @@ class Decider:
         return pressure(link, self._policy)
 
     def may_compute(self, decode_node: str) -> bool:
-        """Whether a decode node has time for a prompt that a prefill node should have computed."""
+        """Whether a decode node can compute a prompt, and has time for one that a prefill node should have computed."""
         try:
-            share = self._clusters.by_id(decode_node).prefill_share.at(self._clock())
+            node = self._clusters.by_id(decode_node)
         except NodeError:
             return True  # it is another one by now, and will say so
+        if node.is_paired:
+            return False
+        share = node.prefill_share.at(self._clock())
         return share < self._policy.decode_prefill_share
 
     def learn(self, node: Node, outcome: PrefillOutcome) -> None:
@@ -203,6 +211,8 @@ class Decider:
         try:
             home = self._clusters.by_id(chosen.decode_node).cluster
             other = self.route(request, {*failed, *self._links.cut_off_from(chosen.decode_node)}, home)
+            if self._clusters.by_id(other.decode_node).cluster != home:  # nobody prefills for `home`
+                return None
         except (Unavailable, NodeError):
             return None
         return other if other.prefill_node is not None else None

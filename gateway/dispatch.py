@@ -7,6 +7,7 @@
               and whether its class would be served as promised                         gateway.refuse
     reserve   the decode node makes room and hands out a ticket                         gateway.reserve
     run       both legs at once                                                         gateway.run
+              for engines that are paired by rooms, of which nobody reserves            gateway.pairing
     relay     the decode node's bytes, unchanged but for the number of cached tokens    gateway.relay
     settle    the books are closed                                                      gateway.settle
 
@@ -36,6 +37,7 @@ from gateway.errors import (
     ShapeKillsEngines,
     Unavailable,
 )
+from gateway.pairing import Pairing
 from gateway.read import Reader
 from gateway.refuse import Refusals
 from gateway.replicas import Replicas
@@ -83,6 +85,7 @@ class Dispatcher:
         decider: Decider,
         reservations: Reservations,
         runner: Runner,
+        pairing: Pairing,
         reader: Reader,
         engine_readings: EngineReadings,
         accounts: Accounts,
@@ -98,6 +101,7 @@ class Dispatcher:
         self._decider = decider
         self._reservations = reservations
         self._runner = runner
+        self._pairing = pairing
         self._reader = reader
         self._engine_readings = engine_readings
         self._accounts = accounts
@@ -231,7 +235,7 @@ class Dispatcher:
         """The first attempt that is answered, from that by `chosen` on; what it holds is handed to `held`."""
         while True:
             self._accounts.routed(request, chosen, len(tried.failed))
-            if self.replicas and chosen.prefill_node:
+            if self.replicas and chosen.prefill_node and not request.served.is_paired:
                 self.replicas.wanted(request.prompt, chosen.prefill_node)
             try:
                 return await held.enter_async_context(self._attempt(request, chosen, place))
@@ -252,6 +256,11 @@ class Dispatcher:
         with booked(decode, self._clock, request.prompt.hashes, chosen.held_tokens) as booking:
             booking.prefill(self._clusters.by_id(chosen.prefill_node or chosen.decode_node), chosen)
             try:
+                if decode.is_paired:
+                    place.served()
+                    async with self._pairing.attempt(request, chosen, booking) as attempt:
+                        yield attempt
+                    return
                 async with self._reservations.held(request, chosen) as hold:
                     place.served()
                     async with self._runner.attempt(request, chosen, hold, booking) as attempt:

@@ -11,6 +11,7 @@ GatewayError
 │   │   └── TenantLimited     more than this tenant may ask for
 │   ├── Unavailable           503: nothing can serve this now, `retry_after_s` says when to ask again
 │   │   ├── NoDecodeNode      no decode node takes requests at the moment
+│   │   ├── NoPrefillNode     none that could do without, and nobody prefills for them
 │   │   └── ShapeKillsEngines engines died under requests of this kind
 │   ├── ReaderDied            500: the process that read the body did not survive it
 │   ├── KillsEngines          500: neither did two engines
@@ -134,6 +135,15 @@ class NoDecodeNode(Unavailable):
 
     def __init__(self) -> None:
         super().__init__("No decode node is ready.", "no_decode_node")
+
+
+class NoPrefillNode(Unavailable):
+    """Decode nodes that compute no prompts are ready, and no prefill node is that reaches one of them."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "No prefill node is ready, and decode nodes of this model compute no prompts.", "no_prefill_node"
+        )
 
 
 class ShapeKillsEngines(Unavailable):

@@ -2,9 +2,14 @@
 
 prefill leg    the client's body, max_tokens=1, not streamed, with the ticket   → a PrefillOutcome
 decode leg     the client's body, with the transfer id                           → the client's answer, byte for byte
+
+Engines that are paired by rooms are both sent the client's body with the room: what is sampled by the one that prefills is the
+first token of the answer.
 """
 
 import re
+import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -18,6 +23,7 @@ from gateway.errors import DecodeFailed, LegFailed, PrefillFailed
 from gateway.node import Node
 from gateway.openai import NOT_JSON
 from gateway.request import PrefillOutcome, Request
+from gateway.rooms import Room, label_in
 from gateway.seam import DATA, ERROR
 from planner.decisions.retries import SAME_EVERYWHERE, Failure
 from transport.control.messages import TicketInfo
@@ -29,6 +35,8 @@ NOT_FOR_PREFILL: Final = frozenset(
     {"stream_options", "max_completion_tokens", "min_tokens", "n", "best_of", "logprobs", "top_logprobs", "echo"}
     | {"prompt_logprobs", "suffix", "response_format", "stop", "stop_token_ids"}
 )
+# Of a request that is sampled from the first token on, all counts but how it is told.
+NOT_FOR_PAIRED_PREFILL: Final = frozenset({"stream_options"})
 # The engine's own trouble, not the request's: another node may do better.
 RETRYABLE: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 MAX_LABEL_CHARS: Final = 40
@@ -47,8 +55,23 @@ class _EngineError(msgspec.Struct):
     code: str | int | None = None
 
 
-class _EngineErrorBody(msgspec.Struct):
-    error: _EngineError = msgspec.field(default_factory=_EngineError)
+class _EngineErrorBody(_EngineError):
+    """OpenAI's shape; SGLang tells what is in `error` beside it."""
+
+    error: _EngineError | None = None
+
+
+class _CachedTokens(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    prompt_tokens_details: _CachedTokens | None = None
+
+
+class _UsageBody(msgspec.Struct):
+    usage: _Usage = msgspec.field(default_factory=_Usage)
 
 
 class _PrefillBody(msgspec.Struct):
@@ -58,6 +81,7 @@ class _PrefillBody(msgspec.Struct):
 _UNFIT: Final = re.compile(r"[^A-Za-z0-9_.-]")
 _PREFILL: Final = msgspec.json.Decoder(_PrefillBody)
 _ERROR: Final = msgspec.json.Decoder(_EngineErrorBody)
+_USAGE: Final = msgspec.json.Decoder(_UsageBody)
 _FALSE: Final = Raw(b"false")
 
 
@@ -88,8 +112,9 @@ class DecodeAnswer:
 class Legs:
     """HTTP to the engines, over one bounded pool of connections."""
 
-    def __init__(self, timeouts: Timeouts, max_in_flight: int) -> None:
+    def __init__(self, timeouts: Timeouts, max_in_flight: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.timeouts = timeouts
+        self._clock = clock
         self._pool = EnginePool(LEGS * max_in_flight, timeouts.connect_s, KEEP_ALIVE_S)
 
     def serve(self, max_in_flight: int) -> None:
@@ -141,7 +166,9 @@ class Legs:
             params["resumable"] = True
         if request.answered:
             params["answered"] = request.answered
-        body = request.call.body(_common(request, params))
+        return await self._decode(node, request, request.call.body(_common(request, params)))
+
+    async def _decode(self, node: Node, request: Request, body: bytes) -> DecodeAnswer:
         try:
             answer = await self._post(node, request, body, self._first_bytes_s(request))
             try:
@@ -152,6 +179,29 @@ class Legs:
         except LegFailed as error:
             raise DecodeFailed(node.id, error.reason, str(error)) from error
         return DecodeAnswer(node, answer, first)
+
+    async def prefill_in(self, node: Node, request: Request, room: Room) -> PrefillOutcome:
+        """Has `node` compute the prompt and hand it to whoever asks for `room`. Raises PrefillFailed."""
+        began = self._clock()
+        body = request.call.body(_paired(request, room) | {"stream": _FALSE}, drop=NOT_FOR_PAIRED_PREFILL)
+        try:
+            answer = await self._post(node, request, body, self.timeouts.prefill_s)
+            try:
+                told = await answer.whole()
+            finally:
+                answer.close()
+        except LegFailed as error:
+            raise PrefillFailed(node.id, error.reason, str(error)) from error
+        if answer.status != 200:
+            failed = _error(told)
+            others_too = answer.status not in RETRYABLE
+            reason = label_in(failed.message) or _label(failed, answer.status)
+            raise PrefillFailed(node.id, reason, failed.message, Failure.REQUEST if others_too else None)
+        return _paired_outcome(node, request, told, self._clock() - began)
+
+    async def decode_in(self, node: Node, request: Request, room: Room) -> DecodeAnswer:
+        """The answer of `node` to what another node prefills in `room`, as of `decode`. Raises DecodeFailed."""
+        return await self._decode(node, request, request.call.body(_paired(request, room)))
 
     async def ask(self, node: Node, path: str, body: bytes) -> tuple[int, str, bytes]:
         """Status, type and body of what `node` answers at `path`, which is no leg of a generation. Raises LegFailed."""
@@ -169,11 +219,12 @@ class Legs:
     async def _first_bytes(self, node: Node, request: Request, answer: Answer) -> bytes:
         if answer.status in RETRYABLE:
             error = _error(await answer.whole(MAX_ERROR_BYTES))
-            raise DecodeFailed(node.id, _label(error, answer.status), error.message)
+            told = label_in(error.message) if node.is_paired else None
+            raise DecodeFailed(node.id, told or _label(error, answer.status), error.message)
         if request.answered:
             await _check_goes_on(node, request, answer)
         if answer.status != 200:
-            return await answer.whole()
+            return _in_openai_shape(await answer.whole())
         if not request.call.stream:
             whole = await answer.whole()
             if not (whole.startswith(b"{") and CHOICES in whole):
@@ -215,7 +266,16 @@ def _beginning(told: bytes) -> str:
 def _common(request: Request, params: dict[str, Any]) -> dict[str, Any]:
     if request.token_ids is not None:  # an engine's own: vLLM takes them in the place of the messages
         params["prompt_token_ids"] = request.token_ids
-    values: dict[str, Any] = {"kv_transfer_params": params}
+    return {"kv_transfer_params": params} | _named(request)
+
+
+def _paired(request: Request, room: Room) -> dict[str, Any]:
+    return room.fields() | _named(request)
+
+
+def _named(request: Request) -> dict[str, Any]:
+    """The model's name and the cache's, as the engines know them."""
+    values: dict[str, Any] = {}
     if request.prompt.namespace:  # of caches that engines keep for themselves
         values["cache_salt"] = request.prompt.namespace
     if not request.prompt.adapter and request.call.options.model != request.served.model_id:
@@ -243,9 +303,42 @@ def _outcome(node: Node, status: int, answer: bytes) -> PrefillOutcome:
     return outcome
 
 
+def _paired_outcome(node: Node, request: Request, answer: bytes, seconds: float) -> PrefillOutcome:
+    """What is known of a leg in a room: whole pages of all of its prompt have left, at some time before its answer."""
+    try:
+        usage = _USAGE.decode(answer).usage
+    except NOT_JSON as error:
+        raise PrefillFailed(node.id, "bad_answer", str(error)) from error
+    layout = request.served.layout
+    num_tokens = usage.prompt_tokens or request.prompt.num_tokens
+    pages = -(-num_tokens // layout.block_size)
+    cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+    return PrefillOutcome(
+        delivered=True,
+        num_tokens=num_tokens,
+        cached_tokens=cached,
+        bytes_total=int(layout.kv_bytes(pages * layout.block_size)),
+        bytes_before_prefill_end=None,
+        prefill_end_s=seconds,
+        delivered_s=seconds,
+    )
+
+
+def _in_openai_shape(body: bytes) -> bytes:
+    """An error as clients expect it; SGLang tells it without the object around it."""
+    try:
+        told = _ERROR.decode(body)
+    except NOT_JSON:
+        return body
+    if told.error is not None or not told.message:
+        return body
+    return msgspec.json.encode({"error": msgspec.json.decode(body)})
+
+
 def _error(body: bytes) -> _EngineError:
     try:
-        return _ERROR.decode(body).error
+        told = _ERROR.decode(body)
+        return told.error or told
     except NOT_JSON:
         return _EngineError(message=body[:200].decode(errors="replace"))
 

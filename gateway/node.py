@@ -81,6 +81,11 @@ class Node:
         """Which engine process this is: another value says that the one before is gone."""
         return (self.info.boot_id, self.info.engine_pid) if self.info else ("", 0)
 
+    @property
+    def is_paired(self) -> bool:
+        """Whether its engine is paired by rooms, and so does nothing alone."""
+        return self.info is not None and self.info.rooms is not None
+
     def owned_tokens(self, owner: str) -> int:
         """What it keeps for a tenant, as far as anybody knows: nothing, while it does not answer."""
         return self.contexts.owned_tokens(owner) if self.connected else 0
@@ -132,6 +137,7 @@ class Node:
             attention_tokens=hit.attention_tokens,
             immovable_tokens=cached_tokens - holding.movable_tokens,
             prefill_share=share,
+            prefills_alone=not self.is_paired,
             room_tokens=self._room_tokens(hit.attention_tokens),
             steps=load.steps,
         )

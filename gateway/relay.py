@@ -181,7 +181,9 @@ class Relay:
                     raise DecodeFailed(attempt.decode.id, *CUT)
             except DecodeFailed as error:
                 self._accounts.fell_back(request, f"decode_{error.reason}", error)
-                self._accounts.not_taken_over(request, why_not(request.call) or "off")
+                self._accounts.not_taken_over(
+                    request, why_not(request.call) or ("paired" if request.served.is_paired else "off")
+                )
                 raise
             tail += chunk
             _notice_error(request, tail)

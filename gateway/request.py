@@ -58,7 +58,7 @@ class PrefillOutcome(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int = 0
     cached_tokens: int = 0
     bytes_total: int = 0
-    bytes_before_prefill_end: int = 0
+    bytes_before_prefill_end: int | None = 0  # None: nobody knows
     bytes_saved: int = 0
     codecs: dict[str, int] = {}
     prefill_start_s: float = 0.0
@@ -285,11 +285,18 @@ def record_of(request: Request, seq: int, status: int, error: str = "") -> Reque
         bytes_saved=outcome.bytes_saved if outcome else 0,
         predicted_bytes=round(route.coded_bytes) if route else 0,
         codecs=outcome.codecs if outcome else {},
-        overlap=round(outcome.bytes_before_prefill_end / sent, 6) if outcome and sent else None,
+        overlap=_overlap(outcome) if outcome else None,
         kv_ready_minus_prefill_end_s=_rounded(timeline.kv_wait_s),
         timeline=timeline.relative(),
         error=error,
     )
+
+
+def _overlap(outcome: PrefillOutcome) -> float | None:
+    """The part of what was sent that had left when the prefill ended."""
+    if not outcome.bytes_total or outcome.bytes_before_prefill_end is None:
+        return None
+    return round(outcome.bytes_before_prefill_end / outcome.bytes_total, 6)
 
 
 def _rounded(seconds: float | None) -> float | None:

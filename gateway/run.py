@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from gateway.accounts import Accounts
 from gateway.bookings import Booking
@@ -48,7 +48,7 @@ class Attempt:
     answer: DecodeAnswer
     decode: Node
     engine: tuple[str, int]
-    delivery: "asyncio.Task[PrefillOutcome | None] | None" = None
+    delivery: "asyncio.Task[PrefillOutcome] | asyncio.Task[PrefillOutcome | None] | None" = None
     hold: Hold | None = None
 
 
@@ -101,7 +101,7 @@ class Runner:
         async with AsyncExitStack() as own:
             delivering = self._deliver(request, chosen, hold, booking)
             delivery = self._tasks.start(delivering, "deliver", expected=(ApiError,))
-            own.push_async_callback(_cancel, delivery)
+            own.push_async_callback(cancel, delivery)
             asking_for = self._ask(decode, request, hold.ticket.transfer_id)
             asking = self._tasks.start(asking_for, "ask", expected=(DecodeFailed,))
             own.push_async_callback(hang_up, asking)
@@ -112,16 +112,9 @@ class Runner:
         try:
             return await self._legs.decode(decode, request, transfer_id)
         except DecodeFailed as error:
-            if await self._has_killed(request, decode, engine, error.failure):
+            if await has_killed(self._clusters, request, decode, engine, error.failure):
                 raise DecodeFailed(decode.id, "engine_died") from error
             raise
-
-    async def _has_killed(self, request: Request, node: Node, engine: tuple[str, int], failure: Failure) -> bool:
-        """Whether the engine that broke the connection has died; that is kept with the request."""
-        if failure is not Failure.LOST or not await self._clusters.has_died(node, engine):
-            return False
-        request.deaths.append(node.id)
-        return True
 
     # The prefill's side
 
@@ -171,7 +164,7 @@ class Runner:
         except PrefillFailed as error:
             if is_path_failure(error.reason, node, decode, receiver):
                 self._links.failed(node, decode)
-            if await self._has_killed(request, node, engine, error.failure):
+            if await has_killed(self._clusters, request, node, engine, error.failure):
                 raise PrefillFailed(node.id, "engine_died") from error
             raise
 
@@ -243,6 +236,16 @@ class Runner:
             log.warning("id=%s decode node could not be told to recompute: %s", request.id, error)
 
 
+async def has_killed(
+    clusters: Clusters, request: Request, node: Node, engine: tuple[str, int], failure: Failure
+) -> bool:
+    """Whether the engine that broke the connection has died; that is kept with the request."""
+    if failure is not Failure.LOST or not await clusters.has_died(node, engine):
+        return False
+    request.deaths.append(node.id)
+    return True
+
+
 async def _unless_it_fails(
     delivery: "asyncio.Task[PrefillOutcome | None]", asking: "asyncio.Task[DecodeAnswer]"
 ) -> DecodeAnswer:
@@ -253,7 +256,8 @@ async def _unless_it_fails(
     return await asyncio.shield(asking)
 
 
-async def _cancel(task: "asyncio.Task[PrefillOutcome | None]") -> None:
+async def cancel(task: "asyncio.Task[Any]") -> None:
+    """Ends a task, and waits until it has."""
     if not task.done():
         task.cancel()
         await asyncio.wait([task])

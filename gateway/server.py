@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import secrets
 import signal
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -38,6 +39,7 @@ from gateway.moves import Moves
 from gateway.offered import LoadReport
 from gateway.oidc import Provider
 from gateway.pages import Pages
+from gateway.pairing import Pairing
 from gateway.plan import Follower
 from gateway.probes import Probes
 from gateway.read import Reader
@@ -142,7 +144,7 @@ async def running(
         cost.forget(node_id)
         refusals.forget(node_id)
 
-    legs = Legs(config.timeouts, config.max_in_flight)
+    legs = Legs(config.timeouts, config.max_in_flight, clock)
     clusters = Clusters(
         agents,
         clock,
@@ -220,6 +222,19 @@ async def running(
                 config.max_attempts,
                 budget,
                 config.timeouts.room_s,
+            ),
+            Pairing(
+                clusters,
+                links,
+                legs,
+                decider,
+                refusals,
+                accounts,
+                requests,
+                clock,
+                config.max_attempts,
+                budget,
+                secrets.randbits,
             ),
             reader,
             engine_readings,

@@ -19,6 +19,11 @@ class Fabric:
     def open(self, transfer_id: str) -> None:
         self._transfers[transfer_id] = asyncio.get_running_loop().create_future()
 
+    def open_once(self, transfer_id: str) -> None:
+        """For those of whom nobody knows who comes first."""
+        if transfer_id not in self._transfers:
+            self.open(transfer_id)
+
     def end(self, transfer_id: str, reason: str = "") -> None:
         future = self._transfers.get(transfer_id)
         if future is not None and not future.done():

@@ -219,7 +219,7 @@ class ScriptedNode(NodeAgentServicer):
         raise AssertionError("abort raises")
 
     async def reserve(self, request: pb.ReserveRequest) -> pb.Ticket:
-        if fault := _next(self.script.reserve):
+        if fault := next_of(self.script.reserve):
             raise NodeRefusal(REASONS[grpc.StatusCode[fault]], "scripted")
         if len(self.open_reservations) >= self.script.room:
             raise NodeRefusal("no_capacity", "scripted")
@@ -243,7 +243,7 @@ class ScriptedNode(NodeAgentServicer):
 
     async def Load(self, request: Any, context: Any) -> pb.LoadResult:
         self.loads.append((request.ticket.node_id, request.ticket.num_tokens, len(request.block_hashes) // 32))
-        if (fault := _next(self.script.load)) == "hang":
+        if (fault := next_of(self.script.load)) == "hang":
             await asyncio.sleep(self.script.hang_s)
         elif fault:
             await context.abort(grpc.StatusCode[fault], "scripted")
@@ -251,13 +251,13 @@ class ScriptedNode(NodeAgentServicer):
         return pb.LoadResult(num_tokens=request.ticket.num_tokens, bytes_sent=500)
 
     async def ShareEgress(self, request: Any, context: Any) -> pb.Done:
-        if fault := _next(self.script.share):
+        if fault := next_of(self.script.share):
             await context.abort(grpc.StatusCode[fault], "scripted")
         self.shares.append(request)
         return pb.Done(ok=True)
 
     async def DropPrefix(self, request: Any, context: Any) -> pb.DropPrefixResult:
-        if fault := _next(self.script.drop):
+        if fault := next_of(self.script.drop):
             await context.abort(grpc.StatusCode[fault], "scripted")
         self.drops.append((len(request.block_hashes) // 32, request.keep_tokens))
         return pb.DropPrefixResult(pages=len(request.block_hashes) // 32)
@@ -334,7 +334,7 @@ class ScriptedNode(NodeAgentServicer):
         if self.script.prefill_gate is not None:
             await self.script.prefill_gate.wait()
         receiver = body["kv_transfer_params"]["ticket"]["node_id"]
-        fault = "502 peer_lost" if self._does_not_reach(receiver) else _next(self.script.prefill)
+        fault = "502 peer_lost" if self._does_not_reach(receiver) else next_of(self.script.prefill)
         if fault.startswith("undelivered "):
             return web.json_response({"kv_transfer_params": {"delivered": False, "reason": fault.split()[1]}})
         if refusal := await self._fault(http, fault):
@@ -358,7 +358,7 @@ class ScriptedNode(NodeAgentServicer):
         return web.json_response({"choices": [choice], "usage": {}, "kv_transfer_params": outcome})
 
     async def _decode(self, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        fault = _next(self.script.decode)
+        fault = next_of(self.script.decode)
         params = body["kv_transfer_params"]
         if self.script.decode_gate is not None:
             await self.script.decode_gate.wait()
@@ -455,7 +455,7 @@ def _event(value: dict[str, Any], separators: tuple[str, str] | None = None) -> 
     return b"data: " + json.dumps(value, separators=separators).encode() + b"\n\n"
 
 
-def _next(faults: list[str]) -> str:
+def next_of(faults: list[str]) -> str:
     return faults.pop(0) if faults else ""
 
 
@@ -483,16 +483,15 @@ async def topology(
     decode: int = 2,
     remote_clusters: tuple[str, ...] = ("east",),
     clusters: tuple[str, ...] = ("west",),
+    kind: type[ScriptedNode] = ScriptedNode,
 ) -> AsyncIterator[Topology]:
     """That many nodes, serving inside the block; PrfaaS nodes are of the `remote_clusters`, others of `clusters`, in turn."""
     fabric = Fabric()
     names, homes = remote_clusters, clusters
     world = Topology(
-        remote=[
-            ScriptedNode(f"r{i}", names[i % len(names)], "prfaas", "prefill", fabric, Script()) for i in range(remote)
-        ],
-        local=[ScriptedNode(f"p{i}", homes[i % len(homes)], "pd", "prefill", fabric, Script()) for i in range(local)],
-        decode=[ScriptedNode(f"d{i}", homes[i % len(homes)], "pd", "decode", fabric, Script()) for i in range(decode)],
+        remote=[kind(f"r{i}", names[i % len(names)], "prfaas", "prefill", fabric, Script()) for i in range(remote)],
+        local=[kind(f"p{i}", homes[i % len(homes)], "pd", "prefill", fabric, Script()) for i in range(local)],
+        decode=[kind(f"d{i}", homes[i % len(homes)], "pd", "decode", fabric, Script()) for i in range(decode)],
     )
     async with AsyncExitStack() as stack:
         for node in world.nodes:

@@ -17,7 +17,7 @@ from gateway.config import GatewayConfig, NodeConfig, Timeouts
 from gateway.openai import Endpoint
 from gateway.prompts import Hashing, Model, Prompt, PromptMemory, read_call
 from gateway.server import Gateway, running
-from tests.gateway.scripted import Topology, topology
+from tests.gateway.scripted import ScriptedNode, Topology, topology
 from tests.prompts.builders import text_tokenizer
 
 # What must happen may take this long on a machine that is busy with other things; what must not take long is not timed.
@@ -151,6 +151,7 @@ async def world(
     *,
     remote_clusters: tuple[str, ...] = ("east",),
     clusters: tuple[str, ...] = ("west",),
+    kind: type[ScriptedNode] = ScriptedNode,
     wait: bool = True,
     clock: Callable[[], float] = time.monotonic,
     read_again: Callable[[GatewayConfig], GatewayConfig] = lambda config: config,
@@ -158,7 +159,7 @@ async def world(
 ) -> AsyncIterator[World]:
     """A gateway before that many scripted nodes."""
     async with (
-        topology(remote, local, decode, remote_clusters, clusters) as nodes,
+        topology(remote, local, decode, remote_clusters, clusters, kind) as nodes,
         _gateway(config_for(nodes, **fields), clock, read_again) as gateway,
         aiohttp.ClientSession(gateway.url) as http,
     ):
