@@ -12,6 +12,7 @@ from msgspec import structs
 
 torch = pytest.importorskip("torch")
 
+from engine.errors import TransferError  # noqa: E402
 from engine.sglang.agent_thread import AgentThread  # noqa: E402
 from engine.sglang.buffers import PageBuffers  # noqa: E402
 from engine.sglang.control import AgentControl  # noqa: E402
@@ -106,6 +107,40 @@ def servers(agents, request):
     yield pair
     for server in pair:
         server.agent.close()
+
+
+class Crowded:
+    """An agent's reservations, the first ones of which find no room."""
+
+    def __init__(self, control: AgentControl, refusals: int, reason: str = "no_capacity") -> None:
+        self._control = control
+        self._refusals = refusals
+        self._reason = reason
+        self.asked = 0
+
+    async def reserve(self, request_id: str, num_tokens: int, digest: bytes) -> TicketInfo:
+        self.asked += 1
+        if self.asked <= self._refusals:
+            raise TransferError(self._reason)
+        return await self._control.reserve(request_id, num_tokens, digest)
+
+    async def abort(self, transfer_id: str) -> None:
+        await self._control.abort(transfer_id)
+
+
+def test_a_landing_waits_a_moment_for_room(agents, servers):
+    crowded = servers[1].control = Crowded(servers[1].control, refusals=3)
+    request = Request(servers, [3, 1, 2], [0, 5, 9])
+    request.send(3)
+    assert (request.landed.get(timeout=ANSWER_S), request.sent.get(timeout=ANSWER_S)) == ("", "")
+    assert crowded.asked == 4
+    assert request.is_equal()
+
+
+def test_other_refusals_are_final(servers):
+    crowded = servers[1].control = Crowded(servers[1].control, refusals=1, reason="draining")
+    assert Request(servers, [3], [0]).landed.get(timeout=ANSWER_S) == "draining"
+    assert crowded.asked == 1
 
 
 @pytest.mark.parametrize("servers", [1, 16, 64], indirect=True)

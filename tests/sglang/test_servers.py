@@ -19,7 +19,10 @@ from typing import Any
 import pytest
 import requests
 
+from node.children import kill_group
+from node.leavings import remove, shared_by
 from tests.sglang.agents import ANSWER_S, Agent
+from tests.sglang.serving import kernels_stood_in
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("sglang")
@@ -85,9 +88,9 @@ class Server:
     def __init__(self, folder: Path, name: str, port: int, *arguments: str, **environment: str) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / f"{name}.log"
-        with self.log.open("wb") as log:
+        with kernels_stood_in(), self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.sglang.server_process", *ARGUMENTS, "--port", str(port), *arguments],
+                [sys.executable, "-m", "sglang.launch_server", *ARGUMENTS, "--port", str(port), *arguments],
                 env=os.environ | {"HF_HUB_OFFLINE": "1", "SGLANG_HOST_IP": "127.0.0.1"} | environment,
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
@@ -110,9 +113,10 @@ class Server:
         return requests.post(f"{self.url}/generate", json=body | extra, timeout=ANSWER_S).json()
 
     def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, 9)
+        leavings = shared_by(self.process.pid)
+        kill_group(self.process.pid)
         self.process.wait(ANSWER_S)
+        remove(leavings)
 
 
 class Pair:

@@ -1,0 +1,24 @@
+"""Found by every Python whose PYTHONPATH has this directory: SGLang on a machine without its kernels.
+
+The package index has torchvision for CUDA alone, whose operators cannot be loaded beside a CPU build of torch, and which wants
+two of them declared when it is imported. So they are, right before that; nothing calls them. `vllm` beside it is the other half.
+"""
+
+import sys
+
+
+class _DeclaresOperators:
+    """Finds nothing itself."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "torchvision":
+            sys.meta_path.remove(self)
+            import torch
+
+            for operator in ("nms", "qnms"):
+                torch.library.define(
+                    f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                )
+
+
+sys.meta_path.insert(0, _DeclaresOperators())
