@@ -22,6 +22,7 @@ pytest.importorskip("sglang")
 from engine.model.tiny import build_model
 from gateway.agent import AgentClient
 from gateway.errors import NodeError
+from node.children import members
 from node.leavings import SHARED
 from tests.e2e.harness import Bench, free_port
 from tests.sglang.serving import PAGE, THRESHOLD, Alone, document, kernels_stood_in
@@ -71,32 +72,25 @@ def bench(model: Path, alone: Alone, tmp_path_factory: pytest.TempPathFactory) -
     with kernels_stood_in(), Bench(document(model), model, tmp_path_factory.mktemp("serving")) as running:
         alone.wait()
         yield running
-        nodes = list(running.system.nodes)
-        shared = {file for node in nodes for file in shared_memory_of(node)}
+        servers = [running.run(server_of(running, node)) for node in running.system.nodes]
+        shared = {file for server in servers for file in shared_memory_of(server)}
     assert shared
     assert not [file for file in shared if file.exists()]
-    assert not [pid for node in nodes for pid in processes_of(node)]
+    assert not [process for server in servers for process in members(server)]
 
 
-def shared_memory_of(node: str) -> set[Path]:
-    """Files in /dev/shm that processes of a node's engine have mapped: its arena, and what SGLang shares."""
+async def server_of(bench: Bench, node: str) -> int:
+    """The process that leads a node's engine: what says Hello is a child of it."""
+    return os.getpgid((await bench.describe(node)).engine_pid)
+
+
+def shared_memory_of(server: int) -> set[Path]:
+    """Files in /dev/shm that processes of a server have mapped: its node's arena, and what SGLang shares."""
     found = set()
-    for pid in processes_of(node):
-        for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+    for process in members(server):
+        for line in (process / "maps").read_text(errors="replace").splitlines():
             if SHARED in line and " (deleted)" not in line:
                 found.add(Path(line[line.index(SHARED) :]))
-    return found
-
-
-def processes_of(node: str) -> list[int]:
-    """Whatever runs as, or below, the engine of a node."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            if folder.name.isdigit() and f"PRFAAS_NODE={node}\0".encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-        except OSError:
-            continue
     return found
 
 
@@ -293,7 +287,8 @@ def test_a_prefill_server_that_dies_is_followed_by_another(bench, alone):
     async def scenario():
         path, body = call(300, 500)
         _, expected = await asked(bench, alone.url, path, body)
-        name, engine, shared = bench.name(), (await bench.describe("far")).engine_pid, shared_memory_of("far")
+        name, engine = bench.name(), (await bench.describe("far")).engine_pid
+        shared = shared_memory_of(await server_of(bench, "far"))
         os.kill(engine, signal.SIGSTOP)  # so that it is in the middle of the request
         asking = asyncio.create_task(asked(bench, bench.system.api_url, path, body, name))
 
