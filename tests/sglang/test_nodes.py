@@ -5,6 +5,7 @@ are float32 and answers greedy, so that a text tells which tokens were computed.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -86,11 +87,11 @@ async def server_of(bench: Bench, node: str) -> int:
 
 def shared_memory_of(server: int) -> set[Path]:
     """Files in /dev/shm that processes of a server have mapped: its node's arena, and what SGLang shares."""
-    found = set()
+    found: set[Path] = set()
     for process in members(server):
-        for line in (process / "maps").read_text(errors="replace").splitlines():
-            if SHARED in line and " (deleted)" not in line:
-                found.add(Path(line[line.index(SHARED) :]))
+        with contextlib.suppress(OSError):  # it has ended
+            lines = (process / "maps").read_text(errors="replace").splitlines()
+            found |= {Path(line[line.index(SHARED) :]) for line in lines if SHARED in line and " (deleted)" not in line}
     return found
 
 
