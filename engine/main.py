@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import uvloop
 from aiohttp import web
@@ -26,6 +26,7 @@ from engine.model.emulated import GROUPS, EmulatedEngine, EmulatedTimes, emulate
 from engine.model.paced import PacedModel, PacedScheduler
 from engine.model.runner import Runner
 from engine.model.scheduler import MAX_RUNNING, Scheduler
+from engine.model.staged import StagedEngine
 from engine.model.standin import StandIn, constant, read_stand_in
 from engine.model.thread import ModelThread
 from engine.model.tiny import RECIPES
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{CANNOT_SERVE}{exc}", file=sys.stderr)
         return EXIT_USAGE
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with contextlib.closing(model.engine), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(model, args))
     except OSError as exc:
         print(f"engine: cannot listen on {args.host}:{args.port}: {exc.strerror or exc}", file=sys.stderr)
@@ -135,7 +136,9 @@ def _runner(
     scheduler = Scheduler(
         model.engine, model.tokenizer, time.monotonic, chunk_tokens=args.chunk_tokens, max_running=args.max_running
     )
-    return ModelThread(scheduler, on_load, on_death)
+    thread = ModelThread(scheduler, on_load, on_death)
+    model.engine.listen(thread.wake)
+    return thread
 
 
 async def _drain(service: Service, timeout_s: float, orphaned: asyncio.Event) -> None:
@@ -216,21 +219,25 @@ def _load(args: argparse.Namespace) -> LoadedModel:
         return _load_emulated(args)
     if args.model is None:
         raise ModelError("--model DIR is needed (or --emulate ARCH)")
+    tokenizer = TextTokenizer.load(args.model)
+    return LoadedModel(_load_engine(args), tokenizer, args.model_name or args.model.resolve().name)
+
+
+def _load_engine(args: argparse.Namespace) -> Engine:
+    """Raises ModelError."""
+    options: dict[str, Any] = {
+        "block_size": args.block_size,
+        "max_model_len": args.max_model_len,
+        "threads": args.threads,
+        "revision": args.model_revision,
+        "digests": default_memory(),
+    }
     if args.stages > 1:
-        raise ModelError(f"--stages {args.stages}: only emulated engines have stages, and vLLM")
+        return StagedEngine.load_directory(args.model, stages=args.stages, **options)
     # torch and transformers take seconds to import: only now, when they are needed for sure.
     from engine.model.embedded import EmbeddedEngine
 
-    tokenizer = TextTokenizer.load(args.model)
-    engine = EmbeddedEngine.load_directory(
-        args.model,
-        block_size=args.block_size,
-        max_model_len=args.max_model_len,
-        threads=args.threads,
-        revision=args.model_revision,
-        digests=default_memory(),
-    )
-    return LoadedModel(engine, tokenizer, args.model_name or args.model.resolve().name)
+    return EmbeddedEngine.load_directory(args.model, **options)
 
 
 def _load_emulated(args: argparse.Namespace) -> LoadedModel:
@@ -316,6 +323,13 @@ def _parser() -> argparse.ArgumentParser:
         help="prefill chunk; an agent's word counts more (default: %(default)s)",
     )
     parser.add_argument("--threads", type=_positive, default=1, help="torch threads (default: %(default)s)")
+    parser.add_argument(
+        "--stages",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="processes that share the layers, of an emulated engine computers (default: %(default)s)",
+    )
     parser.add_argument("--max-running", type=_positive, default=MAX_RUNNING, metavar="N")
     parser.add_argument("--max-requests", type=_positive, default=MAX_REQUESTS, metavar="N", help="more get a 503")
     parser.add_argument("--max-body-bytes", type=_positive, default=MAX_BODY_BYTES, metavar="BYTES")
@@ -326,13 +340,6 @@ def _parser() -> argparse.ArgumentParser:
         "--emulate",
         metavar="ARCH",
         help=f"one of {', '.join(GROUPS)}, the directory of a model of one of them, or a .json file (engine.model.standin)",
-    )
-    emulation.add_argument(
-        "--stages",
-        type=_positive,
-        default=1,
-        metavar="N",
-        help="computers that share the layers (default: %(default)s)",
     )
     emulation.add_argument("--prefill-base-s", type=float, default=0.0, metavar="S", help="per chunk")
     emulation.add_argument("--prefill-per-token-s", type=float, default=0.0, metavar="S")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.base import KEEP_BYTES, Logits
+from engine.base import KEEP_BYTES, AtOnce, Logits
 from engine.errors import ModelError, PrefillAborted
 from engine.identity import DigestMemory, model_files, model_identity
 from engine.model.kv_layers import SequenceCache
@@ -125,7 +125,7 @@ class EmbeddedSequence:
             raise PrefillAborted
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(AtOnce):
     """A causal language model and the layout of its KVCache."""
 
     def __init__(self, model: Any, *, identity: str, block_size: int, max_model_len: int | None = None) -> None:
@@ -134,7 +134,7 @@ class EmbeddedEngine:
         self._probe = probe(model)
         dtype = str(model.dtype).removeprefix("torch.")
         self.layout: Final[ModelLayout] = layout_of(self._probe, identity, dtype, block_size)
-        self.max_model_len: Final = _context_tokens(model.config, max_model_len)
+        self.max_model_len: Final = context_tokens(model.config, max_model_len)
         self.vocab_size: Final = int(model.config.get_text_config(decoder=True).vocab_size)
         run_latent_attention_by_sequence(model)
         self.alone_because: Final = self._why_alone()
@@ -274,7 +274,7 @@ def quiet_transformers() -> None:
     quiet.set_verbosity_error()  # else one warning per fused kernel that a CPU cannot have
 
 
-def _context_tokens(config: Any, wanted: int | None) -> int:
+def context_tokens(config: Any, wanted: int | None) -> int:
     trained = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or DEFAULT_CONTEXT_TOKENS
     if wanted is not None and not 1 < wanted <= trained:
         raise ModelError(f"max_model_len must be in [2, {trained}] for this model, not {wanted}")

@@ -4,9 +4,9 @@
     first    embedding ── layer 0 ── layer 1 ─► hidden states
     last     hidden states ► ─ ─ ─ ─ ─ ─ ─ ─ ─  layer 2 ── layer 3 ── norm, head
 
-Lists of layers keep their length: where a layer is computed elsewhere stands a module that passes on what it gets, so that indices,
-masks and caches stay those of the whole model, and hidden states come in behind whatever a model does to embeddings first. Only
-the share's own weights are loaded.
+Lists of layers keep their length: where a layer is computed elsewhere stands a module that passes on what it gets, so that
+indices, masks and caches stay those of the whole model, and hidden states come in behind whatever a model does to embeddings
+first. Only the share's own weights are loaded.
 """
 
 import logging
