@@ -184,6 +184,7 @@ async def _agent_link(
         not_done_json=not_done_json(),
         on_welcome=lambda welcome: _obey(welcome, service, model.engine.layout.block_size),
         on_drain=lambda: setattr(service, "draining", True),
+        hold=model.engine.hold if isinstance(model.engine, StagedEngine) else None,
     )
     service.link = link
     task = asyncio.create_task(link.run(), name="agent link")

@@ -5,9 +5,9 @@ A slot of shared memory belongs to one sequence at a time, and holds its number 
     slot     | number, while it is wanted | number, while its pages may be written | ...
     beats    | steps that stage 0 has taken | of stage 1 | ...
 
-Numbers are never used twice, so whoever knows an old one has nothing in that slot. A stage writes with its lock held; who takes pages
-back clears the number, and then takes and leaves each stage's lock: whatever was being written is written, and nothing is any more.
-Locks are those of POSIX on the file itself: they go with the process that holds them, however it ends.
+Numbers are never used twice, so whoever knows an old one has nothing in that slot. A stage writes with its lock held; who takes
+pages back clears the number, and then takes and leaves each stage's lock: whatever was being written is written, and nothing is
+any more. Locks are those of POSIX on the file itself: they go with the process that holds them, however it ends.
 """
 
 import contextlib

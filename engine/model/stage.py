@@ -3,8 +3,8 @@
     from before ─► reader's thread ─► queue ─► layers: KVCache to pages ─► the stage behind
                                                    └─ what has been written ─► the engine
 
-A stage ends with its engine, and with either of its neighbours: what it would compute is for nobody. The queue needs no bound of its
-own: an engine hands out no more chunks than it has been told of the end of, but for a few (`engine.model.staged`).
+A stage ends with its engine, and with either of its neighbours: what it would compute is for nobody. The queue needs no bound of
+its own: of chunks that are not through there are few (`engine.model.staged`).
 """
 
 import argparse
@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     behind = None if args.behind_fd < 0 else socket.socket(fileno=args.behind_fd)
     place = Place(args.stage, args.stages, before, behind, engine, permits)
     inbox: queue.SimpleQueue[ToStageFrame] = queue.SimpleQueue()
-    threading.Thread(target=_end_when_hung_up_on, args=(engine,), name="engine", daemon=True).start()
+    threading.Thread(target=_end_with_engine, args=(engine,), name="engine", daemon=True).start()
     try:
         share, ready = _make(args)
     except ModelError as exc:
@@ -259,11 +259,18 @@ def _end_with(parent: int) -> None:
     )  # Ctrl-C is said to all of a terminal: the engine ends us, after its streams
 
 
-def _end_when_hung_up_on(engine: socket.socket) -> None:
-    """In the middle of a chunk, too: whoever has lent us pages lends them again."""
+def _end_with_engine(engine: socket.socket) -> None:
+    """In the middle of a chunk, too. What the engine has had us hold, its connection to the agent, goes with us: so the agent
+    learns that nobody writes to the pages that it has lent when that is so, and not when the engine is gone."""
+    held: list[int] = []
     with contextlib.suppress(OSError):
-        while engine.recv(1):
-            pass
+        while True:
+            data, descriptors, *_ = socket.recv_fds(engine, 1, 1)
+            if not data:
+                break
+            for descriptor in held:
+                os.close(descriptor)
+            held = descriptors
     os._exit(0)
 
 

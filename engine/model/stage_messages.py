@@ -3,7 +3,8 @@
     engine ─► stage 0 ─► stage 1 ─► ...      Whole, Begin, Pages, Load, Chunk, Drop: in this order for every sequence
     engine ◄─ each stage                     Ready or Unfit; Written, StateWritten, Done, Failure, Logits
 
-Everything for stages goes through all of them, so that each hears of a sequence before its chunks, and of its end after them. A frame:
+Everything for stages goes through all of them, so that each hears of a sequence before its chunks, and of its end after them.
+A frame:
 
     | bytes of the head, u32 | bytes of the payload, u64 | head, msgpack | payload: a tensor, raw |
 """

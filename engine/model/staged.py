@@ -30,7 +30,7 @@ import numpy as np
 
 from engine.base import Logits
 from engine.errors import EngineError, ModelError, PrefillAborted, TransferError
-from engine.identity import DigestMemory, model_files, model_identity
+from engine.identity import DigestMemory, model_files, model_identity, num_layers
 from engine.model import stage_messages as m
 from engine.model.permits import SLOTS, Permits
 from engine.pages import JobKV, OwnLoan
@@ -148,6 +148,9 @@ class StagedEngine:
     ) -> "StagedEngine":
         """As `EmbeddedEngine.load_directory`. Raises ModelError."""
         files = model_files(directory)
+        layers = num_layers(directory)
+        if layers is not None and stages > layers:  # every stage would find out, and take seconds
+            raise ModelError(f"{stages} stages for a model of {layers} layers: at most one stage per layer")
         engine = cls(
             StageOptions(directory, stages, block_size, threads, max_model_len),
             lambda: model_identity(directory, revision=revision, memory=digests),
@@ -225,6 +228,12 @@ class StagedEngine:
 
     def keep(self, sequence: StagedSequence, kv: JobKV) -> Iterator[None]:
         raise NotImplementedError("answers computed in stages are not kept")
+
+    def hold(self, descriptor: int) -> None:
+        """Has all stages hold a connection, in the place of any before: an agent takes its end for that of all who write."""
+        for process in self._processes:
+            with contextlib.suppress(OSError):  # a stage that is gone holds nothing, and writes nothing
+                socket.send_fds(process.events, [b"h"], [descriptor])
 
     def close(self) -> None:
         """Ends the stages and waits for that. Any thread, once."""

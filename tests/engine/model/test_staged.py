@@ -1,7 +1,8 @@
-"""An engine in stages over real processes: the pages and tokens of one process, and what becomes of everything that goes wrong."""
+"""An engine in stages over real processes: the pages and tokens of one process, and what becomes of all that goes wrong."""
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,13 +181,28 @@ def test_a_stage_that_dies_ends_the_engine_with_a_reason(model_dir, how):
     assert not any(Path(f"/proc/{pid}").exists() for pid in engine.pids)
 
 
-def test_a_stage_that_is_stopped_with_pages_in_its_hands_is_killed_before_they_are_lent_again(model_dir, tmp_path):
+def test_a_stage_that_holds_its_lock_is_killed_before_its_pages_are_lent_again(model_dir, tmp_path):
     engine = StagedEngine.load_directory(model_dir("llama"), stages=2, block_size=BLOCK)
-    bench = Bench(engine)
+    pages = job_pages(engine.layout, BLOCK)
+    kv = JobKV(engine.layout, file_arena(tmp_path, engine.layout, pages), pages)
+    Bench(engine).prefill(random_tokens(BLOCK), kv)
     os.kill(engine.pids[0], signal.SIGSTOP)
+    kv.revoke()  # it may have been stopped anywhere, in the middle of a layer as well
     engine.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in engine.pids)
-    del bench
+
+
+def test_what_stages_hold_ends_with_the_last_of_them(model_dir):
+    engine = StagedEngine.load_directory(model_dir("llama"), stages=2, block_size=BLOCK)
+    agent, ours = socket.socketpair()
+    with agent:
+        with ours:
+            engine.hold(ours.fileno())
+        agent.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            agent.recv(1)
+        engine.close()
+        assert agent.recv(1) == b""
 
 
 def test_more_stages_than_layers_are_refused(model_dir):
