@@ -92,10 +92,15 @@ def exchanges() -> list[tuple[str, float]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RealRow:
-    """Of an engine that computes. `ratio`: median of each TTFT over that of one stage just before."""
+    """Of an engine that computes. `ratio`: median of each TTFT over that of one stage just before.
+
+    `busiest_s`: time on a processor, by prompt, of that of the node's processes which had most: what does not depend on who else
+    wants the processors.
+    """
 
     stages: int
     ttft_s: tuple[float, ...]
+    busiest_s: float
     ratio: float
     arithmetic_ratio: float
     overlapped: float
@@ -146,8 +151,8 @@ async def ask(http: aiohttp.ClientSession, seed: int) -> float:
 async def answered(http: aiohttp.ClientSession, prompt: Sequence[int]) -> tuple[float, list[int]]:
     """Seconds to the first token, and all tokens. Raises RuntimeError for a prompt that took another way."""
     body = {
-        "model": "model", "prompt": list(prompt), "max_tokens": OUTPUT_TOKENS, "temperature": 0, "stream": True, "ignore_eos": True,
-        "return_token_ids": True,
+        "model": "model", "prompt": list(prompt), "max_tokens": OUTPUT_TOKENS, "temperature": 0, "stream": True,
+        "ignore_eos": True, "return_token_ids": True,
     }  # fmt: skip
     began_s, ttft_s = time.monotonic(), 0.0
     tokens: list[int] = []
@@ -203,19 +208,37 @@ def build_real_model(directory: Path) -> None:
     save_byte_tokenizer(directory, longest)
 
 
+def processor_s(process: int) -> dict[int, float]:
+    """Seconds that a process and its descendants have had, by process."""
+    parents, used = {}, {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = stat.read_text().rpartition(")")[2].split()
+            pid = int(stat.parent.name)
+            parents[pid], used[pid] = int(fields[1]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    family, grown = {process}, True
+    while grown:
+        younger = {pid for pid, parent in parents.items() if parent in family} - family
+        family, grown = family | younger, bool(younger)
+    return {pid: used[pid] for pid in family if pid in used}
+
+
 async def measure_real() -> list[RealRow]:
     """Systems beside each other, asked for the same prompt in turn. Raises RuntimeError where their tokens differ."""
     ttfts: dict[int, list[float]] = {stages: [] for stages in REAL_STAGES}
     async with contextlib.AsyncExitStack() as running:
         base = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="prfaas-pipeline-")))
         build_real_model(base / "model")
-        clients = {}
+        clients, nodes = {}, {}
         for stages in REAL_STAGES:
             directory = base / f"stages-{stages}"
             parsed = parse_topology(real_topology(base / "model", stages), directory)
             system = await running.enter_async_context(System(parsed, directory / "run", lambda line: None))
+            nodes[stages] = system.nodes["far"].process.pid
             clients[stages] = await running.enter_async_context(aiohttp.ClientSession(system.api_url))
         for seed in range(REAL_ROUNDS + 1):  # the first one warms up
+            if seed == 1:
+                before = {stages: processor_s(node) for stages, node in nodes.items()}
             prompt = any_prompt(seed, REAL_CHUNKS * REAL_CHUNK_TOKENS + 1)
             answers = {stages: await answered(http, prompt) for stages, http in clients.items()}
             if len({tuple(tokens) for _, tokens in answers.values()}) != 1:
@@ -226,6 +249,8 @@ async def measure_real() -> list[RealRow]:
             RealRow(
                 stages=stages,
                 ttft_s=tuple(ttfts[stages]),
+                busiest_s=max(used - before[stages].get(pid, 0.0) for pid, used in processor_s(nodes[stages]).items())
+                / REAL_ROUNDS,
                 ratio=median(one / other for one, other in zip(ttfts[stages], ttfts[REAL_STAGES[0]], strict=True)),
                 arithmetic_ratio=(REAL_CHUNKS + stages - 1) / (stages * REAL_CHUNKS),
                 overlapped=await overlapped(clients[stages]),
@@ -245,6 +270,7 @@ def real_table(rows: Sequence[RealRow]) -> str:
         every = ", ".join(f"{ttft_s:.1f}" for ttft_s in row.ttft_s)
         lines.append(
             f"| {row.stages} | **{median(row.ttft_s):.1f}** ({every}) | **{row.ratio:.2f}** | {row.arithmetic_ratio:.2f} | "
+            f"{row.busiest_s:.2f} | "
             f"{100 * row.overlapped:.0f} % |"
         )
     return "\n".join(lines)
