@@ -32,7 +32,6 @@ ROUTES: Final = ("local", "remote")
 PREFIXES: Final = ("none", "prefill", "decode", "both")
 BORDERS: Final = (-1, 0, 1, 2, "inside")  # where the prompt ends, as seen from a block border
 IN_FLIGHT: Final = (1, 4)
-STAGES: Final = (1, 2, 1, 3)  # of the PrfaaS node; taken in turn, one for each architecture and block size
 PREFILL_NODE: Final = {"local": "near", "remote": "far"}
 
 
@@ -86,9 +85,9 @@ def ways(block_size: int) -> list[Way]:
 
 
 def stages_of(arch: str, block_size: int) -> int:
-    """Every architecture has stages with one of the block sizes, and every block size with half of the architectures."""
+    """Of the PrfaaS node. Every architecture has some with one of the block sizes, every block size with half of the others."""
     turn = ARCHITECTURES.index(arch)
-    return STAGES[(2 * (turn // 2 % 2) + turn + BLOCK_SIZES.index(block_size)) % len(STAGES)]
+    return 1 if (turn + BLOCK_SIZES.index(block_size)) % 2 == 0 else 2 + turn // 3
 
 
 def cases() -> list[object]:
