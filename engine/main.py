@@ -19,7 +19,7 @@ from aiohttp import web
 from engine.agent_link import AgentLink
 from engine.base import Engine
 from engine.byte_tokenizer import byte_text
-from engine.errors import EngineError, ModelError
+from engine.errors import EngineError, ModelError, StageDied
 from engine.identity import default_memory, model_type
 from engine.metrics import EngineMetrics
 from engine.model.emulated import GROUPS, EmulatedEngine, EmulatedTimes, emulated_layout
@@ -67,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         model = _load(args)
+    except StageDied as exc:
+        print(f"engine: {exc}", file=sys.stderr)
+        return EXIT_MODEL_DIED
     except (EngineError, TokenizerUnreadable) as exc:
         print(f"{CANNOT_SERVE}{exc}", file=sys.stderr)
         return EXIT_USAGE

@@ -22,14 +22,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from engine.base import Logits
-from engine.errors import EngineError, ModelError, PrefillAborted, TransferError
+from engine.errors import EngineError, ModelError, PrefillAborted, StageDied, TransferError
 from engine.identity import DigestMemory, model_files, model_identity, num_layers
 from engine.model import stage_messages as m
 from engine.model.permits import SLOTS, Permits
@@ -94,15 +94,16 @@ class StageOptions:
 class _Process:
     popen: subprocess.Popen[bytes]
     events: socket.socket
-    beats: int = -1
-    beaten_s: float = field(default=0.0)
 
 
 class StagedEngine:
     """Implements `engine.base.Engine`. `close` ends its processes."""
 
     def __init__(self, options: StageOptions, identity: Callable[[], str], clock: Callable[[], float]) -> None:
-        """Starts the stages and waits until they have their weights; `identity` names the model meanwhile. Raises ModelError."""
+        """Starts the stages and waits until they have their weights; `identity` names the model meanwhile.
+
+        Raises ModelError where no start can succeed, StageDied where another one may.
+        """
         self._stages = options.stages
         self._clock = clock
         self._numbers = 0
@@ -113,6 +114,7 @@ class StagedEngine:
         self._news = threading.Condition()
         self._on_progress: Callable[[], None] = lambda: None
         self._died = ""
+        self._stalls = Stalls(options.stages)
         self._closing = False
         self._outbox: queue.SimpleQueue[tuple[m.ToStage, bytes] | None] = queue.SimpleQueue()
         self._permits = Permits.create(options.stages)
@@ -146,7 +148,7 @@ class StagedEngine:
         revision: str = "",
         digests: DigestMemory | None = None,
     ) -> "StagedEngine":
-        """As `EmbeddedEngine.load_directory`. Raises ModelError."""
+        """As `EmbeddedEngine.load_directory`. Raises ModelError, and StageDied."""
         files = model_files(directory)
         layers = num_layers(directory)
         if layers is not None and stages > layers:  # every stage would find out, and take seconds
@@ -199,7 +201,7 @@ class StagedEngine:
     @property
     def takes_more(self) -> bool:
         if self._died:
-            raise EngineError(self._died)
+            raise StageDied(self._died)
         given = self._given
         return given - self._done[0] < AT_FIRST and given - self._done[-1] < self._stages + 1
 
@@ -220,7 +222,7 @@ class StagedEngine:
             self._news.wait_for(lambda: self._died or all(each.is_settled for each in sequences))
         for sequence in sequences:
             if sequence.error is not None or self._died:
-                raise sequence.error or EngineError(self._died)
+                raise sequence.error or StageDied(self._died)
         return [np.frombuffer(sequence.logits or b"", np.float32) for sequence in sequences]
 
     def begin_answer(self, sequence: StagedSequence) -> None:
@@ -280,7 +282,7 @@ class StagedEngine:
 
     def _check(self, sequence: StagedSequence) -> None:
         if self._died:
-            raise EngineError(self._died)
+            raise StageDied(self._died)
         if sequence.cancelled:
             raise PrefillAborted
         if sequence.error is not None:
@@ -306,16 +308,16 @@ class StagedEngine:
     # What comes in
 
     def _ready(self, stage: int) -> m.Ready:
-        """Raises ModelError."""
+        """Raises ModelError where no start can succeed, StageDied where another one may."""
         process = self._processes[stage]
         process.events.settimeout(START_S)
         try:
             frame = m.receive_from_stage(process.events)
         except OSError as exc:
-            raise ModelError(f"stage {stage} says nothing: {exc}") from exc
+            raise StageDied(f"stage {stage} says nothing: {exc}") from exc
         process.events.settimeout(STALL_S)  # for the rest of what a stage has begun to say
         if frame is None:
-            raise ModelError(f"stage {stage} {_how_it_ended(process.popen)} while it loaded its weights")
+            raise StageDied(f"stage {stage} {_how_it_ended(process.popen)} while it loaded its weights")
         if isinstance(frame.message, m.Unfit):
             raise ModelError(frame.message.reason)
         assert isinstance(frame.message, m.Ready)
@@ -323,13 +325,17 @@ class StagedEngine:
 
     def _listen(self) -> None:
         """The thread that hears what stages have done, and looks after them."""
-        with selectors.DefaultSelector() as selector:
-            for stage, process in enumerate(self._processes):
-                selector.register(process.events, selectors.EVENT_READ, stage)
-            while not self._closing and not self._died:
-                for key, _ in selector.select(LOOK_S):
-                    self._hear_from(key.data)
-                self._look(self._clock())
+        try:
+            with selectors.DefaultSelector() as selector:
+                for stage, process in enumerate(self._processes):
+                    selector.register(process.events, selectors.EVENT_READ, stage)
+                while not self._closing and not self._died:
+                    for key, _ in selector.select(LOOK_S):
+                        self._hear_from(key.data)
+                    self._look(self._clock())
+        except Exception as exc:
+            log.exception("nobody hears the stages any more")
+            self._die(f"nobody hears the stages any more: {type(exc).__name__}: {exc}")
 
     def _hear_from(self, stage: int) -> None:
         try:
@@ -361,9 +367,11 @@ class StagedEngine:
         kv = sequence.kv
         match message:
             case m.Written() if kv is not None:
-                kv.on_layer(message.group, message.layer, message.num_tokens)
+                with contextlib.suppress(RuntimeError):  # of a closed event loop: the engine is ending
+                    kv.on_layer(message.group, message.layer, message.num_tokens)
             case m.StateWritten() if kv is not None:
-                kv.on_state(message.group, message.layer, message.num_tokens)
+                with contextlib.suppress(RuntimeError):
+                    kv.on_state(message.group, message.layer, message.num_tokens)
             case m.Logits():
                 sequence.logits = payload
             case m.Failure():
@@ -375,15 +383,9 @@ class StagedEngine:
                 )
 
     def _look(self, now: float) -> None:
-        """A stage that has something to do and computes nothing hangs."""
-        before = self._given
-        for stage, process in enumerate(self._processes):
-            beats, has_work = self._permits.beats(stage), before > self._done[stage]
-            if beats != process.beats or not has_work:
-                process.beats, process.beaten_s = beats, now
-            elif now - process.beaten_s > STALL_S:
-                self._die(f"stage {stage} has computed nothing for {STALL_S:g} s")
-            before = self._done[stage]
+        beats = [self._permits.beats(stage) for stage in range(self._stages)]
+        if (stage := self._stalls.look(self._given, self._done, beats, now)) is not None:
+            self._die(f"stage {stage} has computed nothing for {STALL_S:g} s")
 
     def _die(self, why: str) -> None:
         """Nothing can be computed any more: whoever runs the engine ends it."""
@@ -394,6 +396,23 @@ class StagedEngine:
             self._died = why
             self._news.notify_all()
         self._on_progress()
+
+
+class Stalls:
+    """Tells a stage that hangs from one that has nothing to do."""
+
+    def __init__(self, stages: int) -> None:
+        self._beats = [-1] * stages
+        self._beaten_s = [0.0] * stages
+
+    def look(self, given: int, done: Sequence[int], beats: Sequence[int], now: float) -> int | None:
+        """The first stage that has had something to do and has computed no layer for STALL_S. `given` and `done`: chunks."""
+        for stage, came in enumerate((given, *done[:-1])):
+            if beats[stage] != self._beats[stage] or came <= done[stage]:
+                self._beats[stage], self._beaten_s[stage] = beats[stage], now
+            elif now - self._beaten_s[stage] > STALL_S:
+                return stage
+        return None
 
 
 def whole_layout(parts: Sequence[ModelLayout], identity: str) -> ModelLayout:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.errors import EngineError, ModelError, PrefillAborted, TransferError
-from engine.model.staged import StagedEngine
+from engine.errors import ModelError, PrefillAborted, StageDied, TransferError
+from engine.model.staged import STALL_S, StagedEngine, Stalls
 from engine.pages import Arena, JobKV
 from tests.engine.builders import BLOCK, job_pages, random_tokens
 
@@ -167,15 +167,27 @@ def test_pages_that_are_another_agents_by_now_fail_the_request_alone(bench, tmp_
     bench.settle(bench.prefill(tokens, None))
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_stage_that_dies_ends_the_engine_with_a_reason(model_dir, how):
+def test_a_stage_that_has_something_to_do_and_computes_nothing_hangs():
+    stalls = Stalls(2)
+    assert stalls.look(given=1, done=[0, 0], beats=[0, 0], now=0.0) is None
+    assert (
+        stalls.look(given=1, done=[0, 0], beats=[1, 0], now=STALL_S) is None
+    )  # slow, and the second one has nothing yet
+    assert stalls.look(given=1, done=[1, 0], beats=[1, 0], now=2 * STALL_S) is None
+    assert stalls.look(given=1, done=[1, 0], beats=[1, 0], now=2 * STALL_S + 1) is None
+    assert stalls.look(given=1, done=[1, 0], beats=[1, 0], now=3 * STALL_S + 2) == 1
+
+
+def test_a_stage_that_dies_ends_the_engine_with_a_reason(model_dir):
     engine = StagedEngine.load_directory(model_dir("llama"), stages=2, block_size=BLOCK)
     bench = Bench(engine)
     sequence = bench.prefill(random_tokens(70), None)
-    os.kill(engine.pids[1], how)
-    with pytest.raises(EngineError, match=r"stage [01] "):
+    os.kill(engine.pids[1], signal.SIGTERM)  # is for the engine to hear
+    bench.settle(sequence)
+    os.kill(engine.pids[1], signal.SIGKILL)
+    with pytest.raises(StageDied, match=r"stage [01] "):
         bench.wait(lambda: engine.takes_more and False)
-    with pytest.raises(EngineError, match=r"stage [01] "):
+    with pytest.raises(StageDied, match=r"stage [01] "):
         engine.settled(sequence)
     engine.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in engine.pids)
