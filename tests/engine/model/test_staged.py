@@ -48,9 +48,9 @@ class Bench:
         self.wait(lambda: self.engine.settled(sequence))
 
 
-@pytest.fixture(scope="module", params=["kimi_linear", "gemma3"])
-def arch(request) -> str:
-    return request.param
+@pytest.fixture(scope="module")
+def arch() -> str:
+    return "kimi_linear"  # states and full attention; the others: test_share, and `make test-equality`
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +174,7 @@ def test_a_stage_that_has_something_to_do_and_computes_nothing_hangs():
         stalls.look(given=1, done=[0, 0], beats=[1, 0], now=STALL_S) is None
     )  # slow, and the second one has nothing yet
     assert stalls.look(given=1, done=[1, 0], beats=[1, 0], now=2 * STALL_S) is None
-    assert stalls.look(given=1, done=[1, 0], beats=[1, 0], now=2 * STALL_S + 1) is None
-    assert stalls.look(given=1, done=[1, 0], beats=[1, 0], now=3 * STALL_S + 2) == 1
+    assert stalls.look(given=1, done=[1, 0], beats=[1, 0], now=2 * STALL_S + 1) == 1
 
 
 def test_a_stage_that_dies_ends_the_engine_with_a_reason(model_dir):
@@ -193,28 +192,23 @@ def test_a_stage_that_dies_ends_the_engine_with_a_reason(model_dir):
     assert not any(Path(f"/proc/{pid}").exists() for pid in engine.pids)
 
 
-def test_a_stage_that_holds_its_lock_is_killed_before_its_pages_are_lent_again(model_dir, tmp_path):
-    engine = StagedEngine.load_directory(model_dir("llama"), stages=2, block_size=BLOCK)
-    pages = job_pages(engine.layout, BLOCK)
-    kv = JobKV(engine.layout, file_arena(tmp_path, engine.layout, pages), pages)
-    Bench(engine).prefill(random_tokens(BLOCK), kv)
-    os.kill(engine.pids[0], signal.SIGSTOP)
-    kv.revoke()  # it may have been stopped anywhere, in the middle of a layer as well
-    engine.close()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in engine.pids)
-
-
-def test_what_stages_hold_ends_with_the_last_of_them(model_dir):
+def test_a_stage_that_is_stopped_holds_no_page_and_no_connection_for_long(model_dir, tmp_path):
     engine = StagedEngine.load_directory(model_dir("llama"), stages=2, block_size=BLOCK)
     agent, ours = socket.socketpair()
     with agent:
         with ours:
             engine.hold(ours.fileno())
         agent.setblocking(False)
-        with pytest.raises(BlockingIOError):
+        with pytest.raises(BlockingIOError):  # the stages hold it
             agent.recv(1)
+        pages = job_pages(engine.layout, BLOCK)
+        kv = JobKV(engine.layout, file_arena(tmp_path, engine.layout, pages), pages)
+        Bench(engine).prefill(random_tokens(BLOCK), kv)
+        os.kill(engine.pids[0], signal.SIGSTOP)
+        kv.revoke()  # returns, wherever the stage was stopped: in the middle of a layer, it is killed
         engine.close()
         assert agent.recv(1) == b""
+    assert not any(Path(f"/proc/{pid}").exists() for pid in engine.pids)
 
 
 def test_more_stages_than_layers_are_refused(model_dir):
