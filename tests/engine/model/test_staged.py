@@ -151,6 +151,21 @@ def test_a_cancelled_prompt_makes_room_for_the_next(bench):
     bench.settle(bench.prefill(random_tokens(70), None))
 
 
+def test_a_stage_computes_while_the_next_one_does_and_no_more_than_a_few_chunks_ahead(bench):
+    os.kill(bench.engine.pids[1], signal.SIGSTOP)
+    try:
+        sequence, tokens = bench.engine.new_sequence(6 * BLOCK), random_tokens(6 * BLOCK)
+        for chunk in range(3):
+            bench.wait(lambda: bench.engine.takes_more)
+            bench.engine.prefill(sequence, tokens[chunk * BLOCK : (chunk + 1) * BLOCK], None)
+        bench.wait(lambda: sequence.done == [3, 0])
+        assert not bench.engine.takes_more
+    finally:
+        os.kill(bench.engine.pids[1], signal.SIGCONT)
+    bench.settle(bench.prefill(tokens, None, sequence=sequence))
+    assert sequence.done == [5, 5]
+
+
 def test_pages_that_are_another_agents_by_now_fail_the_request_alone(bench, tmp_path):
     layout, tokens = bench.engine.layout, random_tokens(BLOCK)
     pages = job_pages(layout, len(tokens))
