@@ -60,7 +60,6 @@ class Place:
     """Where a stage stands, and its sockets: None behind the last."""
 
     stage: int
-    stages: int
     before: socket.socket
     behind: socket.socket | None
     engine: socket.socket
@@ -220,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     permits = Permits(args.permits_fd, args.stages)
     before, engine = socket.socket(fileno=args.before_fd), socket.socket(fileno=args.engine_fd)
     behind = None if args.behind_fd < 0 else socket.socket(fileno=args.behind_fd)
-    place = Place(args.stage, args.stages, before, behind, engine, permits)
+    place = Place(args.stage, before, behind, engine, permits)
     inbox: queue.SimpleQueue[ToStageFrame] = queue.SimpleQueue()
     threading.Thread(target=_end_with_engine, args=(engine,), name="engine", daemon=True).start()
     try:
