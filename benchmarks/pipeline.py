@@ -1,4 +1,4 @@
-"""TTFT of a long prompt by the stages of its PrfaaS node: `python -m benchmarks.pipeline [--json] [--plot FILE]`.
+"""TTFT of a long prompt by the stages of its PrfaaS node: `python -m benchmarks.pipeline [--engine E] [--json] [--plot FILE]`.
 
 A running system for each number of stages: gateway, a PrfaaS node with `stages = N`, a decode node, KVCache by TCP between them.
 The engines' time is emulated (sleeping stands for computing, so two cores do for 16 computers), their tokens are checked. A
@@ -10,10 +10,15 @@ prompt of C chunks, alone and several at once, each with the time to its first t
 
 f = Φ_kv / B is KVCache made per second of one computer over what its link carries; 0 is exchange for nothing. The pipeline's own
 exchange, a chunk's hidden states from stage to stage, is in neither its arithmetic nor the emulation.
+
+`--engine embedded` computes: a model of random weights on one thread per stage, so as many stages as there are cores. Systems of
+all numbers of stages run beside each other and are asked in turn, so that other work of the machine meets them alike; what counts
+is the ratio of two that follow each other.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import tempfile
@@ -46,6 +51,12 @@ LINE: Final = b"data: {"
 # Whose K and V sequence parallelism would move: (profile, label). Their Φ_kv is the paper's, at 128K tokens on 8 H200.
 EXCHANGED: Final = (("qwen3-235b", "Qwen3-235B"), ("minimax-m2.5", "MiniMax-M2.5"))
 LINK_GBPS: Final = 100.0
+# What is really computed: a second or so for a chunk on one core, of which Python and the transfer are hundredths.
+REAL_STAGES: Final = (1, 2)
+REAL_CHUNKS: Final = 12
+REAL_CHUNK_TOKENS: Final = 256
+REAL_MODEL: Final = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
+REAL_ROUNDS: Final = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +90,31 @@ def exchanges() -> list[tuple[str, float]]:
     return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RealRow:
+    """Of an engine that computes. `ratio`: median of each TTFT over that of one stage just before.
+
+    `busiest_s`: time on a processor, by prompt, of that of the node's processes which had most: what does not depend on who else
+    wants the processors.
+    """
+
+    stages: int
+    ttft_s: tuple[float, ...]
+    busiest_s: float
+    ratio: float
+    arithmetic_ratio: float
+    overlapped: float
+    load: float
+
+
+def real_topology(model: Path, stages: int) -> dict[str, Any]:
+    document = topology(stages)
+    document["model"] = {"path": str(model), "name": "model"}
+    document["node"] |= {"engine": "embedded", "chunk_tokens": REAL_CHUNK_TOKENS, "engine_args": []}
+    document["gateway"]["routing"] = {"prefill_tokens_per_s": 200.0}
+    return document
+
+
 def topology(stages: int) -> dict[str, Any]:
     prefill = {"node_id": "far", "role": "prefill", "transport": "tcp", "stages": stages}
     return {
@@ -98,13 +134,25 @@ def topology(stages: int) -> dict[str, Any]:
     }
 
 
+def any_prompt(seed: int, tokens: int) -> list[int]:
+    rng = np.random.default_rng(seed)
+    return [int(token) for token in rng.integers(FIRST_PLAIN_TOKEN, 256, tokens)]
+
+
 async def ask(http: aiohttp.ClientSession, seed: int) -> float:
     """TTFT of a prompt that nobody has seen. Raises RuntimeError for wrong tokens, and for one that took another way."""
-    rng = np.random.default_rng(seed)
-    prompt = [int(token) for token in rng.integers(FIRST_PLAIN_TOKEN, 256, CHUNKS * CHUNK_TOKENS + 1)]
+    prompt = any_prompt(seed, CHUNKS * CHUNK_TOKENS + 1)
+    ttft_s, tokens = await answered(http, prompt)
+    if tokens != emulated_tokens(prompt, OUTPUT_TOKENS):
+        raise RuntimeError(f"wrong tokens: {tokens}")
+    return ttft_s
+
+
+async def answered(http: aiohttp.ClientSession, prompt: Sequence[int]) -> tuple[float, list[int]]:
+    """Seconds to the first token, and all tokens. Raises RuntimeError for a prompt that took another way."""
     body = {
-        "model": "model", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "stream": True, "ignore_eos": True,
-        "return_token_ids": True,
+        "model": "model", "prompt": list(prompt), "max_tokens": OUTPUT_TOKENS, "temperature": 0, "stream": True,
+        "ignore_eos": True, "return_token_ids": True,
     }  # fmt: skip
     began_s, ttft_s = time.monotonic(), 0.0
     tokens: list[int] = []
@@ -116,9 +164,7 @@ async def ask(http: aiohttp.ClientSession, seed: int) -> float:
             if line.startswith(LINE):
                 ttft_s = ttft_s or time.monotonic() - began_s
                 tokens += json.loads(line.removeprefix(b"data: "))["choices"][0].get("token_ids") or ()
-    if tokens != emulated_tokens(prompt, OUTPUT_TOKENS):
-        raise RuntimeError(f"wrong tokens: {tokens}")
-    return ttft_s
+    return ttft_s, tokens
 
 
 async def overlapped(http: aiohttp.ClientSession) -> float:
@@ -148,6 +194,86 @@ async def measure(stages: int) -> Row:
                 several_arithmetic_s=pipeline_s(stages, AT_ONCE * CHUNKS),
                 overlapped=await overlapped(http),
             )
+
+
+def build_real_model(directory: Path) -> None:
+    """Needs the extra `embedded`."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    longest = 2 * REAL_CHUNKS * REAL_CHUNK_TOKENS
+    config = LlamaConfig(vocab_size=512, num_key_value_heads=2, max_position_embeddings=longest, **REAL_MODEL)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    save_byte_tokenizer(directory, longest)
+
+
+def processor_s(process: int) -> dict[int, float]:
+    """Seconds that a process and its descendants have had, by process."""
+    parents, used = {}, {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = stat.read_text().rpartition(")")[2].split()
+            pid = int(stat.parent.name)
+            parents[pid], used[pid] = int(fields[1]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    family, grown = {process}, True
+    while grown:
+        younger = {pid for pid, parent in parents.items() if parent in family} - family
+        family, grown = family | younger, bool(younger)
+    return {pid: used[pid] for pid in family if pid in used}
+
+
+async def measure_real() -> list[RealRow]:
+    """Systems beside each other, asked for the same prompt in turn. Raises RuntimeError where their tokens differ."""
+    ttfts: dict[int, list[float]] = {stages: [] for stages in REAL_STAGES}
+    async with contextlib.AsyncExitStack() as running:
+        base = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="prfaas-pipeline-")))
+        build_real_model(base / "model")
+        clients, nodes = {}, {}
+        for stages in REAL_STAGES:
+            directory = base / f"stages-{stages}"
+            parsed = parse_topology(real_topology(base / "model", stages), directory)
+            system = await running.enter_async_context(System(parsed, directory / "run", lambda line: None))
+            nodes[stages] = system.nodes["far"].process.pid
+            clients[stages] = await running.enter_async_context(aiohttp.ClientSession(system.api_url))
+        for seed in range(REAL_ROUNDS + 1):  # the first one warms up
+            if seed == 1:
+                before = {stages: processor_s(node) for stages, node in nodes.items()}
+            prompt = any_prompt(seed, REAL_CHUNKS * REAL_CHUNK_TOKENS + 1)
+            answers = {stages: await answered(http, prompt) for stages, http in clients.items()}
+            if len({tuple(tokens) for _, tokens in answers.values()}) != 1:
+                raise RuntimeError(f"tokens differ: {answers}")
+            for stages, (ttft_s, _) in answers.items():
+                ttfts[stages] += [ttft_s] if seed else []
+        return [
+            RealRow(
+                stages=stages,
+                ttft_s=tuple(ttfts[stages]),
+                busiest_s=max(used - before[stages].get(pid, 0.0) for pid, used in processor_s(nodes[stages]).items())
+                / REAL_ROUNDS,
+                ratio=median(one / other for one, other in zip(ttfts[stages], ttfts[REAL_STAGES[0]], strict=True)),
+                arithmetic_ratio=(REAL_CHUNKS + stages - 1) / (stages * REAL_CHUNKS),
+                overlapped=await overlapped(clients[stages]),
+                load=os.getloadavg()[0],
+            )
+            for stages in REAL_STAGES
+        ]
+
+
+def real_table(rows: Sequence[RealRow]) -> str:
+    """For people."""
+    lines = [
+        "| N | TTFT, s: median, all | of N = 1 | (C + N − 1) / (N · C) | sent before the end |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        every = ", ".join(f"{ttft_s:.1f}" for ttft_s in row.ttft_s)
+        lines.append(
+            f"| {row.stages} | **{median(row.ttft_s):.1f}** ({every}) | **{row.ratio:.2f}** | {row.arithmetic_ratio:.2f} | "
+            f"{row.busiest_s:.2f} | "
+            f"{100 * row.overlapped:.0f} % |"
+        )
+    return "\n".join(lines)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -218,7 +344,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="TTFT of a long prompt by the stages of its PrfaaS node")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the figure there (extra `plots`)")
+    parser.add_argument("--engine", choices=["emulated", "embedded"], default="emulated", help="(default: %(default)s)")
     arguments = parser.parse_args()
+    if arguments.engine == "embedded":
+        real = asyncio.run(measure_real())
+        print(
+            json.dumps([asdict(row) for row in real])
+            if arguments.json
+            else f"{real_table(real)}\n\nload average {real[0].load:.1f}"
+        )
+        return
     rows = [asyncio.run(measure(stages)) for stages in STAGES]
     if arguments.plot is not None:
         plot(rows, arguments.plot)

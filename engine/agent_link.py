@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final, TypeVar
@@ -137,8 +138,10 @@ class AgentLink:
         on_welcome: Callable[[Welcome], None],
         on_drain: Callable[[], None],
         on_lost: Callable[[], Awaitable[None]] | None = None,
+        hold: Callable[[int], None] | None = None,
     ) -> None:
-        """`on_lost` ends what reads and writes pages elsewhere: the agent lends them again once we have hung up."""
+        """The agent lends pages again once we have hung up: `on_lost` ends what reads and writes them elsewhere, and `hold` gives
+        each connection's descriptor to processes that do, so that its end comes with the last of them, should ours be killed."""
         self.loop: Final = asyncio.get_running_loop()
         self._path = path
         self._layout = layout
@@ -156,6 +159,7 @@ class AgentLink:
         self._on_welcome = on_welcome
         self._on_drain = on_drain
         self._on_lost = on_lost
+        self._hold = hold
         self._writer: asyncio.StreamWriter | None = None
         self._arena: Arena | None = None
         self._jobs: dict[str, AgentJob] = {}
@@ -330,12 +334,16 @@ class AgentLink:
         reader, writer = await asyncio.open_unix_connection(self._path)
         self._writer = writer
         try:
+            if self._hold is not None:
+                self._hold(_descriptor(writer))
             self.send(self._hello)
             await self._read(reader)
         finally:
             self._lose()
             if self._on_lost is not None:
                 await self._on_lost()
+            if self._hold is not None:
+                _hang_up(_descriptor(writer))
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
@@ -384,6 +392,17 @@ class AgentLink:
         jobs, self._jobs = list(self._jobs.values()), {}
         for job in jobs:
             job.fail(AgentGone("the agent hung up"))
+
+
+def _descriptor(writer: asyncio.StreamWriter) -> int:
+    number: int = writer.get_extra_info("socket").fileno()
+    return number
+
+
+def _hang_up(descriptor: int) -> None:
+    """For everybody who holds the connection."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _resolve(future: asyncio.Future[T], value: T) -> None:

@@ -1,6 +1,6 @@
 """What the scheduler and the server need from an engine, whatever computes behind it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -31,6 +31,19 @@ class SequenceState(Protocol):
     cancelled: bool  # set from another thread; a running prefill then raises PrefillAborted
 
 
+class AtOnce:
+    """What engines have in common whose `load` and `prefill` return when all is done."""
+
+    takes_more: Final = True
+
+    def settled(self, sequence: Any) -> bool:
+        return True
+
+    def listen(self, on_progress: Callable[[], None]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Engine(Protocol):
     """Computes prefill and decode steps. All methods are called from one thread, one at a time."""
 
@@ -57,6 +70,19 @@ class Engine(Protocol):
         """Appends a chunk. With `kv`, each layer's part is written and announced as soon as it has been computed."""
         ...
 
+    @property
+    def takes_more(self) -> bool:
+        """Whether `prefill` would be begun with by now. Raises EngineError once nothing can be computed any more."""
+        ...
+
+    def settled(self, sequence: Any) -> bool:
+        """Whether all that `load` and `prefill` were given is done. Raises what has gone wrong."""
+        ...
+
+    def listen(self, on_progress: Callable[[], None]) -> None:
+        """`on_progress` is called, on any thread, whenever either of the above may have become true."""
+        ...
+
     def decode(self, sequences: Sequence[Any], tokens: Sequence[int]) -> Sequence[Logits]:
         """Appends one token to each sequence and returns the logits [vocab_size] of their next ones.
 
@@ -73,4 +99,8 @@ class Engine(Protocol):
 
         What the pages say is cached is left out. The sequence must not be computed on meanwhile.
         """
+        ...
+
+    def close(self) -> None:
+        """Ends what it has started."""
         ...

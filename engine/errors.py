@@ -6,7 +6,8 @@ EngineError
 ├── TransferError         KVCache that should have arrived or left did not; carries a reason label
 │   └── AgentGone         the connection to the node's agent broke
 ├── PagesInvalid          pages of a job do not fit the layout
-└── PrefillAborted        a computation was told to stop; nobody waits for it
+├── PrefillAborted        a computation was told to stop; nobody waits for it
+└── StageDied             a process that the engine computes with is gone, or hangs
 """
 
 
@@ -60,3 +61,7 @@ class PagesInvalid(EngineError):
 
 class PrefillAborted(EngineError):
     """A computation was told to stop; nobody waits for its result."""
+
+
+class StageDied(EngineError):
+    """A process that the engine computes with is gone, or hangs: nothing can be computed any more."""

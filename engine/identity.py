@@ -194,6 +194,16 @@ def model_type(directory: Path) -> str:
         raise ModelError(f"{config} cannot be read: {exc}") from exc
 
 
+def num_layers(directory: Path) -> int | None:
+    """How many layers config.json says a model has, where it says so under the usual names."""
+    try:
+        config = msgspec.json.decode((directory / "config.json").read_bytes())
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    found = config.get("num_hidden_layers") or (config.get("text_config") or {}).get("num_hidden_layers")
+    return found if isinstance(found, int) else None
+
+
 def _walk(directory: Path, above: set[tuple[int, int]]) -> Iterator[Path]:
     """Files in `directory` and below, links followed, but not in a circle."""
     here = directory.stat()

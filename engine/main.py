@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import uvloop
 from aiohttp import web
@@ -19,13 +19,14 @@ from aiohttp import web
 from engine.agent_link import AgentLink
 from engine.base import Engine
 from engine.byte_tokenizer import byte_text
-from engine.errors import EngineError, ModelError
+from engine.errors import EngineError, ModelError, StageDied
 from engine.identity import default_memory, model_type
 from engine.metrics import EngineMetrics
 from engine.model.emulated import GROUPS, EmulatedEngine, EmulatedTimes, emulated_layout
 from engine.model.paced import PacedModel, PacedScheduler
 from engine.model.runner import Runner
 from engine.model.scheduler import MAX_RUNNING, Scheduler
+from engine.model.staged import StagedEngine
 from engine.model.standin import StandIn, constant, read_stand_in
 from engine.model.thread import ModelThread
 from engine.model.tiny import RECIPES
@@ -66,11 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         model = _load(args)
+    except StageDied as exc:
+        print(f"engine: {exc}", file=sys.stderr)
+        return EXIT_MODEL_DIED
     except (EngineError, TokenizerUnreadable) as exc:
         print(f"{CANNOT_SERVE}{exc}", file=sys.stderr)
         return EXIT_USAGE
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with contextlib.closing(model.engine), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(model, args))
     except OSError as exc:
         print(f"engine: cannot listen on {args.host}:{args.port}: {exc.strerror or exc}", file=sys.stderr)
@@ -135,7 +139,9 @@ def _runner(
     scheduler = Scheduler(
         model.engine, model.tokenizer, time.monotonic, chunk_tokens=args.chunk_tokens, max_running=args.max_running
     )
-    return ModelThread(scheduler, on_load, on_death)
+    thread = ModelThread(scheduler, on_load, on_death)
+    model.engine.listen(thread.wake)
+    return thread
 
 
 async def _drain(service: Service, timeout_s: float, orphaned: asyncio.Event) -> None:
@@ -181,6 +187,7 @@ async def _agent_link(
         not_done_json=not_done_json(),
         on_welcome=lambda welcome: _obey(welcome, service, model.engine.layout.block_size),
         on_drain=lambda: setattr(service, "draining", True),
+        hold=model.engine.hold if isinstance(model.engine, StagedEngine) else None,
     )
     service.link = link
     task = asyncio.create_task(link.run(), name="agent link")
@@ -216,21 +223,25 @@ def _load(args: argparse.Namespace) -> LoadedModel:
         return _load_emulated(args)
     if args.model is None:
         raise ModelError("--model DIR is needed (or --emulate ARCH)")
+    tokenizer = TextTokenizer.load(args.model)
+    return LoadedModel(_load_engine(args), tokenizer, args.model_name or args.model.resolve().name)
+
+
+def _load_engine(args: argparse.Namespace) -> Engine:
+    """Raises ModelError."""
+    options: dict[str, Any] = {
+        "block_size": args.block_size,
+        "max_model_len": args.max_model_len,
+        "threads": args.threads,
+        "revision": args.model_revision,
+        "digests": default_memory(),
+    }
     if args.stages > 1:
-        raise ModelError(f"--stages {args.stages}: only emulated engines have stages, and vLLM")
+        return StagedEngine.load_directory(args.model, stages=args.stages, **options)
     # torch and transformers take seconds to import: only now, when they are needed for sure.
     from engine.model.embedded import EmbeddedEngine
 
-    tokenizer = TextTokenizer.load(args.model)
-    engine = EmbeddedEngine.load_directory(
-        args.model,
-        block_size=args.block_size,
-        max_model_len=args.max_model_len,
-        threads=args.threads,
-        revision=args.model_revision,
-        digests=default_memory(),
-    )
-    return LoadedModel(engine, tokenizer, args.model_name or args.model.resolve().name)
+    return EmbeddedEngine.load_directory(args.model, **options)
 
 
 def _load_emulated(args: argparse.Namespace) -> LoadedModel:
@@ -316,6 +327,13 @@ def _parser() -> argparse.ArgumentParser:
         help="prefill chunk; an agent's word counts more (default: %(default)s)",
     )
     parser.add_argument("--threads", type=_positive, default=1, help="torch threads (default: %(default)s)")
+    parser.add_argument(
+        "--stages",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="processes that share the layers, of an emulated engine computers (default: %(default)s)",
+    )
     parser.add_argument("--max-running", type=_positive, default=MAX_RUNNING, metavar="N")
     parser.add_argument("--max-requests", type=_positive, default=MAX_REQUESTS, metavar="N", help="more get a 503")
     parser.add_argument("--max-body-bytes", type=_positive, default=MAX_BODY_BYTES, metavar="BYTES")
@@ -326,13 +344,6 @@ def _parser() -> argparse.ArgumentParser:
         "--emulate",
         metavar="ARCH",
         help=f"one of {', '.join(GROUPS)}, the directory of a model of one of them, or a .json file (engine.model.standin)",
-    )
-    emulation.add_argument(
-        "--stages",
-        type=_positive,
-        default=1,
-        metavar="N",
-        help="computers that share the layers (default: %(default)s)",
     )
     emulation.add_argument("--prefill-base-s", type=float, default=0.0, metavar="S", help="per chunk")
     emulation.add_argument("--prefill-per-token-s", type=float, default=0.0, metavar="S")

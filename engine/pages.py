@@ -12,9 +12,10 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,26 +31,46 @@ Bytes = NDArray[np.uint8]
 def _ignore(group: int, layer: int, num_tokens: int) -> None: ...
 
 
+class ArenaPlace(NamedTuple):
+    """Where another process finds the same arena; `file` is its device and inode."""
+
+    path: str
+    page_bytes: int
+    num_pages: int
+    file: tuple[int, int]
+
+    def open(self) -> "Arena":
+        """Raises OSError, and PagesInvalid where another agent has taken the path."""
+        return Arena.open(Path(self.path), self.page_bytes, self.num_pages, self.file)
+
+
 class Arena:
     """The page arena, mapped. Pages are shared with the agent: what is written here is there."""
 
-    def __init__(self, data: Bytes, page_bytes: int) -> None:
+    def __init__(self, data: Bytes, page_bytes: int, place: ArenaPlace | None = None) -> None:
         self.data: Final = data
         self.page_bytes: Final = page_bytes
+        self.place: Final = place
 
     @classmethod
-    def open(cls, path: Path, page_bytes: int, num_pages: int) -> "Arena":
-        """Maps an arena file. Raises OSError, or PagesInvalid when the file is shorter than its pages."""
+    def open(cls, path: Path, page_bytes: int, num_pages: int, file: tuple[int, int] | None = None) -> "Arena":
+        """Maps an arena file: `file`, if that is given. Raises OSError, or PagesInvalid for one that is not it, or too short."""
         size = page_bytes * num_pages
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            if os.fstat(fd).st_size < size:
-                raise PagesInvalid(f"{path} has {os.fstat(fd).st_size} bytes, {num_pages} pages need {size}")
+            status = os.fstat(fd)
+            found = (status.st_dev, status.st_ino)
+            if status.st_size < size:
+                raise PagesInvalid(f"{path} has {status.st_size} bytes, {num_pages} pages need {size}")
+            if file is not None and file != found:
+                raise PagesInvalid(f"{path} is another agent's by now")
             # Freed with the last array that looks into it, so a copy under way never touches unmapped memory.
             mapping = mmap.mmap(fd, size)
         finally:
             os.close(fd)
-        return cls(np.frombuffer(mapping, dtype=np.uint8), page_bytes)
+        return cls(
+            np.frombuffer(mapping, dtype=np.uint8), page_bytes, ArenaPlace(str(path), page_bytes, num_pages, found)
+        )
 
     @classmethod
     def in_memory(cls, page_bytes: int, num_pages: int) -> "Arena":
@@ -75,6 +96,52 @@ class LayerMap:
             places.update({layer: Place(number, index) for index, layer in enumerate(group.layers)})
 
 
+class Loan(Protocol):
+    """Whether a job's pages are still ours."""
+
+    @property
+    def is_over(self) -> bool: ...
+
+    def writing(self) -> AbstractContextManager[object]:
+        """What is not over stays so inside."""
+        ...
+
+    def end(self) -> None:
+        """When this returns no write is under way. Any thread."""
+        ...
+
+
+class OwnLoan:
+    """A loan to one process, and to those that it lets write as well."""
+
+    def __init__(self) -> None:
+        self._is_over = False
+        self._writing = threading.Lock()
+        self._withdraw: list[Callable[[], None]] = []
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over
+
+    def writing(self) -> AbstractContextManager[object]:
+        return self._writing
+
+    def share(self, withdraw: Callable[[], None]) -> None:
+        """`withdraw` is called at the end, and returns once others do not write any more."""
+        with self._writing:
+            self._withdraw.append(withdraw)
+            is_over = self._is_over
+        if is_over:
+            withdraw()
+
+    def end(self) -> None:
+        with self._writing:
+            self._is_over = True
+            withdraw = list(self._withdraw)
+        for each in withdraw:
+            each()
+
+
 class JobKV:
     """Reads and writes the KVCache of one job, and announces what has been written."""
 
@@ -86,43 +153,42 @@ class JobKV:
         *,
         on_layer: Callable[[int, int, int], None] = _ignore,
         on_state: Callable[[int, int, int], None] = _ignore,
+        loan: Loan | None = None,
     ) -> None:
+        self.arena: Final = arena
+        self.pages: Final = pages
+        self.on_layer: Final = on_layer
+        self.on_state: Final = on_state
+        self.loan: Final = OwnLoan() if loan is None else loan
         self._layout = layout
-        self._arena = arena
-        self._pages = pages
         self._map = LayerMap(layout)
-        self._on_layer = on_layer
-        self._on_state = on_state
         self.num_tokens: Final = pages.num_tokens
         self.cached_tokens: Final = pages.cached_tokens
         self.exact: Final = pages.exact  # else what is computed on top of it is for its own request only
-        self._revoked = False
-        self._writing = threading.Lock()
         self._check()
 
     @property
     def revoked(self) -> bool:
         """Whether the pages are no longer ours: from then on nothing is read or written."""
-        return self._revoked
+        return self.loan.is_over
 
     def revoke(self) -> None:
         """Gives the pages up, e.g. before they are freed. When this returns no write is under way. Any thread."""
-        with self._writing:
-            self._revoked = True
+        self.loan.end()
 
     def check_ours(self) -> None:
         """Raises PagesInvalid once the pages are given up. After a read: whether what was read can be trusted."""
-        if self._revoked:
+        if self.loan.is_over:
             raise PagesInvalid("the pages are no longer ours")
 
     @property
     def snapshot_lengths(self) -> tuple[int, ...]:
         """Token lengths at which states must be stored; a prefill has to stop there."""
-        lengths = {length for group in self._pages.states for length in group if length > self.cached_tokens}
+        lengths = {length for group in self.pages.states for length in group if length > self.cached_tokens}
         return tuple(sorted(lengths))
 
     def wants_state(self, length: int) -> bool:
-        return not self._revoked and any(length in group for group in self._pages.states)
+        return not self.loan.is_over and any(length in group for group in self.pages.states)
 
     # Attention
 
@@ -131,19 +197,19 @@ class JobKV:
         place = self._map.attention.get(layer)
         if place is None:
             return
-        with self._writing:
-            if self._revoked:
+        with self.loan.writing():
+            if self.loan.is_over:
                 return
             self._write_rows(place, start, k, v)
-        self._on_layer(place.group, layer, start + len(k))
+        self.on_layer(place.group, layer, start + len(k))
 
     def _write_rows(self, place: Place, start: int, k: Bytes, v: Bytes) -> None:
         for block, lo, hi in self._blocks(place.group, start, start + len(k)):
             offset = lo - block * self._layout.block_size
             segments = self._segments(place, block)
-            _store(self._arena.data, segments, offset * k.shape[1], k[lo - start : hi - start])
+            _store(self.arena.data, segments, offset * k.shape[1], k[lo - start : hi - start])
             v_part = self._layout.block_size * k.shape[1]
-            _store(self._arena.data, segments, v_part + offset * v.shape[1], v[lo - start : hi - start])
+            _store(self.arena.data, segments, v_part + offset * v.shape[1], v[lo - start : hi - start])
 
     def read_attention(self, layer: int, start: int, stop: int) -> tuple[Bytes, Bytes]:
         """K [tokens, k bytes] and V [tokens, v bytes] of tokens [start, stop). Raises PagesInvalid."""
@@ -156,9 +222,9 @@ class JobKV:
                 break
             offset = lo - block * self._layout.block_size
             segments = self._segments(place, block)
-            _fetch(self._arena.data, segments, offset * k_bytes, k[lo - start : hi - start])
+            _fetch(self.arena.data, segments, offset * k_bytes, k[lo - start : hi - start])
             v_part = self._layout.block_size * k_bytes
-            _fetch(self._arena.data, segments, v_part + offset * v_bytes, v[lo - start : hi - start])
+            _fetch(self.arena.data, segments, v_part + offset * v_bytes, v[lo - start : hi - start])
             expected = hi
         if expected != stop:
             raise PagesInvalid(f"token {expected} of group {place.group} is not stored")
@@ -169,37 +235,37 @@ class JobKV:
     def write_state(self, layer: int, length: int, parts: Sequence[Bytes]) -> None:
         """Stores the states of `layer` after `length` tokens, one after the other."""
         place = self._map.state.get(layer)
-        if place is None or length not in self._pages.states[place.group]:
+        if place is None or length not in self.pages.states[place.group]:
             return
-        segments = self._layout.segments(place.group, place.layer_index, self._pages.states[place.group][length])
-        with self._writing:
-            if self._revoked:
+        segments = self._layout.segments(place.group, place.layer_index, self.pages.states[place.group][length])
+        with self.loan.writing():
+            if self.loan.is_over:
                 return
             offset = 0
             for part in parts:
-                _store(self._arena.data, segments, offset, part)
+                _store(self.arena.data, segments, offset, part)
                 offset += part.size
-        self._on_state(place.group, layer, length)
+        self.on_state(place.group, layer, length)
 
     def read_state(self, layer: int, length: int) -> Bytes:
         """The states of `layer` after `length` tokens, one after the other. Raises PagesInvalid."""
         place = self._map.state[layer]
-        pages = self._pages.states[place.group].get(length)
+        pages = self.pages.states[place.group].get(length)
         if not pages:
             raise PagesInvalid(f"no snapshot of group {place.group} at {length} tokens")
         state = np.empty(self._layout.slab_bytes(place.group), np.uint8)
-        _fetch(self._arena.data, self._layout.segments(place.group, place.layer_index, pages), 0, state)
+        _fetch(self.arena.data, self._layout.segments(place.group, place.layer_index, pages), 0, state)
         return state
 
     def _blocks(self, group: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(block, lo, hi) for every stored block that [start, stop) touches; [lo, hi) is what it holds of the range."""
-        size, blocks = self._layout.block_size, self._pages.blocks[group]
+        size, blocks = self._layout.block_size, self.pages.blocks[group]
         for block in range(start // size, min(-(-stop // size), len(blocks))):
             if blocks[block]:
                 yield block, max(start, block * size), min(stop, (block + 1) * size)
 
     def _segments(self, place: Place, block: int) -> tuple[Segment, ...]:
-        return self._layout.segments(place.group, place.layer_index, self._pages.blocks[place.group][block])
+        return self._layout.segments(place.group, place.layer_index, self.pages.blocks[place.group][block])
 
     def _row_bytes(self, group: int) -> tuple[int, int]:
         spec = self._layout.groups[group].spec
@@ -209,14 +275,14 @@ class JobKV:
     def _check(self) -> None:
         """Page lists come from another process: one that does not fit would write over other jobs."""
         groups = len(self._layout.groups)
-        if len(self._pages.blocks) != groups or len(self._pages.states) != groups:
-            raise PagesInvalid(f"pages of {len(self._pages.blocks)} groups for a layout of {groups}")
-        if self._arena.page_bytes != self._layout.page_bytes:
-            raise PagesInvalid(f"arena pages of {self._arena.page_bytes} bytes, layout has {self._layout.page_bytes}")
-        num_pages = self._arena.data.size // self._arena.page_bytes
+        if len(self.pages.blocks) != groups or len(self.pages.states) != groups:
+            raise PagesInvalid(f"pages of {len(self.pages.blocks)} groups for a layout of {groups}")
+        if self.arena.page_bytes != self._layout.page_bytes:
+            raise PagesInvalid(f"arena pages of {self.arena.page_bytes} bytes, layout has {self._layout.page_bytes}")
+        num_pages = self.arena.data.size // self.arena.page_bytes
         for number in range(groups):
             per_block = self._layout.pages_per_block(number)
-            for pages in (*self._pages.blocks[number], *self._pages.states[number].values()):
+            for pages in (*self.pages.blocks[number], *self.pages.states[number].values()):
                 if pages and (len(pages) != per_block or min(pages) < 0 or max(pages) >= num_pages):
                     raise PagesInvalid(f"pages {pages} do not fit group {number}")
 

@@ -65,8 +65,8 @@ class NodeConfig:
     needs them, too. They are read again when they change.
     `egress_bytes_per_s` limits what leaves for each destination cluster; 0 is no limit.
     `coding` makes KVCache smaller on its way, by kind of group (see `node.coding`); an empty table does nothing.
-    `stages` is how many computers share the layers, so that chunks of a prompt follow each other through them: of vLLM the size
-    of its pipeline, of an emulated engine how it counts.
+    `stages` is how many share the layers, so that chunks of a prompt follow each other through them: of vLLM the size of its
+    pipeline, of the embedded engine processes, of an emulated engine how it counts. SGLang has one.
     `eviction` is the policy that says which cached block leaves when room is needed, by name; the default one remembers the
     last uses of `eviction_history_blocks` blocks, up to 480 bytes each.
     `ssd_dir` is where blocks go that leave memory, up to `ssd_bytes`, in a directory named after the node; empty: nowhere.
@@ -136,10 +136,8 @@ class NodeConfig:
         require_range("bootstrap_port", self.bootstrap_port, 0, 65535)
         require_range("chunk_tokens", self.chunk_tokens, 1, 1 << 20)
         require_range("stages", self.stages, 1, 256)
-        if self.stages > 1 and self.engine in ("embedded", "sglang"):
-            raise SettingsError(
-                f"stages = {self.stages}: the {self.engine} engine has one; vLLM and emulated engines have more"
-            )
+        if self.stages > 1 and self.engine == "sglang":
+            raise SettingsError(f"stages = {self.stages}: the sglang engine has one; other engines have more")
         if self.bootstrap_port and self.engine != "sglang":
             raise SettingsError(f"bootstrap_port = {self.bootstrap_port}: only engine 'sglang' has one")
         require_range("max_model_len", self.max_model_len, 0, 1 << 30)

@@ -38,7 +38,7 @@ def engine_command(config: NodeConfig, socket_path: Path) -> list[str]:
         command += ["--block-size", str(config.block_size)]
     if config.max_model_len:
         command += ["--max-model-len", str(config.max_model_len)]
-    if config.engine == "emulated" and config.stages > 1:
+    if config.engine != "vllm" and config.stages > 1:
         command += ["--stages", str(config.stages)]
     if config.engine in ENGINES_OF_ONE_ROLE:
         command += ["--role", config.role, "--bootstrap-port", str(config.bootstrap_port)]

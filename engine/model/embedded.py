@@ -9,7 +9,7 @@ that is loaded, and a model that fails decodes one sequence at a time.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.base import KEEP_BYTES, Logits
+from engine.base import KEEP_BYTES, AtOnce, Logits
 from engine.errors import ModelError, PrefillAborted
 from engine.identity import DigestMemory, model_files, model_identity
 from engine.model.kv_layers import SequenceCache
@@ -43,10 +43,20 @@ FORWARD_OPTIONS: Final[dict[str, dict[str, Any]]] = {"kimi_linear": {"chunk_size
 class EmbeddedSequence:
     """One sequence: its cache, its length, and the job whose pages a running prefill fills."""
 
-    def __init__(self, config: Any, expected_tokens: int) -> None:
-        self.cache: Final = SequenceCache(config, expected_tokens, on_kv=self._on_kv, on_state=self._on_state)
+    def __init__(
+        self,
+        config: Any,
+        expected_tokens: int,
+        share: range | None = None,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`share`: the layers that are computed here, all unless given. `is_wanted` is asked at every layer."""
+        self.cache: Final = SequenceCache(
+            config, expected_tokens, on_kv=self._on_kv, on_state=self._on_state, share=share
+        )
         self.num_tokens = 0
         self.cancelled = False
+        self._is_wanted = is_wanted
         self.marks: Marks | None = None
         self._job: JobKV | None = None
         self._chunk_stop = 0
@@ -72,9 +82,26 @@ class EmbeddedSequence:
                 if number not in self._stored_states:
                     self._on_state(number)
         self.num_tokens = self._chunk_stop
+        self.cache.note_length(self.num_tokens)
         self._job = None
         if self.marks is not None:
             self.marks.at(self.num_tokens)
+
+    def load(self, kv: JobKV, num_tokens: int, probed: SequenceCache) -> None:
+        """Fills an empty sequence from pages; `probed` has the forms. Raises PagesInvalid; then drop the sequence."""
+        kv.check_ours()
+        for number, layer in self.cache.attention_layers().items():
+            model = probed.layers[number]
+            start = layer.stored_from(num_tokens)
+            k, v = kv.read_attention(number, start, num_tokens)
+            layer.fill(_tokens_like(k, model.keys), _tokens_like(v, model.values), num_tokens)
+        for number, layer in self.cache.linear_layers().items():
+            model = probed.layers[number]
+            if model.states():
+                layer.fill_states(*_split_states(kv.read_state(number, num_tokens), model))
+        kv.check_ours()
+        self.num_tokens = num_tokens
+        self.cache.note_length(num_tokens)
 
     def _on_kv(self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._check_cancelled()
@@ -94,11 +121,11 @@ class EmbeddedSequence:
 
     def _check_cancelled(self) -> None:
         # Layers are where a running chunk can be left: exceptions pass through the model's forward.
-        if self.cancelled and self._may_stop:
+        if self._may_stop and (self.cancelled or not self._is_wanted()):
             raise PrefillAborted
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(AtOnce):
     """A causal language model and the layout of its KVCache."""
 
     def __init__(self, model: Any, *, identity: str, block_size: int, max_model_len: int | None = None) -> None:
@@ -107,7 +134,7 @@ class EmbeddedEngine:
         self._probe = probe(model)
         dtype = str(model.dtype).removeprefix("torch.")
         self.layout: Final[ModelLayout] = layout_of(self._probe, identity, dtype, block_size)
-        self.max_model_len: Final = _context_tokens(model.config, max_model_len)
+        self.max_model_len: Final = context_tokens(model.config, max_model_len)
         self.vocab_size: Final = int(model.config.get_text_config(decoder=True).vocab_size)
         run_latent_attention_by_sequence(model)
         self.alone_because: Final = self._why_alone()
@@ -141,18 +168,7 @@ class EmbeddedEngine:
 
     def load(self, sequence: EmbeddedSequence, kv: JobKV, num_tokens: int) -> None:
         """Fills an empty sequence with the first `num_tokens` tokens. Raises PagesInvalid; then drop the sequence."""
-        kv.check_ours()
-        for number, layer in sequence.cache.attention_layers().items():
-            model = self._probe.layers[number]
-            start = layer.stored_from(num_tokens)
-            k, v = kv.read_attention(number, start, num_tokens)
-            layer.fill(_tokens_like(k, model.keys), _tokens_like(v, model.values), num_tokens)
-        for number, layer in sequence.cache.linear_layers().items():
-            model = self._probe.layers[number]
-            if model.states():
-                layer.fill_states(*_split_states(kv.read_state(number, num_tokens), model))
-        kv.check_ours()
-        sequence.num_tokens = num_tokens
+        sequence.load(kv, num_tokens, self._probe)
 
     def prefill(self, sequence: EmbeddedSequence, tokens: Sequence[int], kv: JobKV | None) -> None:
         sequence.begin_chunk(sequence.num_tokens + len(tokens), kv)
@@ -237,11 +253,8 @@ class EmbeddedEngine:
 def load_model(directory: Path) -> Any:
     """A transformers model from local files only, in the dtype it was saved in. Raises ModelError."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    quiet: Any = logging
-    quiet.disable_progress_bar()
-    quiet.set_verbosity_error()  # else one warning per fused kernel that a CPU cannot have
+    quiet_transformers()
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory} holds no model (no config.json); `prfaas model build` makes a tiny one")
     try:
@@ -253,7 +266,15 @@ def load_model(directory: Path) -> Any:
     return model.eval()
 
 
-def _context_tokens(config: Any, wanted: int | None) -> int:
+def quiet_transformers() -> None:
+    from transformers.utils import logging
+
+    quiet: Any = logging
+    quiet.disable_progress_bar()
+    quiet.set_verbosity_error()  # else one warning per fused kernel that a CPU cannot have
+
+
+def context_tokens(config: Any, wanted: int | None) -> int:
     trained = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or DEFAULT_CONTEXT_TOKENS
     if wanted is not None and not 1 < wanted <= trained:
         raise ModelError(f"max_model_len must be in [2, {trained}] for this model, not {wanted}")

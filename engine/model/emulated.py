@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from engine.base import KEEP_BYTES, Logits
+from engine.base import KEEP_BYTES, AtOnce, Logits
 from engine.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE
 from engine.errors import ModelError, PagesInvalid, PrefillAborted
 from engine.pages import Bytes, JobKV, LayerMap
@@ -85,7 +85,7 @@ class EmulatedSequence:
         return np.frombuffer(bytes(part), np.uint8).reshape(-1, DIGEST_BYTES)
 
 
-class EmulatedEngine:
+class EmulatedEngine(AtOnce):
     def __init__(
         self,
         layout: ModelLayout,

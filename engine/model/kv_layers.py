@@ -149,6 +149,19 @@ class _LinearAndSliding(_Linear, _Sliding, LinearAttentionAndSlidingWindowAttent
         LinearAttentionAndSlidingWindowAttentionLayer.lazy_initialization(self, *args, **kwargs)
 
 
+class _FullElsewhere(DynamicLayer):
+    """Full attention that another stage computes: only its length is known here."""
+
+    cumulative_length = 0
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
+
+
+class _SlidingElsewhere(DynamicSlidingWindowLayer):
+    """The same of a window, whose length transformers calls so."""
+
+
 AttentionLayer = _Growing | _Sliding
 LinearLayer = _Linear
 
@@ -167,16 +180,29 @@ _LAYER_CLASSES: Final[dict[str, type[Any]]] = {
 
 
 class SequenceCache(Cache):
-    """The KVCache of one sequence, one watched layer per model layer."""
+    """The KVCache of one sequence, one watched layer per model layer; of a share of the layers, theirs."""
 
     layers: list[Any]
 
-    def __init__(self, config: Any, expected_tokens: int, on_kv: OnKV, on_state: OnState) -> None:
+    def __init__(
+        self, config: Any, expected_tokens: int, on_kv: OnKV, on_state: OnState, share: range | None = None
+    ) -> None:
         types, arguments = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-        layers = [_make(kind, expected_tokens, kwargs) for kind, kwargs in zip(types, arguments, strict=False)]
-        for number, layer in enumerate(layers):
-            layer.watch(number, on_kv, on_state)
-        super().__init__(layers=layers)
+        made = []
+        for number, (kind, kwargs) in enumerate(zip(types, arguments, strict=False)):
+            if share is None or number in share:
+                layer = _make(kind, expected_tokens, kwargs)
+                layer.watch(number, on_kv, on_state)
+            else:
+                layer = _elsewhere(kind, kwargs)
+            made.append(layer)
+        super().__init__(layers=made)
+
+    def note_length(self, num_tokens: int) -> None:
+        """Tells layers that are computed elsewhere what this share has seen: masks and positions may be made of any layer."""
+        for layer in self.layers:
+            if isinstance(layer, _FullElsewhere | _SlidingElsewhere):
+                layer.cumulative_length = num_tokens
 
     def attention_layers(self) -> dict[int, Any]:
         return {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, AttentionLayer)}
@@ -193,3 +219,11 @@ def _make(kind: str, expected_tokens: int, arguments: dict[str, Any]) -> Any:
     if issubclass(layer_class, _Growing):
         arguments = {**arguments, "expected_tokens": expected_tokens}
     return layer_class(**arguments)
+
+
+def _elsewhere(kind: str, arguments: dict[str, Any]) -> Any:
+    """In the place of a layer that is not of this share."""
+    layer_class = _LAYER_CLASSES[kind]
+    if issubclass(layer_class, _Sliding):
+        return _SlidingElsewhere(arguments["sliding_window"])
+    return _FullElsewhere() if issubclass(layer_class, _Growing) else LinearAttentionLayer(**arguments)

@@ -158,6 +158,7 @@ class PacedScheduler(Scheduler):
         if not self._under_way:
             self._batch.hold(now, held=False)
         if chunk.is_last:
+            self._prefilling.remove(work)
             self._end_prefill(work)
 
     def _join(self, now: float, work: Work) -> None:

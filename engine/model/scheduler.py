@@ -5,7 +5,10 @@
 So a long prompt slows running streams by one chunk per token and no more. Among prompts the one with the least left to
 compute goes first, but every chunk that others were given counts as a chunk less: nobody waits for ever.
 
-    WAITING ──► PREFILL ──► DECODE ──► done          a prefill leg ends after PREFILL: it never samples
+    WAITING ──► PREFILL ──► SETTLING ──► DECODE ──► done      a prefill leg ends after SETTLING: it never samples
+
+Where an engine computes in stages, a chunk is handed over while others are under way, and a prompt settles when its last one is
+through: meanwhile the next prompt's chunks follow. Other engines settle at once.
 """
 
 import logging
@@ -164,6 +167,7 @@ class Scheduler:
         self._clock = clock
         self._waiting: deque[Work] = deque()
         self._prefilling: list[Work] = []
+        self._settling: list[Work] = []
         self._decoding: list[Work] = []
         self._keeping: deque[Keep] = deque()
 
@@ -171,14 +175,21 @@ class Scheduler:
     def load(self) -> Load:
         works = [*self._waiting, *self._prefilling]
         return Load(
-            running=len(self._prefilling) + len(self._decoding),
+            running=self._num_running,
             waiting=len(self._waiting),
             queued_tokens=sum(work.remaining_tokens for work in works),
         )
 
     @property
     def idle(self) -> bool:
-        return not (self._waiting or self._prefilling or self._decoding or self._keeping)
+        """Whether there is nothing to do until something comes in, or the engine makes progress."""
+        may_admit = bool(self._waiting) and self._num_running < self.slots
+        may_prefill = bool(self._prefilling) and self._engine.takes_more
+        return not (may_admit or may_prefill or self._decoding or self._keeping)
+
+    @property
+    def _num_running(self) -> int:
+        return len(self._prefilling) + len(self._settling) + len(self._decoding)
 
     def add(self, work: Work | Keep) -> None:
         if isinstance(work, Keep):
@@ -190,8 +201,10 @@ class Scheduler:
     def step(self) -> None:
         """One round."""
         self._drop_aborted()
+        for work in list(self._settling):
+            self._guarded(self._end_if_settled, work)
         self._admit()
-        if self._prefilling:
+        if self._prefilling and self._engine.takes_more:
             self._guarded(self._prefill_some, self._next_prefill())
         began_s, batch = self._clock(), len(self._decoding)
         self._decode(list(self._decoding))
@@ -199,23 +212,25 @@ class Scheduler:
         self._keep_some()
 
     def fail_all(self, error: EngineError) -> None:
-        for work in [*self._waiting, *self._prefilling, *self._decoding]:
+        for work in [*self._waiting, *self._prefilling, *self._settling, *self._decoding]:
             work.emit(Failed(error))
         for keep in self._keeping:
             keep.emit(Failed(error))
         self._keeping.clear()
         self._waiting.clear()
         self._prefilling.clear()
+        self._settling.clear()
         self._decoding.clear()
 
     def _drop_aborted(self) -> None:
-        if any(work.aborted for work in (*self._waiting, *self._prefilling, *self._decoding)):
+        if any(work.aborted for work in (*self._waiting, *self._prefilling, *self._settling, *self._decoding)):
             self._waiting = deque(work for work in self._waiting if not work.aborted)
             self._prefilling = [work for work in self._prefilling if not work.aborted]
+            self._settling = [work for work in self._settling if not work.aborted]
             self._decoding = [work for work in self._decoding if not work.aborted]
 
     def _admit(self) -> None:
-        while self._waiting and len(self._prefilling) + len(self._decoding) < self.slots:
+        while self._waiting and self._num_running < self.slots:
             self._prefilling.append(self._waiting.popleft())
 
     def _guarded(self, action: Callable[[Work], None], work: Work) -> None:
@@ -235,7 +250,7 @@ class Scheduler:
         work.emit(Failed(error))
 
     def _forget(self, work: Work) -> None:
-        for queue in (self._prefilling, self._decoding):
+        for queue in (self._prefilling, self._settling, self._decoding):
             if work in queue:
                 queue.remove(work)
         work.sequence = None
@@ -259,6 +274,13 @@ class Scheduler:
             stop = self._chunk_stop(work, start)
             self._engine.prefill(work.sequence, work.prompt[start:stop], work.kv)
         if work.sequence.num_tokens >= work.prefill_tokens:
+            self._prefilling.remove(work)
+            self._settling.append(work)
+            self._end_if_settled(work)
+
+    def _end_if_settled(self, work: Work) -> None:
+        if self._engine.settled(work.sequence):
+            self._settling.remove(work)
             self._end_prefill(work)
 
     def _start(self, work: Work) -> None:
@@ -284,7 +306,6 @@ class Scheduler:
 
     def _end_prefill(self, work: Work) -> None:
         assert work.started_s is not None
-        self._prefilling.remove(work)
         work.emit(Prefilled(work.sequence.num_tokens, work.started_s, self._clock()))
         if work.params is None:
             work.sequence = None

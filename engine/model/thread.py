@@ -1,5 +1,6 @@
 """The one thread that computes. The event loop hands it work through a queue and hears events back."""
 
+import contextlib
 import logging
 import queue
 import threading
@@ -7,12 +8,13 @@ from collections.abc import Callable
 from typing import Final
 
 from engine.errors import EngineError
-from engine.model.scheduler import Keep, Load, Scheduler, Work
+from engine.model.scheduler import Failed, Keep, Load, Scheduler, Work
 from engine.model.steps import Steps
 
 log = logging.getLogger(__name__)
 
 _STOP: Final = None
+_WAKE: Final = "wake"
 
 
 class ModelThread:
@@ -28,10 +30,11 @@ class ModelThread:
         self._on_load = on_load
         self._on_death = on_death
         self._fresh: list[Work] = []
-        self._inbox: queue.SimpleQueue[Work | Keep | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Work | Keep | str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._load = scheduler.load
         self._stopping = False
+        self._ended = False
 
     @property
     def load(self) -> Load:
@@ -60,6 +63,12 @@ class ModelThread:
         if isinstance(work, Work):
             self._fresh.append(work)
         self._inbox.put(work)
+        if self._ended:
+            self._refuse_rest()
+
+    def wake(self) -> None:
+        """The engine has made progress. Any thread."""
+        self._inbox.put(_WAKE)
 
     def set_chunk_tokens(self, chunk_tokens: int) -> None:
         self._scheduler.chunk_tokens = chunk_tokens
@@ -81,6 +90,16 @@ class ModelThread:
             self._on_death()
         finally:
             self._scheduler.fail_all(EngineError("the engine is shutting down"))
+            self._ended = True
+            self._refuse_rest()
+
+    def _refuse_rest(self) -> None:
+        """Of what comes in when nobody computes any more; whoever looks last sees it."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                work = self._inbox.get_nowait()
+                if isinstance(work, Work | Keep):
+                    work.emit(Failed(EngineError("the engine is shutting down")))
 
     def _publish_load(self) -> None:
         load = self._scheduler.load
@@ -98,5 +117,6 @@ class ModelThread:
                 return
             if work is _STOP:
                 return
-            self._scheduler.add(work)
+            if isinstance(work, Work | Keep):
+                self._scheduler.add(work)
             block = False

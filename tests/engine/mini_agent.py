@@ -75,6 +75,11 @@ class MiniAgent:
     def has_heard(self, kind: type[m.EngineMessage]) -> bool:
         return any(isinstance(message, kind) for message in self.heard)
 
+    @property
+    def is_hung_up_on(self) -> bool:
+        """Whether the engine that came last has ended its connection."""
+        return self._writers[-1].is_closing()
+
     def release_jobs(self) -> None:
         """Gives back what an engine that is gone had."""
         while self._jobs:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ LAYOUT = emulated_layout("llama", 64)
 
 
 @contextlib.asynccontextmanager
-async def linked(agent: MiniAgent):
+async def linked(agent: MiniAgent, **options):
     await agent.start()
     drains = []
     link = AgentLink(
@@ -28,6 +29,7 @@ async def linked(agent: MiniAgent):
         http_url="http://here",
         on_welcome=lambda welcome: None,
         on_drain=lambda: drains.append(True),
+        **options,
     )
     link.drains = drains
     task = asyncio.create_task(link.run())
@@ -98,6 +100,22 @@ def test_lost_agent_ends_jobs_and_is_found_again(tmp_path):
         assert await link.wait_connected(PATIENCE_S)
 
     run(tmp_path, scenario)
+
+
+def test_hanging_up_counts_for_all_who_hold_the_connection(tmp_path):
+    held = []
+
+    async def main():
+        agent = MiniAgent(tmp_path, LAYOUT, num_pages=16)
+        async with linked(agent, hold=lambda descriptor: held.append(os.dup(descriptor))) as link:
+            assert await link.wait_connected(PATIENCE_S)
+            assert not agent.is_hung_up_on
+            link_task = next(task for task in asyncio.all_tasks() if task.get_coro().__name__ == "run")
+            link_task.cancel()
+            await until(lambda: agent.is_hung_up_on)
+
+    asyncio.run(main())
+    os.close(*held)
 
 
 def test_a_push_that_fails_is_told_at_once(tmp_path):

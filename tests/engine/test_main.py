@@ -178,7 +178,7 @@ def test_an_emulation_of_a_model_directory(model_dir):
         ([], "--model DIR is needed"),
         (["--emulate", "kimi_linear", "--max-model-len", "0"], "max-model-len"),
         (["--emulate", "gpt5"], "neither a directory nor one of"),
-        (["--model", "/nowhere", "--stages", "2"], "only emulated engines have stages"),
+        (["--model", "/nowhere", "--stages", "2"], "has no tokenizer.json"),
         (["--emulate", "llama", "--stages", "2", "--prefill-base-s", "1"], "give --prefill-per-token-s alone"),
         (["--port", "99999999", "--emulate", "llama"], "port"),
     ],

@@ -115,3 +115,26 @@ def test_arena_file_is_shared(tmp_path):
     assert path.read_bytes()[1030] == 7
     with pytest.raises(PagesInvalid, match="5 pages need 5120"):
         Arena.open(path, 1024, 5)
+
+
+def test_another_process_opens_the_arena_that_is_meant_or_none(tmp_path):
+    path = tmp_path / "arena"
+    path.write_bytes(bytes(4096))
+    place = Arena.open(path, 1024, 4).place
+    place.open().data[0] = 9
+    assert path.read_bytes()[0] == 9
+    path.rename(tmp_path / "the former agent's")
+    path.write_bytes(bytes(4096))
+    with pytest.raises(PagesInvalid, match="another agent's by now"):
+        place.open()
+
+
+def test_whoever_was_lent_pages_on_is_told_when_they_are_given_up():
+    layout = emulated_layout("llama", 64)
+    pages = job_pages(layout, 10)
+    kv, withdrawn = JobKV(layout, arena_for(layout, pages), pages), []
+    kv.loan.share(lambda: withdrawn.append("first"))
+    kv.revoke()
+    assert withdrawn == ["first"]
+    kv.loan.share(lambda: withdrawn.append("late"))
+    assert withdrawn == ["first", "late"]

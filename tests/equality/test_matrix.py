@@ -1,4 +1,5 @@
-"""Every architecture on every way through the system: route, what is cached where, how the prompt ends, how many at once.
+"""Every architecture on every way through the system: route, what is cached where, how the prompt ends, how many at once, and
+in how many stages the PrfaaS node computes.
 
 Greedy tokens through gateway, clusters and transfer against a plain transformers.generate in this process, fp32, exact.
 Whole in `make test-equality`; CI runs a sample that covers every pair (tests/sampling.py).
@@ -83,6 +84,12 @@ def ways(block_size: int) -> list[Way]:
     return [way for way in taken if way.plans()]
 
 
+def stages_of(arch: str, block_size: int) -> int:
+    """Of the PrfaaS node. Every architecture has some with one of the block sizes, every block size with half of the others."""
+    turn = ARCHITECTURES.index(arch)
+    return 1 if (turn + BLOCK_SIZES.index(block_size)) % 2 == 0 else 2 + turn // 3
+
+
 def cases() -> list[object]:
     return [
         pytest.param(
@@ -92,6 +99,7 @@ def cases() -> list[object]:
             marks=pytest.mark.dimensions(
                 way=None, block=block_size,
                 route=way.route, prefix=way.prefix, border=way.border, in_flight=way.in_flight,
+                stages=stages_of(arch, block_size),
             ),
         )
         for arch in ARCHITECTURES
@@ -116,6 +124,7 @@ class Benches:
             document = topology_document(
                 model, threshold=THRESHOLD, block_size=block_size, chunk_tokens=512, cache_bytes=512 << 20
             )
+            document["clusters"][0]["nodes"][0]["stages"] = stages_of(arch, block_size)
             self._bench = self._running.enter_context(Bench(document, model, self._state_dir.mktemp(arch)))
             self._running.callback(lambda: self._bench.run(self._bench.wait_idle()))
             self._key = (arch, block_size)

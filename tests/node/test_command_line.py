@@ -89,6 +89,7 @@ def test_stages_are_said_in_the_words_of_each_engine() -> None:
     assert vllm[-4:] == ["--", "--pipeline-parallel-size", "2", "--x"]
     emulated = engine_command(parse("--engine", "emulated", "--model", "m.json", "--stages", "4"), socket)
     assert emulated[-2:] == ["--stages", "4"]
+    assert engine_command(parse("--model", "m", "--stages", "3"), socket)[-2:] == ["--stages", "3"]
     assert "--stages" not in engine_command(parse("--engine", "emulated", "--model", "m.json"), socket)
 
 

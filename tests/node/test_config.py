@@ -29,7 +29,6 @@ def test_a_short_table_is_enough() -> None:
         ({"node_id": "a b"}, "node_id = 'a b': must be of letters, digits"),
         ({"connections": 0}, "connections = 0: must be 1 to 256"),
         ({"stages": 0}, "stages = 0: must be 1 to 256"),
-        ({"stages": 2}, "stages = 2: the embedded engine has one"),
         ({"eviction_history_blocks": 0}, "eviction_history_blocks = 0"),
         ({"eviction": "lifo"}, "eviction = 'lifo': must be 'default', 'lru', 'fifo', .* or 'wa'"),
         ({"lease_s": "long"}, "lease_s = 'long': must be a number"),

@@ -2,7 +2,10 @@
 
 import itertools
 
+import pytest
+
 from engine.byte_tokenizer import byte_text
+from engine.errors import EngineError, PrefillAborted
 from engine.model.emulated import EmulatedEngine, EmulatedTimes, emulated_layout, emulated_tokens
 from engine.model.sampling import SamplingParams
 from engine.model.scheduler import Failed, Finished, Keep, Kept, NewToken, Prefilled, Scheduler, Work
@@ -12,15 +15,41 @@ from tests.engine.builders import arena_for, job_pages, random_tokens
 PER_TOKEN_S, STEP_S = 0.001, 0.01
 
 
+class InStages(EmulatedEngine):
+    """Takes two chunks at a time, and is through with one when it is told so."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.under_way = []
+        self.handed_over = []
+        self.died = None
+
+    def prefill(self, sequence, tokens, kv):
+        super().prefill(sequence, tokens, kv)
+        self.under_way.append(sequence)
+        self.handed_over.append(sequence)
+
+    @property
+    def takes_more(self):
+        if self.died:
+            raise self.died
+        return len(self.under_way) < 2
+
+    def settled(self, sequence):
+        if sequence.cancelled:
+            raise PrefillAborted
+        return sequence not in self.under_way
+
+
 class Bench:
     """A scheduler whose engine's sleeping moves the clock."""
 
-    def __init__(self, chunk_tokens=128, **options):
+    def __init__(self, chunk_tokens=128, engine=EmulatedEngine, **options):
         self.now = 0.0
         self.log = []
         self.while_computing = lambda: None
         times = EmulatedTimes(prefill_per_token_s=PER_TOKEN_S, decode_step_s=STEP_S)
-        self.engine = EmulatedEngine(emulated_layout("kimi_linear", 64), self.sleep, times, max_model_len=4096)
+        self.engine = engine(emulated_layout("kimi_linear", 64), self.sleep, times, max_model_len=4096)
         self.scheduler = Scheduler(self.engine, byte_text(), lambda: self.now, chunk_tokens=chunk_tokens, **options)
 
     def sleep(self, seconds):
@@ -260,3 +289,53 @@ def test_an_aborted_keep_and_one_that_fails_make_way():
     assert events["aborted"] == []
     assert isinstance(events["broken"][0], Failed)
     assert events["fine"] == [Kept()]
+
+
+def test_in_stages_a_prompt_follows_the_one_before_without_a_gap():
+    bench = Bench(engine=InStages)
+    first, second = bench.add("first", 300, max_tokens=None), bench.add("second", 301, max_tokens=None)
+    bench.run()
+    assert bench.scheduler.idle  # two chunks are at the stages: nothing to do until they have made progress
+    assert len(bench.engine.under_way) == 2
+    while bench.engine.under_way:
+        bench.engine.under_way.pop(0)
+        bench.scheduler.step()
+        bench.run()
+        ended = len(bench.of("first", Prefilled)) + len(bench.of("second", Prefilled))
+        assert len(bench.engine.under_way) == 2 or len(bench.engine.handed_over) == 6, ended
+    assert [len(bench.of(name, Finished)) for name in ("first", "second")] == [1, 1]
+    assert bench.scheduler.load.running == 0
+    assert first.sequence is None
+    assert second.sequence is None
+
+
+def test_in_stages_a_prompt_has_ended_when_all_of_it_is_through():
+    bench = Bench(engine=InStages)
+    bench.add("a", 200, max_tokens=2)
+    bench.run()
+    assert bench.log == []
+    assert bench.scheduler.load.running == 1
+    bench.engine.under_way.clear()
+    bench.scheduler.step()
+    bench.run()
+    assert bench.tokens("a") == emulated_tokens(random_tokens(200), 2)
+
+
+def test_a_prompt_that_is_aborted_while_it_settles_leaves():
+    bench = Bench(engine=InStages)
+    bench.add("a", 200, max_tokens=None).abort()
+    settling = bench.add("b", 200, max_tokens=None)
+    bench.run()
+    settling.abort()
+    bench.scheduler.step()
+    assert bench.log == []
+    assert bench.scheduler.load.running == 0
+
+
+def test_an_engine_that_can_compute_nothing_more_ends_its_scheduler():
+    bench = Bench(engine=InStages)
+    bench.add("a", 1000, max_tokens=None)
+    bench.run()
+    bench.engine.died = EngineError("stage 1 was ended by signal 9")
+    with pytest.raises(EngineError, match="stage 1"):
+        bench.scheduler.step()
