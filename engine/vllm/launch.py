@@ -70,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, rest = _split(arguments)
     options = _options(_parser().parse_args(own), rest)
     flags = options.vllm_flags
-    for complaint in (complaint_about(flags), complaint_about_parallelism(flags), complaint_about_model(options.model)):
+    about_model = complaint_about_model(options.model, flags, os.environ)
+    for complaint in (complaint_about(flags), complaint_about_parallelism(flags), about_model):
         if complaint is not None:
             return _refuse(complaint)
     version = installed_version()
