@@ -1,13 +1,16 @@
-"""A test leaves the process as it found it: no thread, no descriptor more than before.
+"""A test leaves the process as it found it: no thread, no descriptor more than before. A suite leaves the machine so.
 
 Import the fixture into the conftest of a package, and all its tests are watched.
 """
 
 import asyncio
+import contextlib
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 import grpc.aio
@@ -15,6 +18,7 @@ import pytest
 import uvloop
 
 PATIENCE_S: Final = 20.0
+SHARED_MEMORY: Final = Path("/dev/shm")  # of arenas and of ranks; named semaphores, too
 
 
 @pytest.fixture(scope="session")
@@ -53,3 +57,42 @@ def _new_fds(before: set[str]) -> list[str]:
         if not target.startswith("anon_inode:[event"):  # gRPC's event engines come and go as they like
             new.append(f"{fd} -> {target}")
     return new
+
+
+@contextlib.contextmanager
+def nothing_is_left_behind() -> Iterator[Path]:
+    """What is started inside has a directory for temporary files of its own (TMPDIR). After it no name in /dev/shm that was
+    not there before is nobody's, and no socket and no directory of a node is in that directory.
+    """
+    names, usual = abandoned(), os.environ.get("TMPDIR")
+    with tempfile.TemporaryDirectory(prefix="t-") as place:  # a path of a socket has 107 bytes at most
+        os.environ["TMPDIR"] = place
+        try:
+            yield Path(place)
+        finally:
+            os.environ.pop("TMPDIR") if usual is None else os.environ.update(TMPDIR=usual)
+        deadline = time.monotonic() + PATIENCE_S
+        while left := [*sorted(abandoned() - names), *_sockets_and_nodes(Path(place))]:
+            if time.monotonic() > deadline:
+                pytest.fail(f"left behind: {left}")
+            time.sleep(0.1)
+
+
+def abandoned() -> set[str]:
+    """Names in /dev/shm that no process has open or mapped: nobody is left to remove them."""
+    return {entry.name for entry in SHARED_MEMORY.iterdir()} - _in_use()
+
+
+def _in_use() -> set[str]:
+    names, beginning = set[str](), f"{SHARED_MEMORY}/"
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            paths = [line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines()]
+            paths += [os.readlink(fd) for fd in (process / "fd").iterdir()]
+            names.update(path.removeprefix(beginning) for path in paths if path.startswith(beginning))
+    return names
+
+
+def _sockets_and_nodes(place: Path) -> list[str]:
+    """Caches of libraries may stay."""
+    return [str(path) for path in place.rglob("*") if path.is_socket() or path.name.startswith(("prfaas-", ".prfaas-"))]

@@ -97,11 +97,13 @@ def _cut(request: Any, num_tokens: int) -> None:
 class EngineAround:
     """What no interface of vLLM's gives a connector of the engine that makes it.
 
-    `has_input`: whether the engine has been sent something that it has not read. `end` ends a request that runs, and has its
-    client answered with these `kv_transfer_params`; false where that cannot be done.
+    `has_input`: whether the engine has been sent something that it has not read. `has_output`: whether it has said something
+    that has not been sent. `end` ends a request that runs, and has its client answered with these `kv_transfer_params`; false
+    where that cannot be done.
     """
 
     has_input: Callable[[], bool] = lambda: True
+    has_output: Callable[[], bool] = lambda: False
     end: Callable[[Any, Mapping[str, Any] | None], bool] = lambda request, params: False
 
 
@@ -118,13 +120,28 @@ def engine_around() -> EngineAround:
     while frame is not None:
         engine: Any = frame.f_locals.get("self")
         if type(engine) is EngineCoreProc:
-            return EngineAround(functools.partial(_has_input, engine.input_queue), functools.partial(_end, engine))
+            return EngineAround(
+                has_input=functools.partial(_holds_some, engine.input_queue),
+                has_output=functools.partial(_holds_some, engine.output_queue),
+                end=functools.partial(_end, engine),
+            )
         frame = frame.f_back
     return NO_ENGINE
 
 
-def _has_input(inbox: Any) -> bool:
-    return not inbox.empty()
+def is_process_of_vllms() -> bool:
+    """Whether vLLM's own `main` of an EngineCore or a worker is what this process runs, and nothing else."""
+    mains = {"run_engine_core", "worker_main"}  # of EngineCoreProc, of WorkerProc
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name in mains and frame.f_globals.get("__name__", "").startswith("vllm."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _holds_some(queue: Any) -> bool:
+    return not queue.empty()
 
 
 def _end(engine: Any, request: Any, params: Mapping[str, Any] | None) -> bool:

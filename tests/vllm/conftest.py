@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.leaks import nothing_is_left_behind
 from tests.sampling import MARKER
 from tests.vllm.cases import CASES, Case, build
 from tests.vllm.harness import Engine, Pair, make_pair, start_forge
@@ -74,7 +75,13 @@ class Fleet:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _forge() -> None:
+def _nothing_is_left_behind() -> Iterator[None]:
+    with nothing_is_left_behind():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forge(_nothing_is_left_behind: None) -> None:
     start_forge()
 
 
