@@ -57,9 +57,10 @@ class Script:
     room: int = 1 << 30  # reservations at once
     cached_tokens: int = 0
     reserve: list[str] = field(default_factory=list)  # a grpc.StatusCode name
-    # "die", "hang", "drop", "garbled", "undelivered REASON" or "STATUS code"
+    # "die", "lament" (vLLM's server, whose engine has died), "hang", "drop", "garbled", "undelivered REASON" or "STATUS code"
     prefill: list[str] = field(default_factory=list)
-    # The same, "die_after_first", "stall_after_first" or, after so many words, "die_after N", "kill_after N" (the engine),
+    # The same, "lament 200" (in a stream), "die_after_first", "stall_after_first" or, after so many words, "die_after N",
+    # "kill_after N" (the engine), "lament_after N",
     # "half_after N" (an event is cut),
     # "error_after N", "cut_after N" (the stream ends, orderly and early); "200 html" is no answer, "200 error" an error's event
     decode: list[str] = field(default_factory=list)
@@ -319,6 +320,12 @@ class ScriptedNode(NodeAgentServicer):
             if fault == "die":
                 self.become(pb.NODE_STATE_ENGINE_DOWN)
             raise ConnectionResetError
+        if fault in ("lament", "lament 200"):
+            self.become(pb.NODE_STATE_ENGINE_DOWN)
+            error = {"message": "EngineCore encountered an issue.", "type": "InternalServerError", "code": 500}
+            if fault == "lament":
+                return web.json_response({"error": error}, status=500)
+            return web.Response(body=_event({"error": error}), content_type="text/event-stream")
         if fault == "garbled":
             return web.Response(status=500, body=b'{"error":{"message":"\xff"}}', content_type="application/json")
         if fault in ("200 html", "200 error"):
@@ -436,7 +443,9 @@ class ScriptedNode(NodeAgentServicer):
         """Before `event`, which is of a word, or in the middle of it."""
         if how == "cut":
             return response
-        if how == "error":
+        if how == "lament":
+            self.become(pb.NODE_STATE_ENGINE_DOWN)
+        if how in ("error", "lament"):
             await response.write(_event({"error": {"message": "scripted", "code": "scripted"}}) + b"data: [DONE]\n\n")
             return response
         if how == "stall":
