@@ -18,6 +18,7 @@ import pytest
 import uvloop
 
 PATIENCE_S: Final = 20.0
+LOOK_S: Final = 5.0
 SHARED_MEMORY: Final = Path("/dev/shm")  # of arenas and of ranks; named semaphores, too
 
 
@@ -60,33 +61,57 @@ def _new_fds(before: set[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def nothing_is_left_behind() -> Iterator[Path]:
-    """What is started inside has a directory for temporary files of its own (TMPDIR). After it no name in /dev/shm that was
-    not there before is nobody's, and no socket and no directory of a node is in that directory.
+def nothing_is_left_behind() -> Iterator[set[str]]:
+    """What is started inside has a directory for temporary files of its own (TMPDIR), by which it is known. After it no name in
+    /dev/shm that it has had (what is yielded, and grows) is there and nobody's, and no socket and no directory of a node is in
+    that directory.
     """
-    names, usual = abandoned(), os.environ.get("TMPDIR")
+    usual = os.environ.get("TMPDIR")
     with tempfile.TemporaryDirectory(prefix="t-") as place:  # a path of a socket has 107 bytes at most
         os.environ["TMPDIR"] = place
-        try:
-            yield Path(place)
-        finally:
-            os.environ.pop("TMPDIR") if usual is None else os.environ.update(TMPDIR=usual)
+        with _names_of(place) as names:
+            try:
+                yield names
+            finally:
+                os.environ.pop("TMPDIR") if usual is None else os.environ.update(TMPDIR=usual)
         deadline = time.monotonic() + PATIENCE_S
-        while left := [*sorted(abandoned() - names), *_sockets_and_nodes(Path(place))]:
+        while left := [*sorted(names & abandoned()), *_sockets_and_nodes(Path(place))]:
             if time.monotonic() > deadline:
                 pytest.fail(f"left behind: {left}")
             time.sleep(0.1)
 
 
+@contextlib.contextmanager
+def _names_of(place: str) -> Iterator[set[str]]:
+    """Names in /dev/shm that processes with this TMPDIR have had, as far as looks now and then tell. Others may run beside."""
+    names, ended = set[str](), threading.Event()
+
+    def look() -> None:
+        while not ended.wait(LOOK_S):
+            names.update(_in_use(f"TMPDIR={place}".encode()))
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield names
+    finally:
+        names.update(_in_use(f"TMPDIR={place}".encode()))
+        ended.set()
+        thread.join()
+
+
 def abandoned() -> set[str]:
     """Names in /dev/shm that no process has open or mapped: nobody is left to remove them."""
-    return {entry.name for entry in SHARED_MEMORY.iterdir()} - _in_use()
+    return {entry.name for entry in SHARED_MEMORY.iterdir()} - _in_use(b"")
 
 
-def _in_use() -> set[str]:
+def _in_use(variable: bytes) -> set[str]:
+    """Names in /dev/shm that processes with this in their environment have open or mapped."""
     names, beginning = set[str](), f"{SHARED_MEMORY}/"
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
+            if variable and variable not in (process / "environ").read_bytes().split(b"\0"):
+                continue
             paths = [line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines()]
             paths += [os.readlink(fd) for fd in (process / "fd").iterdir()]
             names.update(path.removeprefix(beginning) for path in paths if path.startswith(beginning))
