@@ -17,6 +17,8 @@ import grpc.aio
 import pytest
 import uvloop
 
+from node.owned import sweep_directories, sweep_files
+
 PATIENCE_S: Final = 20.0
 LOOK_S: Final = 5.0
 SHARED_MEMORY: Final = Path("/dev/shm")  # of arenas and of ranks; named semaphores, too
@@ -74,6 +76,9 @@ def nothing_is_left_behind() -> Iterator[set[str]]:
                 yield names
             finally:
                 os.environ.pop("TMPDIR") if usual is None else os.environ.update(TMPDIR=usual)
+        # What a node that was killed leaves is for the next one to take away, which none may have come to do.
+        sweep_directories(Path(place))
+        sweep_files(SHARED_MEMORY)
         deadline = time.monotonic() + PATIENCE_S
         while left := [*sorted(names & abandoned()), *_sockets_and_nodes(Path(place))]:
             if time.monotonic() > deadline:
