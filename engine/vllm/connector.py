@@ -97,6 +97,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 layout = layout_of(vllm_config, self._cached, "")
                 if layout.stages > 1:
                     internals.mend_eager_stages()
+                internals.mend_seeded_chunks()
                 internals.unlink_shared_memory()
                 own = internals.layer_names(kv_cache_config)
                 self._worker = WorkerSide(layout, internals.rank_of_worker(), own=own)

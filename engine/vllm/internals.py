@@ -356,6 +356,48 @@ def mend_eager_stages() -> None:
     CPUModelRunner.sync_and_gather_intermediate_tensors = receive_somewhere
 
 
+def mend_seeded_chunks() -> None:
+    """A prompt in several chunks samples a token after each, and vLLM takes a seeded generator back for those that nobody reads:
+    by an offset, which a CPU's generators do not have. Its CPU build (0.32) dies of it, with or without a connector.
+    Here those samples leave the generator alone.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    if "_sample" not in vars(CPUModelRunner):
+        CPUModelRunner._sample = without_unread_seeds(CPUModelRunner._sample)
+        CPUModelRunner._bookkeeping_sync = with_seeds_back(CPUModelRunner._bookkeeping_sync)
+
+
+def without_unread_seeds(sample: Callable[..., T]) -> Callable[..., T]:
+    """`sample` of a model runner, without the generators of requests whose token nobody will read. They are set aside."""
+
+    @functools.wraps(sample)
+    def sampling(runner: Any, *args: Any, **kwargs: Any) -> T:
+        generators, unread = runner.input_batch.generators, runner.discard_request_mask.np
+        aside = {index: generators.pop(index) for index in tuple(generators) if unread[index]}
+        runner.seeds_set_aside = aside
+        return sample(runner, *args, **kwargs)
+
+    return sampling
+
+
+def with_seeds_back(keep_books: Callable[..., T]) -> Callable[..., T]:
+    """What a model runner does after sampling; then the generators that were set aside are back."""
+
+    @functools.wraps(keep_books)
+    def keeping(runner: Any, *args: Any, **kwargs: Any) -> T:
+        try:
+            return keep_books(runner, *args, **kwargs)
+        finally:
+            runner.input_batch.generators.update(runner.seeds_set_aside)
+
+    return keeping
+
+
 def unlink_shared_memory(folder: Path = Path("/dev/shm")) -> None:
     """Takes the names off the memory that ranks of vLLM's CPU build share: it never does so itself, and each of its starts left
     4 MB for every rank. On a rank once all of them have it, which they do as soon as they have loaded the model.

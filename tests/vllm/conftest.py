@@ -28,7 +28,14 @@ def _place(item: pytest.Item) -> tuple[int, int]:
     order = [str(case) for case in CASES]
     spec, mark = getattr(item, "callspec", None), item.get_closest_marker(MARKER)
     case = str(spec.params["case"]) if spec and "case" in spec.params else (mark.kwargs.get("case") if mark else None)
-    modules = ("test_matrix", "test_failures", "test_tiers", "test_tensor_parallel", "test_pipeline_parallel")
+    modules = (
+        "test_matrix",
+        "test_failures",
+        "test_preemptions",
+        "test_tiers",
+        "test_tensor_parallel",
+        "test_pipeline_parallel",
+    )
     module = item.path.stem
     return (order.index(case) if case in order else -1, modules.index(module) if module in modules else -1)
 

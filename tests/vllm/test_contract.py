@@ -116,6 +116,21 @@ def test_an_eager_stage_of_the_cpu_build_still_lacks_what_it_receives_into():
     assert "CompilationMode.NONE" in inspect.getsource(CPUModelRunner.warming_up_model)
 
 
+def test_the_cpu_build_still_dies_of_a_seeded_prompt_in_several_chunks():
+    """Why `internals.mend_seeded_chunks` is there. When this fails, it need not be any more."""
+    import torch
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    books = inspect.getsource(GPUModelRunner._bookkeeping_sync)
+    assert "gen.set_offset(gen.get_offset() - 4)" in books
+    assert "self.input_batch.generators.get(" in books
+    with pytest.raises(RuntimeError, match="does not use offset"):
+        torch.Generator().get_offset()
+    tokens = inspect.getsource(CPUModelRunner.sample_tokens)
+    assert tokens.index("self._sample(") < tokens.index("self._bookkeeping_sync(")
+
+
 def test_shared_memory_of_ranks_is_named_as_we_look_for_it():
     """Why `internals.unlink_shared_memory` is there: nobody takes the names away."""
     from vllm.distributed.device_communicators import cpu_communicator
