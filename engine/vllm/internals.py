@@ -11,16 +11,17 @@ import functools
 import glob
 import os
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
-from copy import copy
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, Final, TypeVar
 
+from engine.vllm.going_on import going_on
 from engine.vllm.harmless import HARMLESS
 from engine.vllm.layout import CacheLayer, Kind
+from engine.vllm.seeds import with_seeds_back, without_unread_seeds
 from hybrid_cache.errors import LayoutError
 
 T = TypeVar("T")
@@ -221,46 +222,6 @@ async def _noting(said: AsyncGenerator[Any, None], told: list[str]) -> AsyncGene
             yield each
 
 
-async def going_on(
-    rest: AsyncGenerator[Any, None], asked: list[int], answered: Sequence[int], spelling: Any
-) -> AsyncIterator[Any]:
-    """What vLLM says of a whole answer to the prompt `asked`: `answered` one by one, as it was said, then the `rest` of it.
-
-    `rest` has no text, and ends by no stop string: that takes what `spelling`, vLLM's detokenizer, knows of the answer.
-    """
-    is_first = True
-    async with aclosing(rest):
-        async for told in rest:
-            if told.prompt_token_ids is not None:
-                told.prompt_token_ids = asked
-            if told.num_cached_tokens is not None:
-                told.num_cached_tokens = min(told.num_cached_tokens, len(asked))
-            if is_first:
-                is_first = False
-                for token in answered:
-                    spelling.update([token], False)
-                    yield _told_before(told, token, spelling.get_next_output_text(False, True))
-            (output,) = told.outputs
-            known = spelling.num_output_tokens()
-            stop = spelling.update(list(output.token_ids), output.finish_reason == "stop")
-            if stop is not None:
-                output.finish_reason, output.stop_reason = "stop", stop
-                output.token_ids = spelling.output_token_ids[known:]
-                told.finished = True
-            output.text = spelling.get_next_output_text(told.finished, True)
-            yield told
-            if told.finished:
-                return
-
-
-def _told_before(told: Any, token: int, text: str) -> Any:
-    output = copy(told.outputs[0])
-    output.token_ids, output.text, output.finish_reason, output.stop_reason = [token], text, None, None
-    before = copy(told)
-    before.outputs, before.finished = [output], False
-    return before
-
-
 def _longer(prompt: Any, answered: list[int]) -> Any:
     if not isinstance(prompt, Mapping) or prompt.get("type") != "token":
         raise _unfit("an answer to more than text cannot be continued")
@@ -370,32 +331,6 @@ def mend_seeded_chunks() -> None:
     if "_sample" not in vars(CPUModelRunner):
         CPUModelRunner._sample = without_unread_seeds(CPUModelRunner._sample)
         CPUModelRunner._bookkeeping_sync = with_seeds_back(CPUModelRunner._bookkeeping_sync)
-
-
-def without_unread_seeds(sample: Callable[..., T]) -> Callable[..., T]:
-    """`sample` of a model runner, without the generators of requests whose token nobody will read. They are set aside."""
-
-    @functools.wraps(sample)
-    def sampling(runner: Any, *args: Any, **kwargs: Any) -> T:
-        generators, unread = runner.input_batch.generators, runner.discard_request_mask.np
-        aside = {index: generators.pop(index) for index in tuple(generators) if unread[index]}
-        runner.seeds_set_aside = aside
-        return sample(runner, *args, **kwargs)
-
-    return sampling
-
-
-def with_seeds_back(keep_books: Callable[..., T]) -> Callable[..., T]:
-    """What a model runner does after sampling; then the generators that were set aside are back."""
-
-    @functools.wraps(keep_books)
-    def keeping(runner: Any, *args: Any, **kwargs: Any) -> T:
-        try:
-            return keep_books(runner, *args, **kwargs)
-        finally:
-            runner.input_batch.generators.update(runner.seeds_set_aside)
-
-    return keeping
 
 
 def unlink_shared_memory(folder: Path = Path("/dev/shm")) -> None:
