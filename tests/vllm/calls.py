@@ -84,7 +84,7 @@ def _of_another_prompt(body: dict[str, Any]) -> dict[str, Any]:
 
 def _another(prompt: Any) -> Any:
     if isinstance(prompt[0], int):
-        return [prompt[-1], *prompt[1:-1], prompt[0]]
+        return prompt[::-1]  # another wherever it is cut
     return [f"Again, {each}" if isinstance(each, str) else _another(each) for each in prompt]
 
 
