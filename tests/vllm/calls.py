@@ -70,6 +70,8 @@ def _streamed(made: Iterator[Call]) -> Iterator[Call]:
     """Each as it is, and of another prompt as a stream."""
     for call in made:
         yield call
+        if "prompt_logprobs" in call.body:  # which vLLM has not in streams
+            continue
         options = {"stream": True, "stream_options": {"include_usage": True}}
         yield replace(call, name=f"{call.name}, streamed", body=_of_another_prompt(call.body) | options)
 

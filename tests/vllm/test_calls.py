@@ -128,7 +128,10 @@ def test_it_is_answered_as_by_one_server(bench: Bench, plain: Plain, call: Call)
         assert not difference(ours, theirs)
         await bench.record(name)
         records = [record for record in await all_records(bench) if record["id"] == name]
-        assert [record["fallbacks"] for record in records] == [[]] * call.answers
+        # The second answer to one prompt waits for what the first one computes, and on a busy machine no longer than is worth it.
+        allowed = {"prefix_late"} if call.answers > 1 else set()
+        assert all(set(record["fallbacks"]) <= allowed for record in records)
+        assert len(records) == call.answers
         is_remote = [record["route"] == "remote" for record in records]
         assert is_remote == [call.is_shared] * call.answers
         assert (

@@ -17,7 +17,8 @@ from tests.vllm.harness import ANSWER_S, Answer, Engine, Pair, make_pair, prompt
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.dimensions(start="preemptions")]
 
 REQUESTS, MAX_TOKENS = 6, 300
-ARCHITECTURES = ("llama", "lfm2", "granite_hybrid", "qwen3_next")
+# In float32: what is computed again in other pieces has the same tokens. (vLLM's CPU kernel of gated delta nets wants bf16.)
+ARCHITECTURES = ("llama", "lfm2", "granite_hybrid")
 TIGHT = {"num_gpu_blocks_override": 24, "max_model_len": 2048}
 EGRESS_BYTES_PER_S = 1e6  # so that legs have been computed for a while before they have been delivered
 PATIENCE_S = 120.0
