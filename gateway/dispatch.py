@@ -47,7 +47,7 @@ from gateway.run import Attempt, Runner
 from gateway.shapes import Shape, shape_of
 from gateway.waiting import ASK_AGAIN_S, Place, WaitingLine
 from planner.decisions.poison import Poison
-from planner.decisions.retries import MAX_DEATHS, Failure, Next, RetryBudget, Stage, tries_of
+from planner.decisions.retries import MAX_DEATHS, Failure, Next, RetryBudget, Stage, may_have_died, tries_of
 from planner.decisions.routing import Route, Target
 
 
@@ -172,7 +172,7 @@ class Dispatcher:
             _, prompt = await self._reader.read(call.endpoint, call.body({}), model, memory, answered)
         request.first_prompt = request.asked
         request.prompt, request.answered = prompt, answered
-        if error.failure is Failure.LOST:
+        if may_have_died(error.reason):
             request.broken.append((failed.decode, failed.engine))
         place = held.enter_context(self._line.place(request.service, request.timeline.arrived, request.tenant.share))
         assert request.route is not None

@@ -129,7 +129,7 @@ class Pairing:
         except PrefillFailed as error:
             if is_path_failure(error.reason, node, decode, receiver):
                 self._links.failed(node, decode)
-            if await has_killed(self._clusters, request, node, engine, error.failure):
+            if await has_killed(self._clusters, request, node, engine, error.reason):
                 raise PrefillFailed(node.id, "engine_died") from error
             raise
         booking.prefilled()
@@ -146,7 +146,7 @@ class Pairing:
         try:
             return await self._legs.decode_in(decode, request, room)
         except DecodeFailed as error:
-            if await has_killed(self._clusters, request, decode, engine, error.failure):
+            if await has_killed(self._clusters, request, decode, engine, error.reason):
                 raise DecodeFailed(decode.id, "engine_died") from error
             raise
 

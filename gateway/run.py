@@ -24,7 +24,7 @@ from gateway.refuse import Refusals
 from gateway.request import PrefillOutcome, Request
 from gateway.reserve import Hold
 from gateway.tasks import TaskSet
-from planner.decisions.retries import Failure, Next, RetryBudget, Stage, tries_of
+from planner.decisions.retries import Failure, Next, RetryBudget, Stage, may_have_died, tries_of
 from planner.decisions.routing import Route
 
 log = logging.getLogger("prfaas.gateway.run")
@@ -112,7 +112,7 @@ class Runner:
         try:
             return await self._legs.decode(decode, request, transfer_id)
         except DecodeFailed as error:
-            if await has_killed(self._clusters, request, decode, engine, error.failure):
+            if await has_killed(self._clusters, request, decode, engine, error.reason):
                 raise DecodeFailed(decode.id, "engine_died") from error
             raise
 
@@ -164,7 +164,7 @@ class Runner:
         except PrefillFailed as error:
             if is_path_failure(error.reason, node, decode, receiver):
                 self._links.failed(node, decode)
-            if await has_killed(self._clusters, request, node, engine, error.failure):
+            if await has_killed(self._clusters, request, node, engine, error.reason):
                 raise PrefillFailed(node.id, "engine_died") from error
             raise
 
@@ -236,11 +236,9 @@ class Runner:
             log.warning("id=%s decode node could not be told to recompute: %s", request.id, error)
 
 
-async def has_killed(
-    clusters: Clusters, request: Request, node: Node, engine: tuple[str, int], failure: Failure
-) -> bool:
-    """Whether the engine that broke the connection has died; that is kept with the request."""
-    if failure is not Failure.LOST or not await clusters.has_died(node, engine):
+async def has_killed(clusters: Clusters, request: Request, node: Node, engine: tuple[str, int], reason: str) -> bool:
+    """Whether the engine that failed has died; that is kept with the request."""
+    if not may_have_died(reason) or not await clusters.has_died(node, engine):
         return False
     request.deaths.append(node.id)
     return True

@@ -6,10 +6,11 @@ gave, has no name here and is passed over.
 What is passed over, or forgotten too early, costs a lost hit; nothing here decides what an engine really reuses.
 
 vLLM keeps layers of one kind in one group or in several. A group of ours holds a block when each of them does: of a hybrid model
-a prefix is usable only where attention and states are both there.
+a prefix is usable only where attention and states are both there. Its blocks may be smaller than ours (`node.engine_pieces`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -18,6 +19,7 @@ from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, Cache
 from hybrid_cache.hashing import NAMESPACE, block_hashes, namespaced
 from hybrid_cache.layout import ModelLayout
 from hybrid_cache.spec import FullAttention, KVCacheSpec, LinearState, SlidingWindow
+from node.engine_pieces import Begun, Pieces
 
 EngineHash = int | bytes
 
@@ -68,6 +70,13 @@ class EngineCache:
         self._names: dict[EngineHash, bytes] = {}
         self._groups = tuple(_Group() for _ in layout.groups)
         self._ours: dict[int, tuple[int, ...]] = {}  # vLLM's group → ours that hold the same
+        self._pieces: dict[int, Pieces[EngineHash]] = {}  # by the size of vLLM's blocks
+        self._cut: dict[int, Pieces[EngineHash]] = {}  # vLLM's group → the pieces that its blocks are
+
+    @property
+    def remembered(self) -> int:
+        """Names and pieces: as many as blocks that the engine holds, or a few times that."""
+        return len(self._names) + sum(map(len, self._pieces.values()))
 
     def apply(self, events: Sequence[EngineEvent]) -> list[CacheEvent]:
         """What a batch of the engine's events means to gateways."""
@@ -92,6 +101,8 @@ class EngineCache:
         """Begins anew: events were lost, or the engine was."""
         self._names.clear()
         self._ours.clear()
+        self._pieces.clear()
+        self._cut.clear()
         return self._clear_groups()
 
     def snapshot(self) -> tuple[BlocksStored, ...]:
@@ -100,41 +111,94 @@ class EngineCache:
         return tuple(BlocksStored(number, hashes, Medium.ENGINE) for number, hashes in enumerate(held) if hashes)
 
     def _learn(self, event: BlockStored) -> None:
-        size = self._layout.block_size
+        size = event.block_size
         told = len(event.block_hashes) * size == len(event.token_ids)
-        if event.block_size != size or not told or (event.lora_id, event.lora_name) != (None, None):
+        if not (self._fits(event) and told) or (event.lora_id, event.lora_name) != (None, None):
             return
-        parent = b"" if event.parent_block_hash is None else self._names.get(event.parent_block_hash)
-        if parent is None:
+        begun = self._before(event)
+        if begun is None:
             return
         if event.cache_salt is not None and not event.cache_salt.startswith(NAMESPACE):
             return
         extra_keys = list(event.extra_keys or ())
-        namespace = event.cache_salt or (_namespace(extra_keys[0]) if extra_keys and not parent else "")
+        namespace = event.cache_salt or (
+            _namespace(extra_keys[0]) if extra_keys and event.parent_block_hash is None else ""
+        )
         if namespace and extra_keys:
             extra_keys[0] = None
+        if namespace:
+            begun = replace(begun, salt=namespaced(self._salt, namespace))
         # Blocks with other keys (an image's, an adapter's) make their descendants nameless, too: their chain begins with them.
         plain = next((i for i, keys in enumerate(extra_keys) if keys), len(event.block_hashes))
-        ours = block_hashes(event.token_ids[: plain * size], size, namespaced(self._salt, namespace), parent)
-        self._names.update(zip(event.block_hashes, ours, strict=False))
+        hashes, tokens = event.block_hashes[:plain], event.token_ids[: plain * size]
+        if size == self._layout.block_size:
+            self._names.update(zip(hashes, block_hashes(tokens, size, begun.salt, begun.before), strict=True))
+        else:
+            self._names.update(self._pieces_of(size).learn(begun, hashes, tokens))
+
+    def _fits(self, event: BlockStored) -> bool:
+        """Whether its blocks are ours, or pieces of ours. A group whose blocks are larger may tell parts of those as well."""
+        ours, theirs, member = self._layout.block_size, event.block_size, event.group_idx or 0
+        if theirs == ours:
+            return True
+        if not 0 < theirs < ours or ours % theirs or event.kv_cache_spec_kind in STATE_KINDS:
+            return False
+        return member not in self._ours or (member in self._cut and self._cut[member] is self._pieces.get(theirs))
+
+    def _before(self, event: BlockStored) -> Begun[EngineHash] | None:
+        """What the event's first block goes on from; None for what has no name."""
+        parent = event.parent_block_hash
+        if parent is None:
+            return Begun(b"", self._salt)
+        if (name := self._names.get(parent)) is not None:
+            return Begun(name, self._salt)
+        pieces = self._pieces.get(event.block_size)
+        return pieces.begun(parent) if pieces is not None else None
+
+    def _pieces_of(self, size: int) -> Pieces[EngineHash]:
+        return self._pieces.setdefault(size, Pieces(size, self._layout.block_size))
 
     def _store(self, event: BlockStored) -> None:
         member = event.group_idx or 0
-        if event.block_size != self._layout.block_size:
+        if not self._fits(event):
+            if event.block_size in self._pieces:  # in one batch with what told otherwise
+                self._pieces[event.block_size].tidy()
             return
         if member not in self._ours:
-            self._ours[member] = tuple(self._groups_of(event))
-            for number in self._ours[member]:
-                self._groups[number].admit(member)
-        names = [self._names[key] for key in event.block_hashes if key in self._names]
+            self._admit(member, event)
+        hashes: Iterable[EngineHash] = event.block_hashes
+        if event.block_size == self._layout.block_size:
+            self._is_whole_after_all(member)
+        else:
+            hashes = self._cut[member].store(member, hashes)
+        names = self._named(hashes)
         for number in self._ours[member]:
             self._groups[number].store(member, names)
 
+    def _admit(self, member: int, event: BlockStored) -> None:
+        self._ours[member] = tuple(self._groups_of(event))
+        if event.block_size != self._layout.block_size:
+            self._cut[member] = self._pieces_of(event.block_size)
+        for number in self._ours[member]:
+            self._groups[number].admit(member)
+
+    def _is_whole_after_all(self, member: int) -> None:
+        """What a group told first was a part of a block."""
+        if (pieces := self._cut.pop(member, None)) is not None:
+            self._drop(member, pieces.leave(member))
+
     def _remove(self, event: BlockRemoved) -> None:
         member = event.group_idx or 0
-        names = [self._names[key] for key in event.block_hashes if key in self._names]
+        pieces = self._cut.get(member)
+        self._drop(member, event.block_hashes if pieces is None else pieces.remove(member, event.block_hashes))
+
+    def _drop(self, member: int, hashes: Iterable[EngineHash]) -> None:
+        names = self._named(hashes)
         for number in self._ours.get(member, ()):
             self._groups[number].remove(member, names)
+
+    def _named(self, hashes: Iterable[EngineHash]) -> list[bytes]:
+        return [self._names[key] for key in hashes if key in self._names]
 
     def _groups_of(self, event: BlockStored) -> Iterator[int]:
         for number, group in enumerate(self._layout.groups):
@@ -144,11 +208,15 @@ class EngineCache:
     def _clear_groups(self) -> list[CacheEvent]:
         for group in self._groups:
             group.clear()
+        for pieces in self._pieces.values():
+            pieces.clear()
         return [CacheCleared(Medium.ENGINE)]
 
     def _forget_names(self, events: Sequence[EngineEvent]) -> None:
         if any(isinstance(event, AllBlocksCleared) for event in events):
             self._names = {key: name for key, name in self._names.items() if any(name in g for g in self._groups)}
+            for pieces in self._pieces.values():
+                pieces.tidy()
         for event in events:
             if not isinstance(event, BlockRemoved):
                 continue

@@ -1,20 +1,27 @@
-"""A test leaves the process as it found it: no thread, no descriptor more than before.
+"""A test leaves the process as it found it: no thread, no descriptor more than before. A suite leaves the machine so.
 
 Import the fixture into the conftest of a package, and all its tests are watched.
 """
 
 import asyncio
+import contextlib
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 import grpc.aio
 import pytest
 import uvloop
 
+from node.owned import sweep_directories, sweep_files
+
 PATIENCE_S: Final = 20.0
+LOOK_S: Final = 5.0
+SHARED_MEMORY: Final = Path("/dev/shm")  # of arenas and of ranks; named semaphores, too
 
 
 @pytest.fixture(scope="session")
@@ -53,3 +60,69 @@ def _new_fds(before: set[str]) -> list[str]:
         if not target.startswith("anon_inode:[event"):  # gRPC's event engines come and go as they like
             new.append(f"{fd} -> {target}")
     return new
+
+
+@contextlib.contextmanager
+def nothing_is_left_behind() -> Iterator[set[str]]:
+    """What is started inside has a directory for temporary files of its own (TMPDIR), by which it is known. After it no name in
+    /dev/shm that it has had (what is yielded, and grows) is there and nobody's, and no socket and no directory of a node is in
+    that directory.
+    """
+    usual = os.environ.get("TMPDIR")
+    with tempfile.TemporaryDirectory(prefix="t-") as place:  # a path of a socket has 107 bytes at most
+        os.environ["TMPDIR"] = place
+        with _names_of(place) as names:
+            try:
+                yield names
+            finally:
+                os.environ.pop("TMPDIR") if usual is None else os.environ.update(TMPDIR=usual)
+        # What a node that was killed leaves is for the next one to take away, which none may have come to do.
+        sweep_directories(Path(place))
+        sweep_files(SHARED_MEMORY)
+        deadline = time.monotonic() + PATIENCE_S
+        while left := [*sorted(names & abandoned()), *_sockets_and_nodes(Path(place))]:
+            if time.monotonic() > deadline:
+                pytest.fail(f"left behind: {left}")
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def _names_of(place: str) -> Iterator[set[str]]:
+    """Names in /dev/shm that processes with this TMPDIR have had, as far as looks now and then tell. Others may run beside."""
+    names, ended = set[str](), threading.Event()
+
+    def look() -> None:
+        while not ended.wait(LOOK_S):
+            names.update(_in_use(f"TMPDIR={place}".encode()))
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield names
+    finally:
+        names.update(_in_use(f"TMPDIR={place}".encode()))
+        ended.set()
+        thread.join()
+
+
+def abandoned() -> set[str]:
+    """Names in /dev/shm that no process has open or mapped: nobody is left to remove them."""
+    return {entry.name for entry in SHARED_MEMORY.iterdir()} - _in_use(b"")
+
+
+def _in_use(variable: bytes) -> set[str]:
+    """Names in /dev/shm that processes with this in their environment have open or mapped."""
+    names, beginning = set[str](), f"{SHARED_MEMORY}/"
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if variable and variable not in (process / "environ").read_bytes().split(b"\0"):
+                continue
+            paths = [line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines()]
+            paths += [os.readlink(fd) for fd in (process / "fd").iterdir()]
+            names.update(path.removeprefix(beginning) for path in paths if path.startswith(beginning))
+    return names
+
+
+def _sockets_and_nodes(place: Path) -> list[str]:
+    """Caches of libraries may stay."""
+    return [str(path) for path in place.rglob("*") if path.is_socket() or path.name.startswith(("prfaas-", ".prfaas-"))]

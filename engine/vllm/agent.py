@@ -8,8 +8,7 @@ import asyncio
 import logging
 import os
 import queue
-import shutil
-import tempfile
+import secrets
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -70,8 +69,9 @@ class AgentThread:
         self._generation = 0
         self._arena: ArenaRef | None = None
         self._closing: set[asyncio.Task[None]] = set()
-        self._folder = tempfile.mkdtemp(prefix="prfaas-")  # of its own: a socket's path has a limit of 107 bytes
-        self.rank_socket: Final = Path(self._folder) / "ranks.sock"
+        # In the agent's directory, which goes with it, if this process is killed, too; a path of a socket has a limit of 107
+        # bytes, so the name is no longer than that of the agent's.
+        self.rank_socket: Final = socket.with_name(f"r{secrets.token_hex(5)}")
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event
@@ -89,7 +89,7 @@ class AgentThread:
         """Hangs up. Jobs that still run end with the connection."""
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(CLOSE_TIMEOUT_S)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self.rank_socket.unlink(missing_ok=True)
 
     @property
     def connected(self) -> bool:

@@ -32,6 +32,7 @@ from engine.vllm import internals
 from engine.vllm.agent import AgentThread, agent_socket
 from engine.vllm.identity import kv_identity, with_forms
 from engine.vllm.layout import CacheLayer, Kind, VllmLayout, vllm_layout
+from engine.vllm.leaving import leave_at_once
 from engine.vllm.parent import end_with_parent
 from engine.vllm.scheduler import SchedulerSide
 from engine.vllm.stats import PrfaasPromMetrics, PrfaasStats, copy_stats, handover_stats
@@ -84,6 +85,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._agent: AgentThread | None = None
+        self._engine = internals.NO_ENGINE
         if role is KVConnectorRole.SCHEDULER:
             end_with_parent()
         self._cached: Cached | None = None
@@ -95,6 +97,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 layout = layout_of(vllm_config, self._cached, "")
                 if layout.stages > 1:
                     internals.mend_eager_stages()
+                internals.mend_seeded_chunks()
                 internals.unlink_shared_memory()
                 own = internals.layer_names(kv_cache_config)
                 self._worker = WorkerSide(layout, internals.rank_of_worker(), own=own)
@@ -105,8 +108,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._agent = _agent(self._vllm_config, layout)
         self._agent.start()
         local_tier = bool(self._kv_transfer_config.get_from_extra_config("local_tier", True))
-        engine = internals.engine_around()
-        self._scheduler = SchedulerSide(layout, self._agent, time.monotonic, local_tier=local_tier, engine=engine)
+        self._engine = internals.engine_around()
+        self._scheduler = SchedulerSide(layout, self._agent, time.monotonic, local_tier=local_tier, engine=self._engine)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -227,6 +230,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.close()
         if self._agent is not None:
             self._agent.close()
+        if internals.is_process_of_vllms():
+            leave_at_once(self._engine.has_output)
 
     @property
     def _scheduling(self) -> SchedulerSide:

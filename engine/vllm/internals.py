@@ -11,16 +11,17 @@ import functools
 import glob
 import os
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
-from copy import copy
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, Final, TypeVar
 
+from engine.vllm.going_on import going_on
 from engine.vllm.harmless import HARMLESS
 from engine.vllm.layout import CacheLayer, Kind
+from engine.vllm.seeds import with_seeds_back, without_unread_seeds
 from hybrid_cache.errors import LayoutError
 
 T = TypeVar("T")
@@ -97,11 +98,13 @@ def _cut(request: Any, num_tokens: int) -> None:
 class EngineAround:
     """What no interface of vLLM's gives a connector of the engine that makes it.
 
-    `has_input`: whether the engine has been sent something that it has not read. `end` ends a request that runs, and has its
-    client answered with these `kv_transfer_params`; false where that cannot be done.
+    `has_input`: whether the engine has been sent something that it has not read. `has_output`: whether it has said something
+    that has not been sent. `end` ends a request that runs, and has its client answered with these `kv_transfer_params`; false
+    where that cannot be done.
     """
 
     has_input: Callable[[], bool] = lambda: True
+    has_output: Callable[[], bool] = lambda: False
     end: Callable[[Any, Mapping[str, Any] | None], bool] = lambda request, params: False
 
 
@@ -118,13 +121,28 @@ def engine_around() -> EngineAround:
     while frame is not None:
         engine: Any = frame.f_locals.get("self")
         if type(engine) is EngineCoreProc:
-            return EngineAround(functools.partial(_has_input, engine.input_queue), functools.partial(_end, engine))
+            return EngineAround(
+                has_input=functools.partial(_holds_some, engine.input_queue),
+                has_output=functools.partial(_holds_some, engine.output_queue),
+                end=functools.partial(_end, engine),
+            )
         frame = frame.f_back
     return NO_ENGINE
 
 
-def _has_input(inbox: Any) -> bool:
-    return not inbox.empty()
+def is_process_of_vllms() -> bool:
+    """Whether vLLM's own `main` of an EngineCore or a worker is what this process runs, and nothing else."""
+    mains = {"run_engine_core", "worker_main"}  # of EngineCoreProc, of WorkerProc
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name in mains and frame.f_globals.get("__name__", "").startswith("vllm."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _holds_some(queue: Any) -> bool:
+    return not queue.empty()
 
 
 def _end(engine: Any, request: Any, params: Mapping[str, Any] | None) -> bool:
@@ -202,46 +220,6 @@ async def _noting(said: AsyncGenerator[Any, None], told: list[str]) -> AsyncGene
             if each.finished and (each.kv_transfer_params or {}).get("recomputed"):
                 told.append(str(each.kv_transfer_params.get("reason")))
             yield each
-
-
-async def going_on(
-    rest: AsyncGenerator[Any, None], asked: list[int], answered: Sequence[int], spelling: Any
-) -> AsyncIterator[Any]:
-    """What vLLM says of a whole answer to the prompt `asked`: `answered` one by one, as it was said, then the `rest` of it.
-
-    `rest` has no text, and ends by no stop string: that takes what `spelling`, vLLM's detokenizer, knows of the answer.
-    """
-    is_first = True
-    async with aclosing(rest):
-        async for told in rest:
-            if told.prompt_token_ids is not None:
-                told.prompt_token_ids = asked
-            if told.num_cached_tokens is not None:
-                told.num_cached_tokens = min(told.num_cached_tokens, len(asked))
-            if is_first:
-                is_first = False
-                for token in answered:
-                    spelling.update([token], False)
-                    yield _told_before(told, token, spelling.get_next_output_text(False, True))
-            (output,) = told.outputs
-            known = spelling.num_output_tokens()
-            stop = spelling.update(list(output.token_ids), output.finish_reason == "stop")
-            if stop is not None:
-                output.finish_reason, output.stop_reason = "stop", stop
-                output.token_ids = spelling.output_token_ids[known:]
-                told.finished = True
-            output.text = spelling.get_next_output_text(told.finished, True)
-            yield told
-            if told.finished:
-                return
-
-
-def _told_before(told: Any, token: int, text: str) -> Any:
-    output = copy(told.outputs[0])
-    output.token_ids, output.text, output.finish_reason, output.stop_reason = [token], text, None, None
-    before = copy(told)
-    before.outputs, before.finished = [output], False
-    return before
 
 
 def _longer(prompt: Any, answered: list[int]) -> Any:
@@ -337,6 +315,22 @@ def mend_eager_stages() -> None:
         return receive(self, *args, **kwargs)
 
     CPUModelRunner.sync_and_gather_intermediate_tensors = receive_somewhere
+
+
+def mend_seeded_chunks() -> None:
+    """A prompt in several chunks samples a token after each, and vLLM takes a seeded generator back for those that nobody reads:
+    by an offset, which a CPU's generators do not have. Its CPU build (0.32) dies of it, with or without a connector.
+    Here those samples leave the generator alone.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    if "_sample" not in vars(CPUModelRunner):
+        CPUModelRunner._sample = without_unread_seeds(CPUModelRunner._sample)
+        CPUModelRunner._bookkeeping_sync = with_seeds_back(CPUModelRunner._bookkeeping_sync)
 
 
 def unlink_shared_memory(folder: Path = Path("/dev/shm")) -> None:

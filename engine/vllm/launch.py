@@ -42,6 +42,8 @@ MAX_SEQUENCES: Final = 256  # of one step; a chunk must have room for a token of
 CPU_FLAGS: Final = ("--enforce-eager",)  # compiling takes minutes there, and gains little
 CPU_KVCACHE_GIB: Final = 1
 EVENTS_SOCKET: Final = "kv-events"
+# ZMQ's limit for the path of a socket, less the name that vLLM gives each of its own.
+MAX_SOCKETS_FOLDER: Final = 107 - len("/00000000-0000-0000-0000-000000000000")
 RENDER: Final = "entrypoints/scale_out/render"  # in vLLM
 EXIT_USAGE: Final = 2
 
@@ -70,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, rest = _split(arguments)
     options = _options(_parser().parse_args(own), rest)
     flags = options.vllm_flags
-    for complaint in (complaint_about(flags), complaint_about_parallelism(flags), complaint_about_model(options.model)):
+    about_model = complaint_about_model(options.model, flags, os.environ)
+    for complaint in (complaint_about(flags), complaint_about_parallelism(flags), about_model):
         if complaint is not None:
             return _refuse(complaint)
     version = installed_version()
@@ -111,6 +114,9 @@ def environment(options: ServerOptions, inherited: Mapping[str, str], *, is_cpu:
     wanted = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     if options.host.startswith("127."):
         wanted["VLLM_HOST_IP"] = options.host
+    folder = str(options.agent_socket.parent)
+    if len(folder) <= MAX_SOCKETS_FOLDER:  # which goes with its agent: vLLM leaves its sockets behind, however it ends
+        wanted["VLLM_RPC_BASE_PATH"] = folder
     if is_cpu:
         wanted |= {"VLLM_CPU_KVCACHE_SPACE": str(CPU_KVCACHE_GIB), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         wanted["OMP_NUM_THREADS"] = str(options.threads)

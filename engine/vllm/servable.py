@@ -1,9 +1,14 @@
-"""What a model's own config.json and its server's flags say against serving it, before minutes are spent on loading."""
+"""What a model's own config.json and its server's flags say against serving it, before minutes are spent on loading.
+
+The config.json of a model that vLLM downloads is the one that was downloaded before, if there is one.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+
+from engine.vllm.hub_cache import cached_file
 
 MAX_CONFIG_BYTES: Final = 4 << 20
 
@@ -25,16 +30,31 @@ POOLING: Final = (
 STATES_ONLY: Final = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv", "rwkv6", "rwkv7"})  # model_type
 
 
-def complaint_about_model(model: str) -> str | None:
-    """Why the model in this directory cannot be served; None for one that can, or of which nothing is known yet."""
-    path = Path(model) / "config.json"
+CONFIG: Final = "config.json"
+REVISION: Final = "--revision"
+# Where it is set, vLLM's names are those of another hub, with a cache of its own.
+OTHER_HUB: Final = "VLLM_USE_MODELSCOPE"
+
+
+def complaint_about_model(model: str, flags: Sequence[str], environment: Mapping[str, str]) -> str | None:
+    """Why the model of this directory or name cannot be served; None for one that can, or of which nothing is known yet."""
+    path = _config_of(model, flags, environment)
     try:
-        if not path.is_file() or path.stat().st_size > MAX_CONFIG_BYTES:
+        if path is None or not path.is_file() or path.stat().st_size > MAX_CONFIG_BYTES:
             return None
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         return f"{path} cannot be read: {error}"
     return refusal_of(config) if isinstance(config, dict) else f"{path} holds no JSON object"
+
+
+def _config_of(model: str, flags: Sequence[str], environment: Mapping[str, str]) -> Path | None:
+    if (path := Path(model)).exists():
+        return path / CONFIG
+    if environment.get(OTHER_HUB, "").lower() in ("1", "true"):
+        return None
+    revision = next((value for name, value in reversed(list(_values(flags))) if name == REVISION), "")
+    return cached_file(model, revision, CONFIG, environment)
 
 
 def refusal_of(config: Mapping[str, Any]) -> str | None:
@@ -55,6 +75,8 @@ def refusal_of(config: Mapping[str, Any]) -> str | None:
 def complaint_about_parallelism(flags: Sequence[str]) -> str | None:
     """Why a server with these flags cannot be served through the connector."""
     for name, value in _values(flags):
+        if name not in FLAGS:
+            continue
         least, why = FLAGS[name]
         if least is None or (value.isdigit() and int(value) >= least):
             return f"{name} {value}: {why}".replace("  ", " ")
@@ -62,8 +84,9 @@ def complaint_about_parallelism(flags: Sequence[str]) -> str | None:
 
 
 def _values(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Of the flags that matter here: each with its value."""
     for index, flag in enumerate(flags):
         name, has_value, value = flag.partition("=")
         name = SHORT.get(name, name.replace("_", "-"))
-        if name in FLAGS:
+        if name in FLAGS or name == REVISION:
             yield name, value if has_value else flags[index + 1] if index + 1 < len(flags) else ""

@@ -142,6 +142,15 @@ def failure_of(reason: str) -> Failure:
     return _FAILURES.get(reason, Failure.TROUBLE)
 
 
+# What a server says whose engine has died under it, before it ends, too (vLLM's): that, not that the connection broke.
+_LAMENTS: Final = frozenset({"500", "bad_answer", "stream_error"})
+
+
+def may_have_died(reason: str) -> bool:
+    """Whether an engine that failed for that may have died of it: then who watches it knows."""
+    return failure_of(reason) is Failure.LOST or reason in _LAMENTS
+
+
 def tries_of(failures: Iterable[Failure]) -> int:
     """How many tries these count as: who is away has tried nothing."""
     return sum(failure is not Failure.AWAY for failure in failures)

@@ -5,7 +5,6 @@ marks its transfer as landed, and a decode leg waits for that, as real engines d
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from hybrid_cache.spec import FullAttention, LinearState
 from node.calls import CallServer
 from node.errors import NodeRefusal
 from tests.gateway.fabric import Fabric
+from tests.gateway.sse import event as _event
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto.node_pb2_grpc import NodeAgentServicer, add_NodeAgentServicer_to_server
 
@@ -57,11 +57,11 @@ class Script:
     room: int = 1 << 30  # reservations at once
     cached_tokens: int = 0
     reserve: list[str] = field(default_factory=list)  # a grpc.StatusCode name
-    # "die", "hang", "drop", "garbled", "undelivered REASON" or "STATUS code"
+    # "die", "lament" (as a server whose engine has died), "hang", "drop", "garbled", "undelivered REASON" or "STATUS code"
     prefill: list[str] = field(default_factory=list)
-    # The same, "die_after_first", "stall_after_first" or, after so many words, "die_after N", "kill_after N" (the engine),
-    # "half_after N" (an event is cut),
-    # "error_after N", "cut_after N" (the stream ends, orderly and early); "200 html" is no answer, "200 error" an error's event
+    # The same, "lament 200" (in a stream), "die_after_first", "stall_after_first" or, after so many words, "die_after N",
+    # "kill_after N" (the engine), "lament_after N", "half_after N" (an event is cut), "error_after N", "cut_after N" (the
+    # stream ends early, in order); "200 html" is no answer, "200 error" an error's event
     decode: list[str] = field(default_factory=list)
     load: list[str] = field(default_factory=list)  # "hang" or a grpc.StatusCode name
     share: list[str] = field(default_factory=list)  # a grpc.StatusCode name
@@ -319,6 +319,9 @@ class ScriptedNode(NodeAgentServicer):
             if fault == "die":
                 self.become(pb.NODE_STATE_ENGINE_DOWN)
             raise ConnectionResetError
+        if fault.startswith("lament"):
+            self.become(pb.NODE_STATE_ENGINE_DOWN)
+            fault = "500 500" if fault == "lament" else "200 error"
         if fault == "garbled":
             return web.Response(status=500, body=b'{"error":{"message":"\xff"}}', content_type="application/json")
         if fault in ("200 html", "200 error"):
@@ -436,23 +439,20 @@ class ScriptedNode(NodeAgentServicer):
         """Before `event`, which is of a word, or in the middle of it."""
         if how == "cut":
             return response
-        if how == "error":
+        if how in ("error", "lament"):
+            if how == "lament":
+                self.become(pb.NODE_STATE_ENGINE_DOWN)
             await response.write(_event({"error": {"message": "scripted", "code": "scripted"}}) + b"data: [DONE]\n\n")
             return response
         if how == "stall":
             await asyncio.sleep(self.script.hang_s)
-        if how == "half":
-            await response.write(event[: len(event) // 2])
+        await response.write(event[: len(event) // 2] if how == "half" else b"")
         await asyncio.sleep(0.01)  # what has been written arrives
         if how == "kill":
             self.become(pb.NODE_STATE_ENGINE_DOWN)
         assert http.transport is not None
         http.transport.abort()
         raise ConnectionResetError
-
-
-def _event(value: dict[str, Any], separators: tuple[str, str] | None = None) -> bytes:
-    return b"data: " + json.dumps(value, separators=separators).encode() + b"\n\n"
 
 
 def next_of(faults: list[str]) -> str:

@@ -65,11 +65,12 @@ async def test_an_answer_without_a_token_has_loaded_nothing_and_its_reservation_
 
 
 @pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("way", ["die", "lament"])
 @on_loop
-async def test_a_request_that_kills_two_decode_engines_is_not_carried_to_a_third() -> None:
+async def test_a_request_that_kills_two_decode_engines_is_not_carried_to_a_third(way: str) -> None:
     async with world(decode=4) as w:
         for node in w.nodes.decode:
-            node.script.decode = ["die"]
+            node.script.decode = [way]
         await refused(w)
         assert sum(len(node.bodies) for node in w.nodes.decode) == 2
         assert await w.fallbacks() == {"decode_engine_died": 2}
@@ -97,11 +98,24 @@ async def test_after_that_no_other_request_of_its_kind_is_tried_for_a_while() ->
 
 @pytest.mark.usefixtures("patient")
 @on_loop
-async def test_engines_that_die_in_the_middle_of_an_answer_tell_of_its_kind_too() -> None:
-    async with world(decode=6) as w:
-        faults = ["kill_after 2", "kill_after 4"]
+async def test_engines_whose_servers_tell_of_their_death_in_a_stream_have_died_of_it_too() -> None:
+    async with world(decode=4) as w:
         for node in w.nodes.decode:
-            node.script.words, node.script.is_resumable, node.script.decode = (" w",) * 9, True, faults
+            node.script.decode = ["lament 200"]
+        response = await w.complete(LONG, stream=True)
+        assert (response.status, (await response.json())["error"]["code"]) == (500, "kills_engines")
+        assert await w.fallbacks() == {"decode_engine_died": 2}
+        await w.settled()
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("faults", [["kill_after 2", "kill_after 4"], ["lament_after 2", "lament_after 4"]])
+@on_loop
+async def test_engines_that_die_in_the_middle_of_an_answer_tell_of_its_kind_too(faults: list[str]) -> None:
+    async with world(decode=6) as w:
+        in_turn = [*faults]
+        for node in w.nodes.decode:
+            node.script.words, node.script.is_resumable, node.script.decode = (" w",) * 9, True, in_turn
         response = await w.complete(LONG, seed=1, stream=True)
         assert b"[DONE]" not in await response.read()
         response = await w.complete(LONG, seed=2, stream=True)

@@ -213,3 +213,130 @@ def test_a_gateway_never_believes_in_more_than_the_engine_said(history: Sequence
     for change in cache.snapshot():
         fresh.apply("n", change)
     assert fresh.match("n", OURS, len(TOKENS)) == index.match("n", OURS, len(TOKENS))
+
+
+# Gemma 4's way: heads of full attention are larger, so its blocks have half the tokens. A window's are ours.
+HALF = BLOCK // 2
+HALVES = ModelLayout(
+    model="m",
+    dtype="f",
+    block_size=BLOCK,
+    groups=(KVCacheGroup(FullAttention(64, 32), (0,)), KVCacheGroup(SlidingWindow(8, 64, 32), (1,))),
+)
+WINDOW = 1
+
+
+def half(number: int) -> int:
+    """As vLLM names the prefix that ends after so many halves and one more; `engine_hash`, where a block ends with it."""
+    return engine_hash(number // 2) if number % 2 else 8_000_000_000_000_000_000 + number
+
+
+def halves(first: int, stop: int, **more: Any) -> BlockStored:
+    """Halves [first, stop) of the blocks of TOKENS, of full attention."""
+    values: dict[str, Any] = {
+        "block_hashes": [half(number) for number in range(first, stop)],
+        "parent_block_hash": half(first - 1) if first else None,
+        "token_ids": TOKENS[first * HALF : stop * HALF],
+        "block_size": HALF,
+    }
+    return stored(0, 1, **(values | more))
+
+
+def window(*numbers: int) -> BlockStored:
+    """Blocks that a window still needs: it names fewer than it has tokens of."""
+    return stored(0, 6, WINDOW, "sliding_window", block_hashes=[engine_hash(n) for n in numbers])
+
+
+def halves_removed(*numbers: int) -> BlockRemoved:
+    return BlockRemoved(block_hashes=[half(number) for number in numbers], group_idx=FULL)
+
+
+def test_a_block_is_held_once_all_pieces_of_it_are_and_as_long() -> None:
+    cache = EngineCache(HALVES, SALT)
+    assert cache.apply([halves(0, 1)]) == []
+    assert cache.apply([halves(1, 3)]) == [BlocksStored(0, (OURS[0],), Medium.ENGINE)]
+    assert cache.apply([halves(3, 4), window(1)]) == [
+        BlocksStored(0, (OURS[1],), Medium.ENGINE),
+        BlocksStored(1, (OURS[1],), Medium.ENGINE),  # a window's block has the name of the last piece
+    ]
+    assert cache.apply([halves_removed(2)]) == [BlocksRemoved(0, (OURS[1],), Medium.ENGINE)]
+    assert cache.apply([halves_removed(3)]) == []
+    assert cache.apply([halves_removed(1)]) == [BlocksRemoved(0, (OURS[0],), Medium.ENGINE)]
+    assert cache.apply([halves(0, 2)]) == [BlocksStored(0, (OURS[0],), Medium.ENGINE)]
+
+
+def test_two_blocks_that_begin_alike_share_a_piece() -> None:
+    cache = EngineCache(HALVES, SALT)
+    cache.apply([halves(0, 2)])
+    fork = [*TOKENS[:HALF], 7, 7]
+    (name,) = block_hashes(fork, BLOCK, SALT)
+    other = halves(1, 2, block_hashes=[99], token_ids=fork[HALF:])
+    assert cache.apply([other]) == [BlocksStored(0, (name,), Medium.ENGINE)]
+    assert cache.apply([BlockRemoved(block_hashes=[99], group_idx=FULL)]) == [BlocksRemoved(0, (name,), Medium.ENGINE)]
+    assert cache.apply([other, halves_removed(0)]) == [BlocksRemoved(0, (OURS[0],), Medium.ENGINE)]
+
+
+def test_pieces_of_a_namespace_have_its_names() -> None:
+    cache = EngineCache(HALVES, SALT)
+    theirs = block_hashes(TOKENS, BLOCK, namespaced(SALT, "prfaas-acme"))
+    cache.apply([halves(0, 1, extra_keys=[("prfaas-acme",)])])
+    assert cache.apply([halves(1, 4)]) == [BlocksStored(0, tuple(theirs[:2]), Medium.ENGINE)]
+
+
+def test_pieces_with_an_image_in_them_are_passed_over() -> None:
+    cache = EngineCache(HALVES, SALT)
+    assert cache.apply([halves(0, 4, extra_keys=[None, None, None, ("image",)])]) == [
+        BlocksStored(0, (OURS[0],), Medium.ENGINE)
+    ]
+
+
+def test_a_group_that_told_a_part_of_its_block_first_has_whole_ones_after_all() -> None:
+    cache = EngineCache(DENSE, SALT)
+    assert cache.apply([halves(0, 1)]) == []
+    assert cache.apply([stored(0, 2)]) == [BlocksStored(0, tuple(OURS[:2]), Medium.ENGINE)]
+    assert cache.apply([halves(4, 5)]) == []
+    assert cache.apply([removed(1)]) == [BlocksRemoved(0, (OURS[1],), Medium.ENGINE)]
+
+
+@st.composite
+def histories_of_halves(draw: st.DrawFn) -> list[EngineEvent]:
+    """Events about twelve halves, in any order: a chain may begin anywhere and lose any piece of it."""
+    events: list[EngineEvent] = []
+    for _ in range(draw(st.integers(0, 14))):
+        first = draw(st.integers(0, 11))
+        stop = draw(st.integers(first + 1, 12))
+        some = draw(st.sets(st.integers(0, 5), max_size=3))
+        kinds = [halves(first, stop), halves_removed(*range(first, stop)), halves_removed(first), window(*some)]
+        events.append(draw(st.sampled_from([*kinds, AllBlocksCleared()])))
+    return events
+
+
+@given(histories_of_halves(), st.integers(1, 4))
+def test_a_block_is_never_believed_to_be_held_without_a_piece_of_it(history: list[EngineEvent], batch: int) -> None:
+    cache = EngineCache(HALVES, SALT)
+    truth: dict[int, set[int]] = {FULL: set(), WINDOW: set()}
+    for start in range(0, len(history), batch):
+        for event in history[start : start + batch]:
+            match event:
+                case BlockStored():
+                    truth[event.group_idx or 0].update(map(int, event.block_hashes))
+                case BlockRemoved():
+                    truth[event.group_idx or 0].difference_update(map(int, event.block_hashes))
+                case AllBlocksCleared():
+                    truth = {group: set() for group in truth}
+        cache.apply(history[start : start + batch])
+        for held in cache.snapshot():
+            numbers = [OURS.index(name) for name in held.hashes]
+            if held.group == 0:
+                assert all({half(2 * n), half(2 * n + 1)} <= truth[FULL] for n in numbers)
+            else:
+                assert all(engine_hash(n) in truth[WINDOW] for n in numbers)
+
+
+@given(st.lists(st.tuples(st.integers(0, 11), st.integers(1, 12)), max_size=10))
+def test_nothing_is_remembered_of_pieces_that_nobody_holds(ranges: list[tuple[int, int]]) -> None:
+    cache = EngineCache(HALVES, SALT)
+    for first, stop in ranges:
+        cache.apply([halves(first, max(stop, first + 1))])
+    cache.apply([halves_removed(*range(12))])
+    assert cache.remembered == 0

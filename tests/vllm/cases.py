@@ -97,8 +97,6 @@ CASES: Final = (
         "Gemma 4",
         "sliding window, full attention with larger heads",
         prefix_caching=True,
-        note="blocks of layers with less per token have more tokens: "
-        "gateways do not see what vLLM's own cache holds of the others, only what the pages hold",
     ),
 )
 

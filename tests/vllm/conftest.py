@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.leaks import nothing_is_left_behind
 from tests.sampling import MARKER
 from tests.vllm.cases import CASES, Case, build
 from tests.vllm.harness import Engine, Pair, make_pair, start_forge
@@ -27,7 +28,14 @@ def _place(item: pytest.Item) -> tuple[int, int]:
     order = [str(case) for case in CASES]
     spec, mark = getattr(item, "callspec", None), item.get_closest_marker(MARKER)
     case = str(spec.params["case"]) if spec and "case" in spec.params else (mark.kwargs.get("case") if mark else None)
-    modules = ("test_matrix", "test_failures", "test_tiers", "test_tensor_parallel", "test_pipeline_parallel")
+    modules = (
+        "test_matrix",
+        "test_failures",
+        "test_preemptions",
+        "test_tiers",
+        "test_tensor_parallel",
+        "test_pipeline_parallel",
+    )
     module = item.path.stem
     return (order.index(case) if case in order else -1, modules.index(module) if module in modules else -1)
 
@@ -74,7 +82,13 @@ class Fleet:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _forge() -> None:
+def _nothing_is_left_behind() -> Iterator[None]:
+    with nothing_is_left_behind():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forge(_nothing_is_left_behind: None) -> None:
     start_forge()
 
 

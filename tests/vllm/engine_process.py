@@ -24,7 +24,7 @@ os.environ |= {
 }
 
 import vllm
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.model_executor.models import registry
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.executor import multiproc_executor
@@ -59,13 +59,15 @@ def serve(
 def _serve(pipe: Connection, options: dict[str, Any], role: str, connector: dict[str, Any] | None) -> None:
     if connector is not None:
         options["kv_transfer_config"] = KVTransferConfig(kv_role=role, kv_connector_extra_config=connector, **CONNECTOR)
+    if "kv_events_config" in options:
+        options["kv_events_config"] = KVEventsConfig(**options["kv_events_config"])
     llm = vllm.LLM(disable_hybrid_kv_cache_manager=False, enforce_eager=True, disable_log_stats=True, **options)
     engine = llm.llm_engine
     core = engine.engine_core.engine_core
     scheduler = core.scheduler
     if connector is None:
         _split_before_last(scheduler)
-    overlapping = _note_overlaps(core)
+    overlapping, preempted = _note_overlaps(core), _note_preemptions(scheduler)
     pipe.send(("ready", None))
     while True:
         while pipe.poll(0 if scheduler.has_requests() else None):
@@ -82,7 +84,9 @@ def _serve(pipe: Connection, options: dict[str, Any], role: str, connector: dict
             if output.finished:
                 request_id, tokens = output.request_id, list(output.outputs[0].token_ids)
                 overlaps = any(each.startswith(f"{request_id}-") for each in overlapping)
-                pipe.send(("done", (request_id, tokens, output.kv_transfer_params, output.num_cached_tokens, overlaps)))
+                preemptions = sum(each.startswith(f"{request_id}-") for each in preempted)
+                told = (output.kv_transfer_params, output.num_cached_tokens, overlaps, preemptions)
+                pipe.send(("done", (request_id, tokens, *told)))
             else:
                 pipe.send(("token", (output.request_id, len(output.outputs[0].token_ids))))
 
@@ -90,7 +94,7 @@ def _serve(pipe: Connection, options: dict[str, Any], role: str, connector: dict
 def serve_apart(pipe: Connection, log_path: str, options: dict[str, Any], connector: dict[str, Any]) -> None:
     """An engine in processes of its own, as a server's is. Says which, and waits to be killed."""
     _redirect(log_path)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_RPC_BASE_PATH": str(Path(log_path).parent)}
     transfer = KVTransferConfig(kv_role="kv_both", kv_connector_extra_config=connector, **CONNECTOR)
     llm = vllm.LLM(enforce_eager=True, disable_log_stats=True, kv_transfer_config=transfer, **options)
     pipe.send(_descendants(os.getpid()))
@@ -132,6 +136,18 @@ def _note_overlaps(core: Any) -> set[str]:
 
     core.scheduler.schedule = schedule
     return overlapping
+
+
+def _note_preemptions(scheduler: Any) -> list[str]:
+    """Requests whose blocks were taken away for others, once for each time."""
+    original, preempted = scheduler._preempt_request, list[str]()
+
+    def preempt(request: Any, *args: Any, **kwargs: Any) -> None:
+        preempted.append(request.request_id)
+        original(request, *args, **kwargs)
+
+    scheduler._preempt_request = preempt
+    return preempted
 
 
 def _submit(engine: Any, request_id: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None) -> None:

@@ -64,6 +64,7 @@ class Answer:
     params: dict[str, Any] | None
     cached_tokens: int | None
     overlaps: bool  # whether a chunk of it was under way while another was
+    preemptions: int
 
 
 class Engine:

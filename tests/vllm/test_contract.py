@@ -116,6 +116,21 @@ def test_an_eager_stage_of_the_cpu_build_still_lacks_what_it_receives_into():
     assert "CompilationMode.NONE" in inspect.getsource(CPUModelRunner.warming_up_model)
 
 
+def test_the_cpu_build_still_dies_of_a_seeded_prompt_in_several_chunks():
+    """Why `internals.mend_seeded_chunks` is there. When this fails, it need not be any more."""
+    import torch
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    books = inspect.getsource(GPUModelRunner._bookkeeping_sync)
+    assert "gen.set_offset(gen.get_offset() - 4)" in books
+    assert "self.input_batch.generators.get(" in books
+    with pytest.raises(RuntimeError, match="does not use offset"):
+        torch.Generator().get_offset()
+    tokens = inspect.getsource(CPUModelRunner.sample_tokens)
+    assert tokens.index("self._sample(") < tokens.index("self._bookkeeping_sync(")
+
+
 def test_shared_memory_of_ranks_is_named_as_we_look_for_it():
     """Why `internals.unlink_shared_memory` is there: nobody takes the names away."""
     from vllm.distributed.device_communicators import cpu_communicator
@@ -213,19 +228,36 @@ def test_an_engine_is_found_while_it_makes_its_connector():
 
     source = inspect.getsource(EngineCoreProc.__init__)
     assert source.index("self.input_queue =") < source.index("super().__init__("), "made before its scheduler"
+    assert source.index("self.output_queue =") < source.index("super().__init__("), "made before its scheduler"
 
     class Maker:
         def make(self):
             return engine_around()
 
     engine = EngineCoreProc.__new__(EngineCoreProc)
-    engine.input_queue = queue.Queue()
-    has_input = Maker.make(engine).has_input
-    assert not has_input()
+    engine.input_queue, engine.output_queue = queue.Queue(), queue.Queue()
+    around = Maker.make(engine)
+    assert not around.has_input()
+    assert not around.has_output()
     engine.input_queue.put(1)
-    assert has_input()
+    engine.output_queue.put(1)
+    assert around.has_input()
+    assert around.has_output()
     assert Maker().make().has_input(), "unknown: as if there were always some"
     assert not Maker().make().end(object(), None)
+
+
+def test_mains_of_processes_are_known_and_close_the_connector_last():
+    """What `engine.vllm.leaving` stands on: whoever leaves at once has nothing left to do."""
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+    from vllm.v1.worker.gpu_worker import Worker
+
+    assert "engine_core.shutdown()" in inspect.getsource(EngineCoreProc.run_engine_core)
+    assert "worker.shutdown()" in inspect.getsource(WorkerProc.worker_main)
+    source = inspect.getsource(EngineCore.shutdown)
+    assert source.index("self.model_executor.shutdown()") < source.index("self.scheduler.shutdown()")
+    assert "ensure_kv_transfer_shutdown()" in inspect.getsource(Worker.shutdown)
 
 
 def test_a_request_is_ended_by_what_the_engine_looks_at_between_its_steps():

@@ -1,14 +1,12 @@
 """What goes wrong is recomputed, counted and given back: aborts, refusals, preemption, nodes that die."""
 
-from collections.abc import Iterator
 from itertools import count
-from pathlib import Path
 
 import msgspec
 import pytest
 
-from tests.vllm.cases import GRANITE, LLAMA, Case, build
-from tests.vllm.harness import ANSWER_S, Engine, Pair, make_pair, prompt_of, telling_prompt
+from tests.vllm.cases import GRANITE, LLAMA, Case
+from tests.vllm.harness import ANSWER_S, Engine, Pair, prompt_of, telling_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.dimensions(start="failures")]
 
@@ -121,24 +119,3 @@ def test_a_consumer_engine_that_dies_finds_its_prefixes_again(pair: Pair, refere
     pair.wait_ready()
     assert_hands_over(pair, reference)
     pair.assert_idle()  # what nobody claimed goes with its lease
-
-
-@pytest.fixture(scope="module")
-def tight_pair(case: Case, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Blocks for two of six requests."""
-    options = case.options(build(case.arch, models)) | {"num_gpu_blocks_override": 24, "max_model_len": 2048}
-    pair = make_pair(tmp_path_factory.mktemp("tight"), options)
-    yield pair
-    pair.close()
-
-
-def test_preempted_requests_end_with_the_same_tokens(tight_pair: Pair, reference: Engine, case: Case) -> None:
-    if case is not LLAMA:
-        pytest.skip("a state has one block whatever the length: no request outgrows its blocks")
-    pair, max_tokens = tight_pair, 300
-    prompts = [fresh_prompt(reference, 300 + 40 * number) for number in range(6)]
-    pending = [pair.hand_over(prompt, max_tokens) for prompt in prompts]
-    for prompt, (leg, decode) in zip(prompts, pending, strict=True):
-        assert leg.result(ANSWER_S).params["delivered"]
-        assert decode.result(ANSWER_S).tokens == expected(reference, prompt, max_tokens)
-    pair.assert_idle()

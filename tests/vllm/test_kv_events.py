@@ -1,6 +1,7 @@
 """vLLM's own publisher, our listener: what one says the other takes in, over a real socket."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,13 @@ import pytest
 
 from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Medium
 from hybrid_cache.hashing import block_hashes, model_salt
+from hybrid_cache.index import PrefixIndex
 from hybrid_cache.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.spec import FullAttention
 from node.engine_cache import EngineCache
 from node.kv_events import events_endpoint, follow
+from tests.vllm.cases import CASES, build
+from tests.vllm.harness import ANSWER_S, make_node, prompt_of
 
 # vLLM is imported where it is used (collecting these tests needs none), with all that its imports warn of.
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -42,6 +46,53 @@ async def heard(publisher: Any, first: Any, batches: list[Any], agent: Path) -> 
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     return [event for event in said if event != cleared]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.dimensions(start="kv events")
+def test_what_vllm_holds_of_layers_with_smaller_blocks_is_heard(models: Path, tmp_path: Path) -> None:
+    """Gemma 4: blocks of full attention, with its larger heads, have fewer tokens than those of windows."""
+    case = next(case for case in CASES if case.arch == "gemma4")
+    endpoint = events_endpoint(tmp_path / "solo" / "agent.sock")
+    publishing = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint, "topic": ""}
+    options = case.options(build(case.arch, models)) | {"kv_events_config": publishing}
+    node = make_node("solo", tmp_path, options, "kv_both", "decode")
+    try:
+        node.engine.wait_ready()
+        layout = ModelLayout.from_json(node.agent.describe().layout_json)
+        assert "blocks-of" in layout.model, "vLLM gives all layers blocks of one size: this shows nothing"
+        length, salt, index = 3 * layout.block_size + 5, model_salt(layout.fingerprint), PrefixIndex(layout)
+
+        async def scenario() -> int:
+            changed = asyncio.Event()
+
+            def publish(event: CacheEvent) -> None:
+                index.apply("solo", event)
+                changed.set()
+
+            async def known(prompt: list[int]) -> int:
+                hashes = block_hashes(prompt, layout.block_size, salt)
+                while not (held := index.match("solo", hashes, length).num_tokens):
+                    changed.clear()
+                    await changed.wait()
+                return held
+
+            task = asyncio.create_task(follow(endpoint, EngineCache(layout, salt), publish))
+            try:
+                for seed in range(1, 20):  # it may subscribe late
+                    prompt = prompt_of(length, seed)
+                    await asyncio.to_thread(node.engine.submit(f"r{seed}", prompt, 2).result, ANSWER_S)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(3.0):
+                            return await known(prompt)
+                raise AssertionError("nothing was heard")
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+        assert asyncio.run(scenario()) == 3 * layout.block_size
+    finally:
+        node.close()
 
 
 def test_vllms_events_are_understood(tmp_path: Path) -> None:

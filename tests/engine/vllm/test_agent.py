@@ -71,6 +71,18 @@ def heard(agent, kind):
     return [message for message in agent.heard if isinstance(message, kind)]
 
 
+def test_the_socket_of_ranks_goes_with_the_agents_directory_and_is_no_longer_than_its_own(tmp_path):
+    paths = []
+
+    async def scenario(agent, engine):
+        paths.append(engine.thread.rank_socket)
+        assert paths[0].is_socket()
+        assert (paths[0].parent, len(paths[0].name)) == (agent.socket.parent, len("engine.sock"))
+
+    run(tmp_path, scenario)
+    assert not paths[0].exists()
+
+
 def test_a_layer_is_announced_when_every_rank_has_written_it(tmp_path):
     async def scenario(agent, engine):
         errand = engine.thread.begin("r", PROMPT, N, SALT, None)

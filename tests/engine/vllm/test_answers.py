@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from engine.vllm.answers import Answers, Message, Receive, Send, named_tokens, why_not
-from engine.vllm.internals import RECOMPUTED, going_on
+from engine.vllm.going_on import going_on
+from engine.vllm.internals import RECOMPUTED
 from gateway.usage import recompute_reason
 
 WORDS = ["", " caf", "é ", "", "au", " lait"]  # half a character has no text yet

@@ -2,9 +2,11 @@
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 
 import engine.vllm
 from engine.vllm import internals
+from engine.vllm.seeds import with_seeds_back, without_unread_seeds
 
 # The connector's base class, its metrics, and what they are made with.
 PUBLIC = {
@@ -44,3 +46,12 @@ def test_names_of_memory_that_ranks_share_go_and_those_of_others_stay(tmp_path, 
     monkeypatch.setenv("VLLM_DIST_IDENT", "vllm_dist_a")
     internals.unlink_shared_memory(tmp_path)
     assert list(tmp_path.iterdir()) == [theirs]
+
+
+def test_a_seed_is_not_used_for_a_token_that_nobody_reads() -> None:
+    batch = SimpleNamespace(generators={0: "first", 2: "third"})
+    runner = SimpleNamespace(input_batch=batch, discard_request_mask=SimpleNamespace(np=[True, True, False]))
+    sample = without_unread_seeds(lambda runner: dict(runner.input_batch.generators))
+    keep_books = with_seeds_back(lambda runner: dict(runner.input_batch.generators))
+    assert sample(runner) == keep_books(runner) == {2: "third"}
+    assert batch.generators == {0: "first", 2: "third"}

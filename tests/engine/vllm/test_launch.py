@@ -79,6 +79,12 @@ def test_the_operators_environment_wins() -> None:
     assert "VLLM_CPU_KVCACHE_SPACE" not in environment(options(), {}, is_cpu=False)
 
 
+def test_sockets_of_vllms_own_go_with_the_agents_directory() -> None:
+    assert environment(options(), {}, is_cpu=True)["VLLM_RPC_BASE_PATH"] == "/run/x"
+    too_long = options(agent_socket=Path(f"/run/{'x' * 80}/engine.sock"))
+    assert "VLLM_RPC_BASE_PATH" not in environment(too_long, {}, is_cpu=True)
+
+
 @pytest.mark.parametrize(
     ("version", "tested"),
     [("0.32.0", True), ("0.32.1+cpu", True), ("0.33.0", True), ("0.34.0", False), ("0.3.2", False)],
