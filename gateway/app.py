@@ -42,7 +42,6 @@ from gateway.rules import MAX_ANSWERS
 from gateway.seam import why_not
 from gateway.settle import settle
 from gateway.several import Merged, Part, bodies_of, calls_of, too_many
-from gateway.styles import Reading
 from gateway.tasks import TaskSet
 from gateway.trace_context import TRACEPARENT, TRACESTATE, Trace
 from gateway.traces import Traces
@@ -248,8 +247,8 @@ class FrontDoor:
             trace=trace,
             telling=telling_of(call, self.next_id(), prompt.num_tokens, unix_s()) if call.dialect else None,
         )
-        if request.reading is Reading.ALONE:
-            self.rooms.accounts.fell_back(request, f"engine_reading_{understood.failure or 'differs'}")
+        if understood.fallback:
+            self.rooms.accounts.fell_back(request, understood.fallback)
         return request
 
     def _trace(self, headers: Mapping[str, str]) -> tuple[Trace | None, dict[str, str]]:
@@ -266,7 +265,7 @@ class FrontDoor:
     async def _answer(self, listener: web.Request | Part, request: Request) -> web.StreamResponse:
         status, error, code = 500, "internal error", "internal_error"
         response: web.StreamResponse | None = None
-        if not (why_not(request.call) or request.prompt.is_alone or request.served.is_paired):
+        if request.prompt.is_plain and not (why_not(request.call) or request.served.is_paired):
             request.kept_bytes = self.config.kept_answer_bytes
         try:
             async with self.rooms.dispatcher.answered(request) as answering:

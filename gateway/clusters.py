@@ -179,10 +179,11 @@ class Clusters:
             )
         }
 
-    def decodes(self) -> list[Node]:
-        """Decode nodes of the model served to which new work may be sent."""
-        now = self._clock()
-        return [node for _, node in self._ready()[1] if now >= node.suspect_until]
+    def ready(self, role: Role) -> list[Node]:
+        """Nodes of that role and the model served to which new work may be sent."""
+        now, (prefills, decodes) = self._clock(), self._ready()
+        named = decodes if role is Role.DECODE else [each for nodes in prefills.values() for each in nodes]
+        return [node for _, node in named if now >= node.suspect_until]
 
     def left_out(self) -> list[tuple[Node, str]]:
         """Nodes that no decision sees now, and why."""
@@ -286,7 +287,7 @@ class Clusters:
 
     def _give_up(self, node: Node, quiet_s: float) -> None:
         """Ends what waits for an engine that says nothing, if somebody else could do its work: it may come back."""
-        if node.info is not None and self.decodes():
+        if node.info is not None and self.ready(Role.DECODE):
             self._on_silent(node.info.engine_url, quiet_s)
 
     def _describe(self, node: Node, info: NodeInfo) -> None:

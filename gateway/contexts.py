@@ -129,7 +129,7 @@ class Contexts:
         return self.clusters.by_id(request.prefill_node)
 
     async def _one(self, node: Node, prompt: Prompt, tenant: Tenant, wish: Breakpoint, size: int) -> Outcome:
-        if prompt.is_alone:
+        if not prompt.is_plain:
             return Outcome(wish, reason=NOT_SHARED)
         blocks = min(wish.tokens // size, len(prompt.hashes))
         if not blocks:

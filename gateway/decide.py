@@ -100,7 +100,7 @@ class Decider:
         question = self._question(request, home)
         request.plan_version = self.plan_version
         self._cost.as_of(self._clock())
-        if request.prompt.is_alone:
+        if not request.prompt.is_plain:
             exclude = {*exclude, *self._clusters.unfit(request.prompt)}
         nodes, links = self._clusters.views(request.prompt, exclude), self._links.views()
         try:
@@ -117,7 +117,7 @@ class Decider:
     def explain(self, request: Request) -> Explanation:
         """What `route` would say now, and why; nobody is sent anywhere, and nothing is learned. Raises Unavailable."""
         self._cost.as_of(self._clock())
-        unfit = self._clusters.unfit(request.prompt) if request.prompt.is_alone else ()
+        unfit = () if request.prompt.is_plain else self._clusters.unfit(request.prompt)
         nodes, links = self._clusters.views(request.prompt, unfit), self._links.views()
         policy = self._policy_now()
         try:

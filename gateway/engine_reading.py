@@ -2,6 +2,9 @@
 
 vLLM's `/render` says which tokens a request stands for, without computing anything. They name the prompt's blocks here, and both
 legs of a chat are handed them: neither reads it again, so that both are of the same tokens, whyever they were not.
+
+Prompts with media (`gateway.media_reading`) are read so whenever another node could compute them, and by both legs again: what
+each of them makes of the request is compared by its digest.
 """
 
 import asyncio
@@ -12,24 +15,35 @@ from typing import Any, Final
 
 import msgspec
 from msgspec import Raw
+from msgspec.structs import replace
 
 from gateway.clusters import Clusters
 from gateway.errors import LegFailed
-from gateway.legs import Legs
+from gateway.legs import MAX_ANSWER_BYTES, Legs
+from gateway.media import Guess
+from gateway.media_reading import AT_ONCE, MAX_MEDIA, TIMEOUT_S, Worth, seen_in
+from gateway.media_reading import MAX_ANSWER_BYTES as MAX_SEEN_BYTES
+from gateway.node import Node
 from gateway.openai import NOT_JSON, Call, Endpoint
 from gateway.prompts import Model, Prompt, PromptMemory, prompt_from
 from gateway.read import Reader
 from gateway.request import Request, RequestRecord
-from gateway.styles import Reading, Styles, style_of
+from gateway.styles import Reading, Styles, style_of, style_with_media
 from gateway.tasks import TaskSet
+from planner.decisions.views import Role
 from prompts.segments import TokenArray, token_array
 
 log = logging.getLogger("prfaas.gateway.engine_reading")
 
-MISMATCH: Final = frozenset({"prefill_digest_mismatch", "recompute_digest_mismatch"})
+# What legs are refused for whose engine reads another prompt, or has no name for its media.
+MISMATCH: Final = frozenset(
+    {f"{leg}_{why}" for leg in ("prefill", "recompute") for why in ("digest_mismatch", "multimodal")}
+)
 NOT_SERVED: Final = frozenset({404, 405, 501})  # what an engine says of a path that it does not have
+NEVER_SEEN: Final = frozenset({"bad_answer", "kind", "unnamed"})  # of that style
 NOBODY: Final = "no_node"
 ENGINE: Final = "engine"  # how such a prompt was read, for a metric
+SEEN: Final = "seen"  # and one with media
 
 
 class _Rendered(msgspec.Struct):
@@ -52,6 +66,13 @@ class Understood:
     token_ids: Raw | None = None
     failure: str = ""
 
+    @property
+    def fallback(self) -> str:
+        """Why its decode node has to compute it whole, for want of a reading; "": it has not."""
+        if self.prompt.guess is not None:
+            return f"media_{self.failure}" if self.failure else ""
+        return f"engine_reading_{self.failure or 'differs'}" if self.reading is Reading.ALONE else ""
+
 
 class EngineReadings:
     """Asks engines where the gateway's own reading is known to be wrong, and learns where it is."""
@@ -65,10 +86,14 @@ class EngineReadings:
         tasks: TaskSet,
         clock: Callable[[], float],
         timeout_s: float,
+        threshold_tokens: Callable[[], float],
         *,
         renders_otherwise: bool = False,
     ) -> None:
-        """`renders_otherwise`: chats of this model are not rendered by its template, if its engines are vLLM's."""
+        """`renders_otherwise`: chats of this model are not rendered by its template, if its engines are vLLM's.
+
+        Prompts of no more than `threshold_tokens` do not leave their cluster.
+        """
         self._styles = styles
         self._clusters = clusters
         self._legs = legs
@@ -76,7 +101,10 @@ class EngineReadings:
         self._tasks = tasks
         self._clock = clock
         self._timeout_s = timeout_s
+        self._threshold_tokens = threshold_tokens
         self._renders_otherwise = renders_otherwise
+        self._worth = Worth()
+        self._turns = asyncio.Semaphore(AT_ONCE)
 
     @property
     def num_styles(self) -> int:
@@ -85,6 +113,8 @@ class EngineReadings:
 
     async def understood(self, call: Call, prompt: Prompt, model: Model, tenant: bytes) -> Understood:
         """`prompt`, or what an engine reads in its place. Raises BadRequest."""
+        if prompt.guess is not None and not prompt.adapter:
+            return await self._with_media(call, prompt, prompt.guess, model, tenant)
         if prompt.is_alone:  # no other node will compute it, whatever it is read as
             return Understood(prompt)
         is_assumed = self._renders_otherwise and call.endpoint is Endpoint.CHAT
@@ -96,7 +126,7 @@ class EngineReadings:
         if reading is not Reading.ENGINE and not is_assumed:
             return Understood(prompt, reading)
         try:
-            status, answer = await self._rendered(call, model)
+            status, answer = await self._rendered(call, model, self._clusters.ready(Role.DECODE))
         except LegFailed as error:
             return Understood(prompt, Reading.ALONE, failure=error.reason)
         if is_assumed and status in NOT_SERVED:
@@ -112,6 +142,49 @@ class EngineReadings:
         found = await self._reader.think(lambda memory: _read(answer, call, model, memory, tenant))
         return found or Understood(prompt, Reading.ALONE, failure="bad_answer")
 
+    async def _with_media(self, call: Call, guessed: Prompt, guess: Guess, model: Model, tenant: bytes) -> Understood:
+        if not self._may_leave(guess):
+            return Understood(guessed)
+        if guess.unread or guess.number > MAX_MEDIA:
+            return Understood(guessed, failure=guess.unread or "many")
+        style = style_with_media(call)
+        if self._styles.reading(style, self._clock()) is Reading.ALONE:
+            return Understood(guessed, failure="differs")
+        nodes = [node for node in self._clusters.ready(Role.DECODE) if _takes_media(node)]
+        try:
+            async with asyncio.timeout(TIMEOUT_S), self._turns:
+                status, answer = await self._rendered(call, model, nodes, MAX_SEEN_BYTES, mm_payload="none")
+        except TimeoutError:
+            return Understood(guessed, failure="timeout")
+        except LegFailed as error:
+            return Understood(guessed, failure=error.reason)
+        if status != 200:
+            if status in NOT_SERVED:
+                self._styles.not_read(style, self._clock())
+            return Understood(guessed, failure=str(status))
+
+        def read(memory: PromptMemory) -> Understood:
+            seen = seen_in(answer, guess.number)
+            if seen.failure:
+                return Understood(guessed, failure=seen.failure)
+            prompt = prompt_from(call, seen.tokens, SEEN, model, memory, tenant, insets=seen.insets)
+            return Understood(replace(prompt, caching=guessed.caching), Reading.ENGINE)
+
+        found = await self._reader.think(read)
+        if found.failure in NEVER_SEEN:
+            self._styles.not_read(style, self._clock())
+        elif not found.failure:
+            self._worth.learn(guess, found.prompt.num_tokens)
+        return found
+
+    def _may_leave(self, guess: Guess) -> bool:
+        """Whether another node than the one that decodes it may compute a prompt with media, as far as can be said now."""
+        able = [node for node in self._clusters.ready(Role.PREFILL) if _takes_media(node)]
+        homes = {node.cluster for node in self._clusters.ready(Role.DECODE)}
+        if any(node.cluster in homes for node in able):
+            return True
+        return bool(able) and self._worth.asks(guess, self._threshold_tokens())
+
     async def longer(self, token_ids: Raw, call: Call, model: Model, tenant: bytes, answered: Sequence[int]) -> Prompt:
         """The prompt that an engine has read, with what has been `answered` after it. Raises BadRequest."""
 
@@ -124,25 +197,31 @@ class EngineReadings:
     def ended(self, request: Request, record: RequestRecord, arrived_unix_s: float) -> None:
         """Learns of a request that is over."""
         if not MISMATCH.isdisjoint(request.fallbacks):
-            self._tasks.start(self._learn(request.call, request.reading), "learn_style")
+            kind = style_with_media if request.asked.has_media else style_of
+            self._tasks.start(self._learn(request.call, request.reading, kind), "learn_style")
 
-    async def _learn(self, call: Call, read: Reading) -> None:
-        style = await self._reader.think(lambda _: style_of(call))
+    async def _learn(self, call: Call, read: Reading, kind: Callable[[Call], bytes]) -> None:
+        style = await self._reader.think(lambda _: kind(call))
         self._styles.differs(style, read, self._clock())
         log.warning("engines read style=%s otherwise than reading=%s", style.hex(), read)
 
-    async def _rendered(self, call: Call, model: Model) -> tuple[int, bytes]:
-        nodes = self._clusters.decodes()
+    async def _rendered(
+        self, call: Call, model: Model, nodes: Sequence[Node], max_bytes: int = MAX_ANSWER_BYTES, **values: Any
+    ) -> tuple[int, bytes]:
         if not nodes:
             raise LegFailed(NOBODY)
         node = min(nodes, key=lambda each: (each.pending_requests, each.load.running))
-        body = call.body({"model": model.names[-1]})
+        body = call.body({"model": model.names[-1], **values})
         try:
             async with asyncio.timeout(self._timeout_s):
-                status, _, answer = await self._legs.ask(node, f"{call.endpoint}/render", body)
+                status, _, answer = await self._legs.ask(node, f"{call.endpoint}/render", body, max_bytes)
         except TimeoutError as error:
             raise LegFailed("timeout") from error
         return status, answer
+
+
+def _takes_media(node: Node) -> bool:
+    return node.info is not None and node.info.takes_media
 
 
 def _read(answer: bytes, call: Call, model: Model, memory: PromptMemory, tenant: bytes) -> Understood | None:

@@ -203,12 +203,14 @@ class Legs:
         """The answer of `node` to what another node prefills in `room`, as of `decode`. Raises DecodeFailed."""
         return await self._decode(node, request, request.call.body(_paired(request, room)))
 
-    async def ask(self, node: Node, path: str, body: bytes) -> tuple[int, str, bytes]:
+    async def ask(
+        self, node: Node, path: str, body: bytes, max_bytes: int = MAX_ANSWER_BYTES
+    ) -> tuple[int, str, bytes]:
         """Status, type and body of what `node` answers at `path`, which is no leg of a generation. Raises LegFailed."""
         assert node.info is not None
         answer = await self._pool.post(node.info.engine_url, path, "", body, self.timeouts.answer_s)
         try:
-            return answer.status, answer.content_type, await answer.whole(MAX_ANSWER_BYTES)
+            return answer.status, answer.content_type, await answer.whole(max_bytes)
         finally:
             answer.close()
 

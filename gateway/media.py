@@ -1,7 +1,8 @@
 """Images, sounds and videos in messages: engines read them, the gateway passes them on and knows how much text is around them.
 
-KVCache of such a prompt is not that of its tokens alone. So its blocks get names of their own, and it is computed where it is
-decoded; what its media come to in tokens only the engine knows, and here it is guessed.
+KVCache of such a prompt is not that of its tokens alone, and what its media come to in tokens only an engine knows. One is asked
+where that may be worth it (`gateway.engine_reading`): then its blocks are named by tokens and media, and it goes wherever any
+prompt may. Of others the length is guessed, their blocks have names of their own, and they are computed where they are decoded.
 """
 
 from collections.abc import Mapping
@@ -21,18 +22,33 @@ KINDS: Final = frozenset(
     | {"video_url", "video_embeds"}
 )
 TOKENS_EACH: Final = 1024  # guessed: an image of a megapixel has 1,369 in Qwen2.5-VL, 576 a picture in LLaVA 1.5
+# Kinds whose KVCache may be computed elsewhere. They are there, in the request: an address is for whoever answers to look up, as
+# three engines that did might see three images.
+SEEN: Final = frozenset({"image_url", "input_image"})
+INLINE: Final = "data:"
 NAMED: Final = "uuid"  # by which engines find what was sent with it before, whoever has sent it
 
 _MARKS: Final = tuple(f'"{kind}"'.encode() for kind in sorted(KINDS))
 _MESSAGES: Final = msgspec.json.Decoder(list[Any])
 
 
+class Guess(msgspec.Struct, frozen=True):
+    """What is known of a prompt whose media no engine has read: the tokens of its texts, the number of media, and why none is
+    asked for them; "": one may be.
+    """
+
+    text_tokens: int
+    number: int
+    unread: str = ""
+
+
 class Apart(msgspec.Struct, frozen=True):
-    """A call's texts, and how many media were among them; `digest` is of all they say."""
+    """A call's texts, and how many media were among them; `digest` is of all they say, `unread` as in a Guess."""
 
     texts: Call
     number: int
     digest: bytes
+    unread: str = ""
 
 
 def may_have_media(raw: Raw) -> bool:
@@ -49,6 +65,7 @@ def apart(call: Call, *, may_be_named: bool) -> Apart | None:
         return None
     named = sha256()
     number = 0
+    unread = ""
     texts = []
     for index, message in enumerate(messages):
         parts = message.get("content") if isinstance(message, dict) else None
@@ -65,13 +82,25 @@ def apart(call: Call, *, may_be_named: bool) -> Apart | None:
                     code="unsupported",
                 )
             named.update(msgspec.json.encode((index, at, part)))
+            unread = unread or _unread(part)
         number += len(media)
         kept = [part for part in parts if not _is_medium(part)]
         texts.append({**message, "content": kept} if media else message)
     if not number:
         return None
     fields = call.fields | {"messages": Raw(msgspec.json.encode(texts))}
-    return Apart(replace(call, fields=fields), number, named.digest())
+    return Apart(replace(call, fields=fields), number, named.digest(), unread)
+
+
+def _unread(part: Mapping[str, Any]) -> str:
+    if NAMED in part:
+        return "named"
+    kind = part.get("type") or next(iter(KINDS & part.keys()))
+    if kind not in SEEN:
+        return "kind"
+    said = part.get(kind)
+    url = said.get("url") if isinstance(said, Mapping) else said
+    return "" if isinstance(url, str) and url.startswith(INLINE) else "address"
 
 
 def _is_medium(part: Any) -> bool:

@@ -16,11 +16,11 @@ from gateway.breakpoints import NO_MARKS, Marks, breakpoints, unmarked
 from gateway.caching import NO_CACHING, Breakpoint, Caching
 from gateway.dialects.translation import call_in
 from gateway.errors import BadRequest, unknown_model
-from gateway.media import TOKENS_EACH, Apart, apart, may_have_media
+from gateway.media import TOKENS_EACH, Apart, Guess, apart, may_have_media
 from gateway.openai import NOT_JSON, Call, ChatOptions, Endpoint, bad_field
 from gateway.rules import Tools, check_tools
 from hybrid_cache.chains import ChainCache
-from hybrid_cache.hashing import NAMESPACE, namespaced
+from hybrid_cache.hashing import NAMESPACE, Inset, namespaced
 from prompts.conversations import Conversations
 from prompts.errors import BadPrompt, TakesLonger
 from prompts.reading import Chat, chat_tokens, completion_tokens, truncated
@@ -66,8 +66,9 @@ class Prompt(msgspec.Struct, frozen=True):
     """A prompt as the clusters know it. `hashes` are those of the full blocks of its first N-1 tokens.
 
     `caching` is what is to be done with its KVCache. `how` it was read, for a metric: "continued" from where an earlier body had
-    ended, or why as a whole. `salt` is what the hashes start from, that of `namespace`. KVCache of an `adapter`,
-    or with media, is not that of the tokens alone: no other prompt's blocks are called so. With media `num_tokens` is guessed.
+    ended, or why as a whole. `salt` is that of `namespace`, which engines' names start from. KVCache of an `adapter`,
+    or with media, is not that of the tokens alone. With media that no engine has read `num_tokens` is a `guess`, and no other
+    prompt's blocks are called as its own; no more are those for an adapter.
     """
 
     num_tokens: int
@@ -79,11 +80,17 @@ class Prompt(msgspec.Struct, frozen=True):
     caching: Caching = NO_CACHING
     adapter: str = ""
     has_media: bool = False
+    guess: Guess | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether any engine of the model can compute it."""
+        return not (self.has_media or self.adapter)
 
     @property
     def is_alone(self) -> bool:
-        """Whether its KVCache is that of more than its tokens: nobody shares it."""
-        return self.has_media or bool(self.adapter)
+        """Whether its KVCache is that of more than its blocks' names tell: nobody shares it."""
+        return self.guess is not None or bool(self.adapter)
 
     @property
     def transfer_tokens(self) -> int:
@@ -165,10 +172,12 @@ def _media_of(call: Call, model: Model, most_new: int | None) -> Apart | None:
 def _prompt_with(media: Apart, model: Model, memory: PromptMemory, tenant: bytes, marks: Marks) -> Prompt:
     """The prompt of texts with media between them: its tokens are guessed, its blocks named by what the media are."""
     tokens, _ = tokens_of_prompt(media.texts, model, memory, tenant)
-    prompt = prompt_from(media.texts, tokens, MEDIA, model, memory, tenant, media=media.digest)
+    prompt = prompt_from(media.texts, tokens, MEDIA, model, memory, tenant, unread=media.digest)
     room = model.max_model_len - 1  # who is sure that it fits is the engine
     guessed = max(prompt.num_tokens, min(room, prompt.num_tokens + media.number * TOKENS_EACH))
-    return replace(prompt, num_tokens=guessed, caching=_unkept(marks))
+    unread = media.unread or ("truncated" if media.texts.options.truncate_prompt_tokens is not None else "")
+    guess = Guess(prompt.num_tokens, media.number, unread)
+    return replace(prompt, num_tokens=guessed, caching=_unkept(marks), has_media=True, guess=guess)
 
 
 def tokens_of_prompt(
@@ -189,11 +198,12 @@ def prompt_from(
     memory: PromptMemory,
     tenant: bytes = b"",
     answered: Sequence[int] = (),
-    media: bytes = b"",
+    insets: Sequence[Inset] = (),
+    unread: bytes = b"",
 ) -> Prompt:
     """The prompt of `call` that has `tokens`, with what has been `answered` after it. Raises BadRequest.
 
-    `media` is the digest of what the messages have beside texts.
+    `insets` are the media among them; `unread` is the digest of those that are not.
     """
     if not len(tokens):
         raise _invalid(call.endpoint.prompt_field, "the prompt is empty")
@@ -204,9 +214,8 @@ def prompt_from(
     namespace = hashing.namespace(call.options.cache_salt)
     salt = namespaced(hashing.salt, namespace)
     adapter = call.options.model if call.options.model in model.adapters else ""
-    if adapter or media:
-        salt = namespaced(salt, f"{ALONE}{media.hex()}/{adapter}")
-    chain = memory.chains.chain(tokens, hashing.block_size, salt, tenant)
+    named = namespaced(salt, f"{ALONE}{unread.hex()}/{adapter}") if adapter or unread else salt
+    chain = memory.chains.chain(tokens, hashing.block_size, named, tenant, insets)
     return Prompt(
         len(tokens),
         chain.hashes,
@@ -215,7 +224,7 @@ def prompt_from(
         salt,
         namespace,
         adapter=adapter,
-        has_media=bool(media),
+        has_media=bool(insets),
     )
 
 

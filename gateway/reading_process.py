@@ -22,6 +22,7 @@ import msgspec
 
 from gateway.caching import Caching
 from gateway.errors import ApiError
+from gateway.media import Guess
 from gateway.openai import Call, Endpoint, call_of
 from gateway.prompts import Model, Prompt, PromptMemory, read_call
 from hybrid_cache.hashing import split_hashes
@@ -56,6 +57,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     caching: Caching
     adapter: str
     has_media: bool
+    guess: Guess | None
     fields: list[tuple[str, int]]
     echo: bytes
     why_plain: str
@@ -100,6 +102,7 @@ def answer_of(header: bytes, data: bytearray, endpoint: Endpoint) -> tuple[Call,
         answer.caching,
         answer.adapter,
         answer.has_media,
+        answer.guess,
     )
     if endpoint is answer.endpoint:
         return call_of(endpoint, fields), prompt, answer.why_plain
@@ -138,6 +141,7 @@ def _answer(question: Question, body: bytes, memory: PromptMemory) -> Iterable[b
         prompt.caching,
         prompt.adapter,
         prompt.has_media,
+        prompt.guess,
         list(zip(call.fields, sizes, strict=True)),
         call.echo,
         memory.tokenizer.encoder.why_plain,

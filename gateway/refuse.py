@@ -15,6 +15,7 @@ from gateway.request import Request, Stay
 from planner.decisions.admission import Admission, AdmissionPolicy, Expected, RejectReason, admit, admit_to_decode
 from planner.decisions.decoding import DecodeForecast, LearnedSteps
 from planner.decisions.routing import Route
+from planner.decisions.views import Role
 
 DECODE_S: Final = 10.0  # of an answer, until some have ended
 
@@ -121,7 +122,7 @@ class Refusals:
 
     def _room(self, request: Request) -> float:
         """Requests of this gateway that decode can hold within the TBT of this one's class."""
-        ready = self._clusters.decodes()
+        ready = self._clusters.ready(Role.DECODE)
         room = self._steps.room([node.id for node in ready], self._slots, request.service.tbt_s)
         return room - sum(node.others for node in ready)
 

@@ -170,13 +170,14 @@ async def running(
         )
         traces = Traces(config.traces, metrics.upkeep.not_traced) if config.traces.endpoint else None
     reader = Reader(tokenizer, afterwards, threads=config.tokenise_threads, timeout_s=config.timeouts.read_s)
+    decider = Decider(config, clusters, links, cost, clock)
     engine_readings = EngineReadings(
         Styles(), clusters, legs, reader, afterwards, clock, config.timeouts.read_s,
+        lambda: decider.setting.threshold_tokens,
         renders_otherwise=renders_otherwise(config.tokenizer_dir),
     )  # fmt: skip
     on_ended = [each.ended for each in (request_log, traces, engine_readings) if each is not None]
     accounts = Accounts(metrics, records, seat.offered, clock, on_ended)
-    decider = Decider(config, clusters, links, cost, clock)
     follower = Follower(config.plan, decider.follow, metrics.upkeep)
     follower.begin()
     moves = Moves(

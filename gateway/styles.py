@@ -10,6 +10,7 @@ said. A leg that was refused for its tokens teaches the gateway that style: the 
 """
 
 from collections import OrderedDict
+from dataclasses import replace
 from enum import StrEnum
 from hashlib import blake2b
 from typing import Any, Final
@@ -29,6 +30,7 @@ SAMPLING: Final = frozenset(
     | {"temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop"}
     | {"logit_bias", "logprobs", "top_logprobs", "metadata", "store", "service_tier", "cache_salt", "ignore_eos"}
 )  # fmt: skip
+_MEDIA: Final = Raw(b'"media"')  # in the place of messages
 _LIST: Final = msgspec.json.Decoder(list[Raw])
 _OBJECT: Final = msgspec.json.Decoder(dict[str, Raw])
 
@@ -45,6 +47,14 @@ def style_of(call: Call) -> bytes:
     """A name for the style of `call`."""
     said = sorted(f"{name}={_value(name, raw)}" for name, raw in call.fields.items() if name not in SAMPLING)
     return blake2b("\n".join([call.endpoint, *said]).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def style_with_media(call: Call) -> bytes:
+    """As `style_of`, of a chat with media: its messages, which may be megabytes, do not count. Engines that see otherwise do so
+    whatever they are shown.
+    """
+    rest = {name: raw for name, raw in call.fields.items() if name != "messages"}
+    return style_of(replace(call, fields=rest | {"messages": _MEDIA}))
 
 
 class Styles:

@@ -12,7 +12,16 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from hybrid_cache.hashing import Tokens, block_hashes, chain_root, digest_root, token_bytes
+from hybrid_cache.hashing import (
+    Inset,
+    Tokens,
+    block_hashes,
+    chain_root,
+    digest_root,
+    marks,
+    token_bytes,
+    with_insets,
+)
 
 CHUNK_BLOCKS: Final = 64
 DIGEST_BYTES: Final = 256  # of a digest that can be gone on with
@@ -29,7 +38,7 @@ class Chain(NamedTuple):
 
 class _Chunk(NamedTuple):
     number: int
-    data: bytes
+    data: bytes  # its tokens, and the marks of what begins among them
     hashes: Sequence[bytes]
     digesting: Any  # the digest up to and including this chunk, to be copied
 
@@ -53,8 +62,10 @@ class ChainCache:
         self._memory = memory
         self._numbers = count(1)
 
-    def chain(self, tokens: Tokens, block_size: int, salt: bytes, tenant: bytes = b"") -> Chain:
-        """`block_hashes(tokens[:-1], …)` and `tokens_digest(tokens, salt)`."""
+    def chain(
+        self, tokens: Tokens, block_size: int, salt: bytes, tenant: bytes = b"", insets: Sequence[Inset] = ()
+    ) -> Chain:
+        """`block_hashes(tokens[:-1], …)` and `tokens_digest(tokens, …)`."""
         data = token_bytes(tokens)
         step = CHUNK_BLOCKS * block_size * TOKEN_BYTES
         before: Any = (block_size, salt)
@@ -62,11 +73,13 @@ class ChainCache:
         digesting, hashes, start = sha256(digest_root(salt)), list[bytes](), 0
         while start + step < len(data):  # the last token is in no block
             part = data[start : start + step]
-            key = (before, self._fast_hash(part))
+            within = _from(insets, start // TOKEN_BYTES)
+            whole = part + marks(within, 0, step // TOKEN_BYTES) if within else part
+            key = (before, self._fast_hash(whole))
             chunk: _Chunk | None = self._memory.get(tenant, key)
-            if chunk is None or chunk.data != part:
-                chunk = self._new(part, parent, digesting, block_size, salt)
-                self._memory.put(tenant, key, chunk, step + DIGEST_BYTES + CHUNK_BLOCKS * HASH_BYTES)
+            if chunk is None or chunk.data != whole:
+                chunk = self._new(part, whole, parent, digesting, block_size, salt, within)
+                self._memory.put(tenant, key, chunk, len(whole) + DIGEST_BYTES + CHUNK_BLOCKS * HASH_BYTES)
             else:
                 self.hits += 1
             hashes += chunk.hashes
@@ -75,11 +88,26 @@ class ChainCache:
         rest = data[start:]
         digesting = digesting.copy()
         digesting.update(rest)
-        hashes += block_hashes(np.frombuffer(rest, np.dtype("<u4"))[:-1], block_size, salt, parent)
-        return Chain(hashes, digesting.digest())
+        last = np.frombuffer(rest, np.dtype("<u4"))[:-1]
+        hashes += block_hashes(last, block_size, salt, parent, _from(insets, start // TOKEN_BYTES))
+        return Chain(hashes, with_insets(digesting.digest(), insets))
 
-    def _new(self, data: bytes, parent: bytes, digesting: Any, block_size: int, salt: bytes) -> _Chunk:
+    def _new(
+        self,
+        part: bytes,
+        whole: bytes,
+        parent: bytes,
+        digesting: Any,
+        block_size: int,
+        salt: bytes,
+        insets: Sequence[Inset],
+    ) -> _Chunk:
         digesting = digesting.copy()
-        digesting.update(data)
-        hashes = block_hashes(np.frombuffer(data, np.dtype("<u4")), block_size, salt, parent)
-        return _Chunk(next(self._numbers), data, hashes, digesting)
+        digesting.update(part)
+        hashes = block_hashes(np.frombuffer(part, np.dtype("<u4")), block_size, salt, parent, insets)
+        return _Chunk(next(self._numbers), whole, hashes, digesting)
+
+
+def _from(insets: Sequence[Inset], start: int) -> list[Inset]:
+    """Those that begin at `start` or later, placed as seen from there."""
+    return [Inset(inset.start - start, inset.name) for inset in insets if inset.start >= start]

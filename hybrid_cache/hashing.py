@@ -1,15 +1,23 @@
 """Identity of cached blocks: a SHA-256 chain over tokens, equal in every process and datacenter.
 
     root = SHA256("prfaas.blocks" | salt)
-    h[0] = SHA256(root | tokens of block 0),  h[i] = SHA256(h[i-1] | tokens of block i)
+    h[0] = SHA256(root | tokens of block 0 | insets),  h[i] = SHA256(h[i-1] | tokens of block i | insets)
 
 A token is a little-endian uint32. The salt carries model fingerprint and namespace: equal prompts of two namespaces have
 unrelated chains. There is no seed; finding a collision means breaking SHA-256.
+
+An inset is what stands in a prompt and is no text (an image), where placeholders hold its place: equal tokens with another
+image are another prompt. A block has the mark of each inset that begins in it, where in the block and what: so one that has any
+is longer than every block of text, and all that follow it in the chain are named by it, too. How long an inset is follows from
+what it is, as for vLLM's own hashes.
 """
 
+import struct
+from bisect import bisect_left
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import Final
+from operator import itemgetter
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +26,29 @@ HASH_BYTES: Final = 32
 MAX_TOKEN: Final = 2**32 - 1
 NAMESPACE: Final = "prfaas-"
 """What namespaces begin with: a cache salt of an engine that does not is somebody else's."""
+MEDIUM: Final = "prfaas-medium-"
+"""What names of insets begin with that follow from their contents: one that a client has given does not."""
 
 Tokens = Sequence[int] | NDArray[np.integer]
 
+_PLACE: Final = struct.Struct("<Q")
+_start: Final = itemgetter(0)
 
-def block_hashes(tokens: Tokens, block_size: int, salt: bytes, parent: bytes = b"") -> list[bytes]:
-    """Hashes of the full blocks of `tokens`, HASH_BYTES each. `parent` continues the chain of an earlier prefix."""
+
+class Inset(NamedTuple):
+    """Something beside text in a prompt: the first of its placeholders, and what it is, equal wherever it is the same."""
+
+    start: int
+    name: str
+
+
+def block_hashes(
+    tokens: Tokens, block_size: int, salt: bytes, parent: bytes = b"", insets: Sequence[Inset] = ()
+) -> list[bytes]:
+    """Hashes of the full blocks of `tokens`, HASH_BYTES each. `parent` continues the chain of an earlier prefix.
+
+    `insets` are in the order of their places, which count from the first of `tokens`.
+    """
     if block_size <= 0:
         raise ValueError(f"block_size must be positive, not {block_size}")
     data = token_bytes(tokens)
@@ -31,13 +56,24 @@ def block_hashes(tokens: Tokens, block_size: int, salt: bytes, parent: bytes = b
     # Copying an empty hasher is cheaper than looking the algorithm up for each block.
     fresh = sha256().copy
     previous = parent or chain_root(salt)
+    blocks = {inset.start // block_size for inset in insets}
+    marked = {block: marks(insets, block * block_size, block_size) for block in blocks}
     hashes = []
     for start in range(0, len(data) - step + 1, step):
         hasher = fresh()
         hasher.update(previous + data[start : start + step])
+        if marked and (mark := marked.get(start // step)):
+            hasher.update(mark)
         previous = hasher.digest()
         hashes.append(previous)
     return hashes
+
+
+def marks(insets: Sequence[Inset], start: int, num_tokens: int) -> bytes:
+    """Of the insets that begin in [start, start + num_tokens): where in it, and what they are."""
+    first = bisect_left(insets, start, key=_start)
+    within = insets[first : bisect_left(insets, start + num_tokens, first, key=_start)]
+    return b"".join(_PLACE.pack(inset.start - start) + sha256(inset.name.encode()).digest() for inset in within)
 
 
 def chain_root(salt: bytes) -> bytes:
@@ -45,9 +81,16 @@ def chain_root(salt: bytes) -> bytes:
     return sha256(b"prfaas.blocks" + salt).digest()
 
 
-def tokens_digest(tokens: Tokens, salt: bytes) -> bytes:
-    """Identity of a whole token sequence, its length and salt included (32 bytes)."""
-    return sha256(digest_root(salt) + token_bytes(tokens)).digest()
+def tokens_digest(tokens: Tokens, salt: bytes, insets: Sequence[Inset] = ()) -> bytes:
+    """Identity of a whole token sequence, its length, salt and insets included (32 bytes)."""
+    return with_insets(sha256(digest_root(salt) + token_bytes(tokens)).digest(), insets)
+
+
+def with_insets(digest: bytes, insets: Sequence[Inset]) -> bytes:
+    """The digest of a prompt whose tokens have `digest`, with `insets` among them."""
+    if not insets:
+        return digest
+    return sha256(b"prfaas.insets" + digest + marks(insets, 0, MAX_TOKEN)).digest()
 
 
 def digest_root(salt: bytes) -> bytes:

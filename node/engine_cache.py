@@ -1,8 +1,8 @@
 """What an engine's own prefix cache holds, in the names that gateways look for.
 
-vLLM tells of its blocks under hashes of its own, and SGLang does in the same words. They also tell their tokens and their
-parents, so ours can be computed; a block whose parent is unknown, or that belongs to an adapter or to a salt that no gateway
-gave, has no name here and is passed over.
+vLLM tells of its blocks under hashes of its own, and SGLang does in the same words. They also tell their tokens, images and
+parents, so ours can be computed; a block whose parent is unknown, or that belongs to an adapter, to a salt that no gateway gave
+or to media that are not named by what they are, has no name here and is passed over.
 What is passed over, or forgotten too early, costs a lost hit; nothing here decides what an engine really reuses.
 
 vLLM keeps layers of one kind in one group or in several. A group of ours holds a block when each of them does: of a hybrid model
@@ -11,12 +11,12 @@ a prefix is usable only where attention and states are both there. Its blocks ma
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Medium
-from hybrid_cache.hashing import NAMESPACE, block_hashes, namespaced
+from hybrid_cache.hashing import MEDIUM, NAMESPACE, Inset, block_hashes, namespaced
 from hybrid_cache.layout import ModelLayout
 from hybrid_cache.spec import FullAttention, KVCacheSpec, LinearState, SlidingWindow
 from node.engine_pieces import Begun, Pieces
@@ -61,7 +61,7 @@ EngineEvent = BlockStored | BlockRemoved | AllBlocksCleared
 class EngineCache:
     """Translates one engine's events. `salt` is what hashes of its model's blocks start from.
 
-    The first block of a request with a gateway's namespace has it as its only extra key (vLLM's `cache_salt`).
+    The first block of a request with a gateway's namespace has it as an extra key (vLLM's `cache_salt`).
     """
 
     def __init__(self, layout: ModelLayout, salt: bytes) -> None:
@@ -120,19 +120,22 @@ class EngineCache:
             return
         if event.cache_salt is not None and not event.cache_salt.startswith(NAMESPACE):
             return
-        extra_keys = list(event.extra_keys or ())
-        namespace = event.cache_salt or (
-            _namespace(extra_keys[0]) if extra_keys and event.parent_block_hash is None else ""
-        )
-        if namespace and extra_keys:
-            extra_keys[0] = None
+        namespace, insets, named = event.cache_salt or "", list[Inset](), len(event.block_hashes)
+        is_root = event.parent_block_hash is None
+        for number, keys in enumerate(event.extra_keys or ()):
+            meant = _meant(keys or (), number * size, is_first=not number and (is_root or bool(namespace)))
+            # Its descendants are nameless, too: their chain begins with it. Pieces of a block have no images.
+            if meant is None or (meant.insets and size != self._layout.block_size):
+                named = number
+                break
+            namespace = namespace or meant.namespace
+            insets += meant.insets
         if namespace:
             begun = replace(begun, salt=namespaced(self._salt, namespace))
-        # Blocks with other keys (an image's, an adapter's) make their descendants nameless, too: their chain begins with them.
-        plain = next((i for i, keys in enumerate(extra_keys) if keys), len(event.block_hashes))
-        hashes, tokens = event.block_hashes[:plain], event.token_ids[: plain * size]
+        hashes, tokens = event.block_hashes[:named], event.token_ids[: named * size]
         if size == self._layout.block_size:
-            self._names.update(zip(hashes, block_hashes(tokens, size, begun.salt, begun.before), strict=True))
+            names = block_hashes(tokens, size, begun.salt, begun.before, insets)
+            self._names.update(zip(hashes, names, strict=True))
         else:
             self._names.update(self._pieces_of(size).learn(begun, hashes, tokens))
 
@@ -285,8 +288,23 @@ def _is_of(spec: KVCacheSpec, kind: str | None, window: int | None) -> bool:
             return kind in STATE_KINDS
 
 
-def _namespace(keys: Any) -> str:
-    """The namespace that the extra keys of a first block are; "" if they are something else."""
-    if isinstance(keys, Sequence) and len(keys) == 1 and isinstance(keys[0], str) and keys[0].startswith(NAMESPACE):
-        return keys[0]
-    return ""
+class _Meant(NamedTuple):
+    namespace: str
+    insets: list[Inset]
+
+
+def _meant(keys: Sequence[Any], start: int, *, is_first: bool) -> _Meant | None:
+    """The namespace of a prompt, and what begins in a block at `start`, as its extra keys tell; None: there is more to it.
+
+    vLLM tells of an image in every block that it reaches into; where it begins, a name of ours has it.
+    """
+    namespace, insets = "", []
+    for key in keys:
+        match key:
+            case str() if is_first and not namespace and key.startswith(NAMESPACE):
+                namespace = key
+            case [str(name), int(place)] if name.startswith(MEDIUM):
+                insets += [Inset(start + place, name)] if place >= 0 else []
+            case _:
+                return None
+    return _Meant(namespace, insets)

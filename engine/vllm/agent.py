@@ -29,7 +29,7 @@ from engine.vllm.steps import (
     StateWritten,
     StepWritten,
 )
-from hybrid_cache.hashing import block_hashes, tokens_digest
+from hybrid_cache.hashing import Inset, block_hashes, tokens_digest
 from hybrid_cache.reservation import NO_HINTS, Hints
 from transport.control.messages import LayerDone, StateDone, TicketInfo, Welcome
 
@@ -114,16 +114,19 @@ class AgentThread:
         salt: bytes,
         ticket: TicketInfo | None,
         hints: Hints = NO_HINTS,
+        insets: Sequence[Inset] = (),
     ) -> int:
         """Asks for pages for the first `num_tokens` tokens of a prompt; returns the errand's number."""
         errand = self._new(num_tokens)
-        self._on_loop(lambda: self._start(errand, self._begin(errand, request_id, prompt, salt, ticket, hints)))
+        self._on_loop(lambda: self._start(errand, self._begin(errand, request_id, prompt, salt, ticket, hints, insets)))
         return errand.number
 
-    def claim(self, prompt: Sequence[int], salt: bytes, transfer_id: str, timeout_s: float) -> int:
+    def claim(
+        self, prompt: Sequence[int], salt: bytes, transfer_id: str, timeout_s: float, insets: Sequence[Inset] = ()
+    ) -> int:
         """Asks for a landing's pages; returns the errand's number."""
         errand = self._new(0)
-        self._on_loop(lambda: self._start(errand, self._claim(errand, prompt, salt, transfer_id, timeout_s)))
+        self._on_loop(lambda: self._start(errand, self._claim(errand, prompt, salt, transfer_id, timeout_s, insets)))
         return errand.number
 
     def last_step(
@@ -237,10 +240,12 @@ class AgentThread:
         salt: bytes,
         ticket: TicketInfo | None,
         hints: Hints,
+        insets: Sequence[Inset],
     ) -> None:
         def identify() -> tuple[bytes, bytes]:
-            hashes = block_hashes(prompt[: errand.num_tokens], self._layout.model.block_size, salt)
-            return b"".join(hashes), tokens_digest(prompt, salt)
+            size = self._layout.model.block_size
+            hashes = block_hashes(prompt[: errand.num_tokens], size, salt, insets=insets)
+            return b"".join(hashes), tokens_digest(prompt, salt, insets)
 
         hashes, digest = await _where(len(prompt), identify)
         if ticket is not None:
@@ -261,9 +266,15 @@ class AgentThread:
             raise TransferError("digest_mismatch", "the ticket was made for other tokens")
 
     async def _claim(
-        self, errand: Errand, prompt: Sequence[int], salt: bytes, transfer_id: str, timeout_s: float
+        self,
+        errand: Errand,
+        prompt: Sequence[int],
+        salt: bytes,
+        transfer_id: str,
+        timeout_s: float,
+        insets: Sequence[Inset],
     ) -> None:
-        digest = await _where(len(prompt), lambda: tokens_digest(prompt, salt))
+        digest = await _where(len(prompt), lambda: tokens_digest(prompt, salt, insets))
         job = self._link.claim_landing(transfer_id, digest, timeout_s)
         await self._granted(errand, job)
 

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Raw
 
 from engine.openai.api import ANSWERED_HEADER, NOT_RESUMABLE_HEADER
-from engine.vllm.internals import RECOMPUTED, continue_answers
+from engine.vllm.internals import RECOMPUTED, prepare_front_end
 
 PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 IDS: Final = b',"token_ids":['  # cannot stand inside a JSON string: its quotes would be escaped there
@@ -92,7 +92,7 @@ class Answers:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        continue_answers()
+        prepare_front_end()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] not in PATHS:

@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from engine.identity import default_memory
-from engine.vllm import internals
+from engine.vllm import internals, media
 from engine.vllm.agent import AgentThread, agent_socket
 from engine.vllm.identity import kv_identity, with_forms
 from engine.vllm.layout import CacheLayer, Kind, VllmLayout, vllm_layout
@@ -88,6 +88,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._engine = internals.NO_ENGINE
         if role is KVConnectorRole.SCHEDULER:
             end_with_parent()
+            if media.takes_media(vllm_config):
+                media.keep_media()
         self._cached: Cached | None = None
         with _saying_why():
             internals.check_scheduling(vllm_config)
@@ -321,5 +323,5 @@ def _agent(vllm_config: Any, layout: VllmLayout) -> AgentThread:
         max_model_len=model.max_model_len,
         http_url=str(settings.get_from_extra_config("http_url", "")),
         notice="" if is_tested(vllm.__version__) else untested(vllm.__version__),
-        takes_media=internals.takes_media(vllm_config),
+        takes_media=media.takes_media(vllm_config),
     )

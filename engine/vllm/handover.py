@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any
 
 from engine.openai.api import Transfer
+from hybrid_cache.hashing import Inset
 from transport.control.messages import Delivered, JobPages
 
 
@@ -43,6 +44,7 @@ class Handover:
     route: Route
     prompt: list[int]
     transfer: Transfer
+    insets: tuple[Inset, ...] = ()  # what stands in the prompt beside its tokens
     phase: Phase = Phase.OVER
     errand: int = 0
     deadline_s: float = 0.0

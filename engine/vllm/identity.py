@@ -4,16 +4,20 @@ Two servers that differ in any of it have different layouts, and layouts that di
 wrong tokens in the other. What cannot be told apart is refused at the start.
 """
 
+import dataclasses
+import enum
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from engine.errors import ModelError
 from engine.identity import DigestMemory, identity_of, model_identity
 from hybrid_cache.errors import LayoutError
 
+# Where a configuration lies, and what loading notes in it: not the model's.
+HF_PLACES: Final = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 
 
@@ -49,3 +53,29 @@ def with_forms(identity: str, forms: Sequence[str]) -> str:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def text_of(value: Any) -> str:
+    """A value as text that is equal in other processes, whatever it is."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return (
+            "{"
+            + ", ".join(f"{key}: {text_of(value[key])}" for key in sorted(value, key=str) if key not in HF_PLACES)
+            + "}"
+        )
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(map(text_of, value))) + "}"
+    if isinstance(value, Sequence):
+        return "[" + ", ".join(map(text_of, value)) + "]"
+    if hasattr(value, "to_dict"):  # a PreTrainedConfig
+        return text_of(value.to_dict())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return text_of({field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)})
+    if isinstance(value, type) or callable(value):
+        return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+    text = str(value)
+    return text if " at 0x" not in text else f"{type(value).__module__}.{type(value).__qualname__}"

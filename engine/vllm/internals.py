@@ -1,4 +1,5 @@
-"""Every reach into vLLM beyond its connector's base class and its configuration's public face, in one place.
+"""Every reach into vLLM beyond its connector's base class and its configuration's public face, in one place; media have their own
+(`engine.vllm.media`).
 
 What is read or changed here is no interface of vLLM's: `tests/vllm/test_contract.py` says of each that it is still there.
 Requests are vLLM's own objects and are known by their attributes alone, so most of this runs without vLLM; what has to be
@@ -6,12 +7,11 @@ imported is imported where it is needed.
 """
 
 import dataclasses
-import enum
 import functools
 import glob
 import os
 import sys
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from contextvars import ContextVar
 from pathlib import Path
@@ -20,7 +20,9 @@ from typing import Any, Final, TypeVar
 
 from engine.vllm.going_on import going_on
 from engine.vllm.harmless import HARMLESS
+from engine.vllm.identity import text_of
 from engine.vllm.layout import CacheLayer, Kind
+from engine.vllm.media import is_named, name_media, stop_of
 from engine.vllm.seeds import with_seeds_back, without_unread_seeds
 from hybrid_cache.errors import LayoutError
 
@@ -38,7 +40,7 @@ def unsuited(request: Any, namespace_is_known: Callable[[str], bool]) -> str:
     """
     if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
         return "prompt_embeds"
-    if request.mm_features:
+    if not all(is_named(feature) for feature in request.mm_features):
         return "multimodal"
     if request.lora_request is not None:
         return "lora"
@@ -86,6 +88,8 @@ def _cut(request: Any, num_tokens: int) -> None:
     request.prompt_token_ids = request.prompt_token_ids[:num_tokens]
     del request._all_token_ids[num_tokens:]
     request.num_prompt_tokens = num_tokens
+    # A medium beyond the end would have no place: models that count positions by their media look for it there.
+    request.mm_features = [feature for feature in request.mm_features if stop_of(feature) <= num_tokens]
     # Hashes cover whole blocks: one that reached beyond the cut would name what follows by other tokens.
     request.block_hashes.clear()
     request.update_block_hashes()
@@ -169,17 +173,17 @@ def check_scheduling(vllm_config: Any) -> None:
         raise ValueError("the connector knows one engine per node: start a node for each data parallel rank")
 
 
-def takes_media(vllm_config: Any) -> bool:
-    """Whether the model sees or hears, and has not been told to leave that."""
-    media = vllm_config.model_config.multimodal_config
-    return media is not None and not media.language_model_only
-
-
 # The front end (vllm.v1.engine.async_llm, its detokenizer)
 
 
 RECOMPUTED: Final[ContextVar[list[str] | None]] = ContextVar("RECOMPUTED", default=None)
 """A list of whoever answers a request: why its landing could not be used is in it before the last words are said."""
+
+
+def prepare_front_end() -> None:
+    """All that we change in the process that clients speak to."""
+    continue_answers()
+    name_media()
 
 
 def continue_answers() -> None:
@@ -430,10 +434,6 @@ def _cache_layer(name: str, table: int, spec: Any, ranks: int, heads: int) -> Ca
 # The configuration (vllm.config): everything but what is known not to change KVCache, so that what a new version adds counts.
 
 
-# Where a configuration lies, and what loading notes in it: not the model's.
-HF_PLACES: Final = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
-
-
 def model_source(vllm_config: Any) -> tuple[str, str]:
     """What the weights are loaded from: a path or a name, and the commit of a name's repository, if that is known."""
     model = vllm_config.model_config
@@ -445,14 +445,14 @@ def kv_facts(vllm_config: Any) -> dict[str, str]:
     """Every setting but the weights that KVCache may depend on, by name."""
     model = vllm_config.model_config
     facts = {
-        f"{part}.{field.name}": _text(getattr(config, field.name))
+        f"{part}.{field.name}": text_of(getattr(config, field.name))
         for part, harmless in HARMLESS.items()
         if (config := getattr(vllm_config, part)) is not None
         for field in dataclasses.fields(config)
         if field.name not in harmless and not field.name.startswith("_") and hasattr(config, field.name)
     }
-    facts["hf_config"] = _text(model.hf_config)
-    facts["additional_config"] = _text(vllm_config.additional_config)
+    facts["hf_config"] = text_of(model.hf_config)
+    facts["additional_config"] = text_of(vllm_config.additional_config)
     if vllm_config.load_config.load_format == "dummy":
         facts["seed"] = str(model.seed)
     if (original := _find(model.hf_config, "original_max_position_embeddings")) is not None:
@@ -466,29 +466,3 @@ def _find(config: Any, name: str) -> Any:
         if found is not None:
             return found
     return None
-
-
-def _text(value: Any) -> str:
-    """A value as text that is equal in other processes, whatever it is."""
-    if isinstance(value, enum.Enum):
-        return value.name
-    if value is None or isinstance(value, bool | int | float | str):
-        return repr(value)
-    if isinstance(value, Mapping):
-        return (
-            "{"
-            + ", ".join(f"{key}: {_text(value[key])}" for key in sorted(value, key=str) if key not in HF_PLACES)
-            + "}"
-        )
-    if isinstance(value, set | frozenset):
-        return "{" + ", ".join(sorted(map(_text, value))) + "}"
-    if isinstance(value, Sequence):
-        return "[" + ", ".join(map(_text, value)) + "]"
-    if hasattr(value, "to_dict"):  # a PreTrainedConfig
-        return _text(value.to_dict())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _text({field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)})
-    if isinstance(value, type) or callable(value):
-        return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-    text = str(value)
-    return text if " at 0x" not in text else f"{type(value).__module__}.{type(value).__qualname__}"

@@ -18,7 +18,7 @@ import msgspec
 
 from engine.errors import RequestError
 from engine.openai.api import KVTransferParams, Transfer, transfer_of
-from engine.vllm import internals
+from engine.vllm import internals, media
 from engine.vllm.agent import AgentThread
 from engine.vllm.errands import AgentEvent, Arrived, Failed, Granted, Written
 from engine.vllm.handover import Handover, HandoverCounts, Phase, Route
@@ -211,6 +211,7 @@ class SchedulerSide:
     def _handover(self, request: Any) -> Handover | None:
         """None for a request whose KVCache is of no use to anybody."""
         prompt, reason = list(request.prompt_token_ids or ()), ""
+        insets = media.insets_of(request)
         try:
             transfer = _transfer(request.kv_transfer_params)
         except RequestError as exc:
@@ -220,14 +221,18 @@ class SchedulerSide:
         if transfer.ticket is not None or (reason and asked.get("do_remote_decode")):
             if len(prompt) < 2:
                 reason = "bad_request"
-            return Handover(request=request, route=Route.LEG, prompt=prompt, transfer=transfer, reason=reason)
+            elif media.reaches_the_end(request):
+                reason = "media_at_end"
+            return Handover(
+                request=request, route=Route.LEG, prompt=prompt, transfer=transfer, insets=insets, reason=reason
+            )
         if transfer.transfer_id is not None and len(prompt) > 1:
-            return Handover(request=request, route=Route.LANDING, prompt=prompt, transfer=transfer)
+            return Handover(request=request, route=Route.LANDING, prompt=prompt, transfer=transfer, insets=insets)
         if reason:
             self._counts.fallbacks[reason] += 1
         if not self._local_tier or (len(prompt) - 1) < self._block_size or self._unsuited(request, transfer):
             return None
-        return Handover(request=request, route=Route.LOCAL, prompt=prompt, transfer=transfer)
+        return Handover(request=request, route=Route.LOCAL, prompt=prompt, transfer=transfer, insets=insets)
 
     def _unsuited(self, request: Any, transfer: Transfer) -> str:
         return internals.unsuited(request, lambda namespace: transfer.salt == namespaced(self._salt, namespace))
@@ -240,7 +245,7 @@ class SchedulerSide:
             assert transfer.transfer_id is not None
             handover.deadline_s = handover.asked_s + transfer.timeout_s + CLAIM_GRACE_S
             handover.errand = self._agent.claim(
-                handover.prompt, transfer.salt, transfer.transfer_id, transfer.timeout_s
+                handover.prompt, transfer.salt, transfer.transfer_id, transfer.timeout_s, handover.insets
             )
         else:
             handover.deadline_s = handover.asked_s + (LEG_WAIT_S if transfer.ticket else LOCAL_WAIT_S)
@@ -248,7 +253,13 @@ class SchedulerSide:
             if transfer.ticket is None:
                 num_tokens -= num_tokens % self._block_size  # only whole blocks can be reused
             handover.errand = self._agent.begin(
-                request_id, handover.prompt, num_tokens, transfer.salt, transfer.ticket, transfer.hints
+                request_id,
+                handover.prompt,
+                num_tokens,
+                transfer.salt,
+                transfer.ticket,
+                transfer.hints,
+                handover.insets,
             )
         self._errands[handover.errand] = handover
 

@@ -1,11 +1,13 @@
 """Hashes looked up are the hashes that would have been computed."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_cache.chains import CHUNK_BLOCKS, Chain, ChainCache
-from hybrid_cache.hashing import block_hashes, tokens_digest
+from hybrid_cache.hashing import Inset, block_hashes, tokens_digest
 from prompts.fair_cache import FairCache
 from prompts.segments import TokenArray
 
@@ -17,8 +19,8 @@ def prompt(num_tokens: int, seed: int = 0) -> TokenArray:
     return np.random.default_rng(seed).integers(0, 50_000, num_tokens).astype(np.uint32)
 
 
-def computed(tokens: TokenArray, salt: bytes, block_size: int = BLOCK_SIZE) -> Chain:
-    return Chain(block_hashes(tokens[:-1], block_size, salt), tokens_digest(tokens, salt))
+def computed(tokens: TokenArray, salt: bytes, block_size: int = BLOCK_SIZE, insets: Sequence[Inset] = ()) -> Chain:
+    return Chain(block_hashes(tokens[:-1], block_size, salt, insets=insets), tokens_digest(tokens, salt, insets))
 
 
 @settings(max_examples=50, deadline=None)
@@ -37,6 +39,31 @@ def test_prompts_that_share_beginnings_have_the_hashes_of_their_own_tokens(
     for num_tokens, shared, seed, salt in prompts:
         tokens = np.concatenate([prompt(num_tokens)[:shared], prompt(num_tokens, seed)[shared:]])
         assert cache.chain(tokens, BLOCK_SIZE, salt) == computed(tokens, salt)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 4 * CHUNK),
+            st.dictionaries(
+                st.one_of(st.integers(0, 4 * CHUNK), st.sampled_from([CHUNK - 1, CHUNK, CHUNK + 1])),
+                st.sampled_from(["cat", "dog"]),
+                max_size=3,
+            ),
+        ),
+        max_size=8,
+    ),
+    st.booleans(),
+)
+def test_prompts_of_equal_tokens_have_the_hashes_of_their_own_insets(
+    prompts: list[tuple[int, dict[int, str]]], collides: bool
+) -> None:
+    cache = ChainCache(FairCache(60_000), fast_hash=(lambda data: 0) if collides else hash)
+    for num_tokens, named in prompts:
+        insets = [Inset(start, named[start]) for start in sorted(named)]
+        tokens = prompt(4 * CHUNK)[:num_tokens]
+        assert cache.chain(tokens, BLOCK_SIZE, b"", insets=insets) == computed(tokens, b"", insets=insets)
 
 
 def test_only_what_is_new_is_hashed() -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_cache.hashing import block_hashes, split_hashes, tokens_digest
+from hybrid_cache.hashing import Inset, block_hashes, split_hashes, tokens_digest
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -31,6 +31,45 @@ def test_parent_continues_the_chain(tokens, block_size, cut):
     if cut:
         assert block_hashes(tokens[cut * block_size :], block_size, b"s", whole[cut - 1]) == whole[cut:]
     assert len(whole) == len(tokens) // block_size
+
+
+NAMES = st.sampled_from(["a", "b"])
+INSETS = st.dictionaries(st.integers(0, 39), NAMES, max_size=4).map(
+    lambda at: [Inset(start, at[start]) for start in sorted(at)]
+)
+
+
+def test_an_inset_is_in_the_name_of_the_block_in_which_it_begins():
+    tokens = np.array([1, 2, 3, 4], dtype="<u4")
+    root = hashlib.sha256(b"prfaas.blocks").digest()
+    first = hashlib.sha256(root + tokens[:2].tobytes()).digest()
+    mark = (1).to_bytes(8, "little") + hashlib.sha256(b"cat").digest()
+    assert block_hashes(tokens, 2, b"", insets=[Inset(3, "cat")]) == [
+        first,
+        hashlib.sha256(first + tokens[2:].tobytes() + mark).digest(),
+    ]
+    plain = tokens_digest(tokens, b"")
+    mark = (3).to_bytes(8, "little") + hashlib.sha256(b"cat").digest()
+    assert tokens_digest(tokens, b"", [Inset(3, "cat")]) == hashlib.sha256(b"prfaas.insets" + plain + mark).digest()
+
+
+@given(st.lists(st.integers(0, 1), max_size=40), INSETS, INSETS, st.integers(1, 5))
+def test_equal_names_mean_equal_tokens_and_the_same_insets_at_the_same_places(tokens, left, right, size):
+    names = [block_hashes(tokens, size, b"", insets=insets) for insets in (left, right)]
+    for number, (one, other) in enumerate(zip(*names, strict=True)):
+        stop = (number + 1) * size
+        before = [[inset for inset in insets if inset.start < stop] for insets in (left, right)]
+        assert (one == other) == (before[0] == before[1])
+    assert (tokens_digest(tokens, b"", left) == tokens_digest(tokens, b"", right)) == (left == right)
+
+
+@given(TOKENS, INSETS, st.integers(1, 5), st.integers(0, 10))
+def test_parent_continues_the_chain_of_a_prompt_with_insets(tokens, insets, size, cut):
+    whole = block_hashes(tokens, size, b"s", insets=insets)
+    cut = min(cut, len(whole))
+    if cut:
+        rest = [Inset(start - cut * size, name) for start, name in insets if start >= cut * size]
+        assert block_hashes(tokens[cut * size :], size, b"s", whole[cut - 1], rest) == whole[cut:]
 
 
 @given(TOKENS, TOKENS)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
-from hybrid_cache.hashing import block_hashes, model_salt, namespaced
+from hybrid_cache.hashing import MEDIUM, Inset, block_hashes, model_salt, namespaced
 from hybrid_cache.index import PrefixIndex
 from hybrid_cache.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.spec import FullAttention, LinearState, SlidingWindow
@@ -145,6 +145,36 @@ def test_blocks_of_a_namespace_have_the_names_that_its_gateway_looks_for() -> No
     assert cache.apply([stored(2, 3)]) == [BlocksStored(0, tuple(theirs[2:3]), Medium.ENGINE)]  # theirs, too
     other = EngineCache(DENSE, SALT)
     assert other.apply([stored(0, 2, extra_keys=[("image", "prfaas-acme"), None])]) == []
+
+
+def image(number: int) -> str:
+    return f"{MEDIUM}{number}"
+
+
+def test_blocks_with_images_are_named_by_them_where_they_begin() -> None:
+    insets = [Inset(2, image(1)), Inset(BLOCK + 3, image(2))]
+    ours = block_hashes(TOKENS, BLOCK, SALT, insets=insets)
+    assert not set(ours) & set(OURS)
+    cache = EngineCache(DENSE, SALT)
+    # The second begins in the second block and reaches into the third and fourth.
+    keys = [[[image(1), 2]], [[image(2), 3]], [[image(2), -1]], [[image(2), -5]], None]
+    assert cache.apply([stored(0, 2, extra_keys=keys[:2])]) == [BlocksStored(0, tuple(ours[:2]), Medium.ENGINE)]
+    assert cache.apply([stored(2, 5, extra_keys=keys[2:])]) == [BlocksStored(0, tuple(ours[2:5]), Medium.ENGINE)]
+
+
+def test_a_namespace_and_an_image_may_be_of_one_block() -> None:
+    ours = block_hashes(TOKENS, BLOCK, namespaced(SALT, "prfaas-acme"), insets=[Inset(1, image(1))])
+    cache = EngineCache(DENSE, SALT)
+    assert cache.apply([stored(0, 1, extra_keys=[[[image(1), 1], "prfaas-acme"]])]) == [
+        BlocksStored(0, (ours[0],), Medium.ENGINE)
+    ]
+
+
+@pytest.mark.parametrize("keys", [[["logo", 1]], [[image(1), 1], "salted"], [[image(1), 1], b"embeds"], [[image(1)]]])
+def test_blocks_with_what_is_not_named_by_its_contents_are_passed_over(keys: list[Any]) -> None:
+    cache = EngineCache(DENSE, SALT)
+    assert cache.apply([stored(0, 2, extra_keys=[None, keys])]) == [BlocksStored(0, (OURS[0],), Medium.ENGINE)]
+    assert cache.apply([stored(2, 4)]) == []
 
 
 def test_cleared_is_cleared_and_what_comes_after_it_counts() -> None:

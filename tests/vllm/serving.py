@@ -1,10 +1,11 @@
 """A system of two real vLLM servers, with a slow link between them, and what is asked of it."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -12,7 +13,8 @@ import openai
 
 from gateway.agent import AgentClient
 from gateway.clusters import salt_of
-from hybrid_cache.hashing import block_hashes, tokens_digest
+from hybrid_cache.events import BlocksStored, Medium
+from hybrid_cache.hashing import Inset, block_hashes, tokens_digest
 from hybrid_cache.layout import ModelLayout
 from tests.e2e.harness import Bench
 from tests.transport.proxy import Proxy
@@ -94,14 +96,14 @@ async def is_sending(bench: Bench) -> bool:
     return bool((await bench.describe("far")).load.sending)
 
 
-async def _leg_params(bench: Bench, node: str, prompt: Sequence[int]) -> dict[str, Any]:
+async def leg_params(bench: Bench, node: str, prompt: Sequence[int], insets: Sequence[Inset] = ()) -> dict[str, Any]:
     """What a prefill leg is told whose KVCache a node waits for: that node has reserved its place."""
     layout = ModelLayout.from_json((await bench.describe(node)).layout_json)
     salt = salt_of(layout)
     reservation = pb.ReserveRequest(
-        block_hashes=b"".join(block_hashes(prompt[:-1], layout.block_size, salt)),
+        block_hashes=b"".join(block_hashes(prompt[:-1], layout.block_size, salt, insets=insets)),
         num_tokens=len(prompt) - 1,
-        tokens_digest=tokens_digest(prompt, salt),
+        tokens_digest=tokens_digest(prompt, salt, insets),
         ttl_s=60.0,
     )
     async with bench.system.agent_channel(node) as channel:
@@ -114,10 +116,24 @@ async def _leg_params(bench: Bench, node: str, prompt: Sequence[int]) -> dict[st
     }
 
 
+async def heard(bench: Bench, node: str, wanted: Collection[bytes], medium: Medium) -> None:
+    """Waits until a node has told of blocks that it holds there, in its first group."""
+    agent, known = AgentClient(bench.node(node).agent_address, 5.0), set[bytes]()
+    try:
+        async with asyncio.timeout(30.0), contextlib.aclosing(agent.watch(0.25, 10.0)) as events:
+            async for event in events:
+                if isinstance(event, BlocksStored) and event.medium is medium and event.group == 0:
+                    known.update(event.hashes)
+                if known.issuperset(wanted):
+                    return
+    finally:
+        await agent.close()
+
+
 async def leg_whose_push_fails(bench: Bench, relay: Proxy, prompt: Sequence[int]) -> dict[str, Any]:
     """What a prefill leg answers whose KVCache is refused once its first blocks have arrived."""
     far, agent = bench.node("far"), AgentClient(bench.node("decode0").agent_address, 5.0)
-    params = await _leg_params(bench, "decode0", prompt)
+    params = await leg_params(bench, "decode0", prompt)
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}
     engine, first_blocks = (await bench.describe("far")).engine_pid, relay.total + (128 << 10)
 

@@ -1,11 +1,15 @@
 """What of vLLM the connector stands on. A new version that changes it fails here, with the name of what changed."""
 
+import dataclasses
 import inspect
+from types import SimpleNamespace
 from typing import Final
 
 import pytest
 
+from engine.vllm import media
 from engine.vllm.servable import refusal_of
+from hybrid_cache.hashing import MEDIUM
 
 pytestmark = [
     pytest.mark.vllm,
@@ -161,6 +165,72 @@ def test_requests_have_what_we_change():
     assert request.next_decode_eligible_step == 0
     for name in ("_eos_token_id", "stop_token_ids", "repetition_detection"):
         assert hasattr(request.sampling_params, name), f"SamplingParams.{name} is gone"
+
+
+def test_images_are_named_by_what_we_replace_and_workers_are_spared_what_we_keep():
+    from vllm.config.multimodal import MultiModalConfig
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.multimodal.processing import BaseMultiModalProcessor
+    from vllm.v1.core.sched import output
+
+    assert list(inspect.signature(BaseMultiModalProcessor._get_mm_hashes).parameters) == ["self", "inputs"]
+    source = inspect.getsource(BaseMultiModalProcessor)
+    assert "self.info.ctx.get_mm_config().mm_hasher_algorithm" in source
+    assert "def _cached_apply_hf_processor(" in source
+    assert list(inspect.signature(output.strip_covered_mm_data).parameters) == [
+        "mm_features", "num_computed_tokens", "uses_mrope",
+    ]  # fmt: skip
+    assert "strip_covered_mm_data(" in inspect.getsource(output.NewRequestData.from_request)
+    assert {field.name for field in dataclasses.fields(MultiModalConfig)} >= media.SEEN_ALIKE
+    assert {field.name for field in dataclasses.fields(MultiModalFeatureSpec)} >= {
+        "modality",
+        "identifier",
+        "mm_position",
+    }
+    assert {"offset", "length"} <= {field.name for field in dataclasses.fields(PlaceholderRange)}
+
+
+class Items(list):
+    def get_all_items_for_hash(self):
+        return list(self)
+
+
+def named(uuid=None, data=b"cat", algorithm="blake3", caches=None, **settings):
+    """What an image is called, by a processor of a server with these settings. `caches`: its own way to."""
+    from vllm.config.multimodal import MultiModalConfig
+    from vllm.multimodal.processing import BaseMultiModalProcessor
+    from vllm.multimodal.processing.inputs import ProcessorInputs
+
+    media.name_media()
+    config = MultiModalConfig(mm_hasher_algorithm=algorithm, **settings)
+    own = {} if caches is None else {"_cached_apply_hf_processor": caches}
+    kind = type("Processor", (BaseMultiModalProcessor,), own)
+    kind.__abstractmethods__ = frozenset()
+    processor = kind.__new__(kind)
+    processor.info = SimpleNamespace(ctx=SimpleNamespace(get_mm_config=lambda: config), model_id="/a/path")
+    inputs = ProcessorInputs([], {"image": Items([data])}, {"image": [uuid]} if uuid else None)
+    ((name,),) = processor._get_mm_hashes(inputs).values()
+    return name
+
+
+def test_an_image_is_called_by_what_it_is_and_how_it_is_seen():
+    assert named().startswith(MEDIUM)
+    assert named() == named(mm_processor_cache_gb=1.0, mm_processor_cache_type="shm")
+    others = [
+        named(data=b"dog"), named(algorithm="sha256"), named(mm_processor_kwargs={"size": 3}),
+        named(media_io_kwargs={"image": {"rgba_background_color": [0, 0, 0]}}), named(mm_encoder_attn_dtype="fp8"),
+    ]  # fmt: skip
+    assert len({named(), *others}) == 1 + len(others)
+
+
+@pytest.mark.parametrize("uuid", ["logo", f"{MEDIUM}{'0' * 64}", 2 * MEDIUM])
+def test_no_client_can_call_an_image_so(uuid):
+    assert not named(uuid).startswith(MEDIUM)
+
+
+def test_where_more_than_itself_says_what_an_image_comes_to_it_has_no_name():
+    assert not named(video_pruning_rate=0.5).startswith(MEDIUM)
+    assert not named(caches=lambda self, inputs, timing: None).startswith(MEDIUM)
 
 
 def test_the_scheduler_skips_a_request_whose_step_has_not_come():

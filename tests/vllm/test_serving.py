@@ -5,7 +5,6 @@ with a cache salt of its own: nothing cached fits, and the connector leaves salt
 """
 
 import asyncio
-import contextlib
 import json
 import os
 import shutil
@@ -17,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from gateway.agent import AgentClient
 from gateway.clusters import salt_of
 from gateway.usage import recompute_reason
-from hybrid_cache.events import BlocksStored, Medium
+from hybrid_cache.events import Medium
 from hybrid_cache.hashing import block_hashes
 from hybrid_cache.layout import ModelLayout
 from prfaas.client import complete
@@ -34,6 +32,7 @@ from tests.vllm.serving import (
     TEMPLATE,
     ask,
     document,
+    heard,
     is_sending,
     leg_whose_push_fails,
 )
@@ -391,17 +390,7 @@ def test_the_gateway_hears_what_vllms_own_cache_holds(bench: Bench) -> None:
         prompt = bench.prompt(280, seed=91)
         wanted = block_hashes(prompt[:-1], layout.block_size, salt_of(layout))
         await bench.generate(prompt)
-        agent = AgentClient(bench.node("decode0").agent_address, 5.0)
-        try:
-            async with asyncio.timeout(30.0), contextlib.aclosing(agent.watch(0.25, 10.0)) as events:
-                heard: set[bytes] = set()
-                async for event in events:
-                    if isinstance(event, BlocksStored) and event.medium is Medium.ENGINE and event.group == 0:
-                        heard.update(event.hashes)
-                    if heard.issuperset(wanted):
-                        break
-        finally:
-            await agent.close()
+        await heard(bench, "decode0", wanted, Medium.ENGINE)
         assert wanted
 
     bench.run(scenario())

@@ -24,17 +24,19 @@ class Agent:
         self.news = threading.Event()
         self.rank_socket = "ranks.sock"
         self.events, self.asked, self.ended, self.last, self.completed = [], [], [], [], []
-        self.loads, self.computed = [], []
+        self.loads, self.computed, self.insets = [], [], []
 
     def poll(self):
         events, self.events = self.events, []
         return events
 
-    def begin(self, request_id, prompt, num_tokens, salt, ticket, hints):
+    def begin(self, request_id, prompt, num_tokens, salt, ticket, hints, insets):
         self.asked.append(("begin", num_tokens, ticket))
+        self.insets.append(insets)
         return len(self.asked)
 
-    def claim(self, prompt, salt, transfer_id, timeout_s):
+    def claim(self, prompt, salt, transfer_id, timeout_s, insets):
+        self.insets.append(insets)
         self.asked.append(("claim", transfer_id, timeout_s))
         return len(self.asked)
 
@@ -55,6 +57,11 @@ class Agent:
 class Sampling(SimpleNamespace):
     def clone(self):
         return Sampling(**vars(self))
+
+
+def medium(name, start=1, length=3, modality="image"):
+    """What stands in a prompt beside its tokens, as vLLM has it."""
+    return SimpleNamespace(modality=modality, identifier=name, mm_position=SimpleNamespace(offset=start, length=length))
 
 
 class Request:

@@ -85,7 +85,7 @@ def body(params: dict[str, Any] | None, **fields: Any) -> bytes:
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
-    monkeypatch.setattr("engine.vllm.answers.continue_answers", lambda: None)
+    monkeypatch.setattr("engine.vllm.answers.prepare_front_end", lambda: None)
     return Vllm()
 
 
@@ -157,7 +157,7 @@ async def test_what_vllm_cannot_go_on_with_is_not_named_and_the_head_says_why(
 )
 @on_loop
 async def test_whatever_else_is_asked_passes_as_it_is(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    monkeypatch.setattr("engine.vllm.answers.continue_answers", lambda: None)
+    monkeypatch.setattr("engine.vllm.answers.prepare_front_end", lambda: None)
     got: list[bytes] = []
 
     async def app(scope: Any, receive: Receive, send: Send) -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from hybrid_cache.hashing import model_salt, namespaced
+from hybrid_cache.hashing import MEDIUM, Inset, model_salt, namespaced
 from tests.engine.vllm.builders import BLOCK, tables_for
-from tests.engine.vllm.scripted import LANDING, LAYOUT, LEG, N, Request, World
+from tests.engine.vllm.scripted import LANDING, LAYOUT, LEG, N, Request, World, medium
 
 
 def test_a_cached_prefix_that_cannot_be_loaded_is_no_landing_that_failed(world):
@@ -44,7 +44,9 @@ def test_a_cached_prefix_is_loaded_and_the_rest_saved(world):
     ("fields", "reason"),
     [
         ({"lora_request": object()}, "lora"),
-        ({"mm_features": [1]}, "multimodal"),
+        ({"mm_features": [medium("a-clients-uuid")]}, "multimodal"),
+        ({"mm_features": [medium(f"{MEDIUM}1", modality="video")]}, "multimodal"),
+        ({"mm_features": [medium(f"{MEDIUM}1"), medium("2", start=9)]}, "multimodal"),
         ({"cache_salt": "x"}, "cache_salt"),
         ({"prompt_embeds": object()}, "prompt_embeds"),
         ({"skip_reading_prefix_cache": True}, "prompt_logprobs"),
@@ -59,6 +61,22 @@ def test_kvcache_of_more_than_tokens_is_not_shared(world, fields, reason):
     request = world.arrive(Request("decode", params=LANDING, **fields))
     assert world.side.num_new_matched_tokens(request, 0) == 0
     assert world.side.request_finished(request) == {"recomputed": True, "reason": reason}
+
+
+@pytest.mark.parametrize("params", [None, LEG, LANDING])
+def test_what_a_prompt_has_beside_tokens_is_part_of_what_the_agent_is_asked_for(world, params):
+    images = [medium(f"{MEDIUM}a"), medium(f"{MEDIUM}b", start=BLOCK)]
+    world.side.num_new_matched_tokens(world.arrive(Request(params=params, mm_features=images)), 0)
+    assert world.agent.insets == [(Inset(1, f"{MEDIUM}a"), Inset(BLOCK, f"{MEDIUM}b"))]
+
+
+def test_an_image_at_the_very_end_is_left_to_the_decode_node(world):
+    last = medium(f"{MEDIUM}a", start=N - 3)
+    request = world.arrive(Request("leg", params=LEG, mm_features=[medium(f"{MEDIUM}b"), last]))
+    assert (request.num_prompt_tokens, request.mm_features) == (1, [])
+    assert world.side.request_finished(request) == {"delivered": False, "reason": "media_at_end"}
+    request = world.arrive(Request("before", params=LEG, mm_features=[medium(f"{MEDIUM}a", start=N - 4)]))
+    assert (request.num_prompt_tokens, len(request.mm_features)) == (N - 1, 1)
 
 
 def test_a_local_prompt_that_is_cached_completely_is_told(world):
