@@ -57,10 +57,19 @@ def assert_as_alone(reference: Engine, answers: Sequence[tuple[list[int], Answer
 
 
 def test_answers_that_lose_their_blocks_are_the_same(pair: Pair, reference: Engine) -> None:
+    """All have landed before the first of them is asked for: over a thin link one had ended when the next one came."""
     prompts = [telling_prompt(reference, 300 + 40 * number, _seeds) for number in range(REQUESTS)]
-    pending = [pair.hand_over(prompt, MAX_TOKENS) for prompt in prompts]
-    assert all(leg.result(ANSWER_S).params["delivered"] for leg, _ in pending)
-    answers = [decode.result(ANSWER_S) for _, decode in pending]
+    landing = [(pair.name(), pair.reserve(prompt)) for prompt in prompts]
+    legs = [
+        pair.producer.engine.submit(f"{name}-p", prompt, 1, pair.leg_params(ticket))
+        for prompt, (name, ticket) in zip(prompts, landing, strict=True)
+    ]
+    assert all(leg.result(ANSWER_S).params["delivered"] for leg in legs)
+    decodes = [
+        pair.consumer.engine.submit(f"{name}-d", prompt, MAX_TOKENS, pair.landing_params(ticket))
+        for prompt, (name, ticket) in zip(prompts, landing, strict=True)
+    ]
+    answers = [decode.result(ANSWER_S) for decode in decodes]
     assert sum(answer.preemptions for answer in answers), "there was room for all of them: this shows nothing"
     assert [len(answer.tokens) for answer in answers] == [MAX_TOKENS] * REQUESTS
     assert_as_alone(reference, list(zip(prompts, answers, strict=True)))
