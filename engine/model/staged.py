@@ -402,15 +402,19 @@ class Stalls:
     """Tells a stage that hangs from one that has nothing to do."""
 
     def __init__(self, stages: int) -> None:
-        self._beats = [-1] * stages
-        self._beaten_s = [0.0] * stages
+        self._marks = [(-1, -1)] * stages  # layers and chunks that it had computed
+        self._moved_s = [0.0] * stages
 
     def look(self, given: int, done: Sequence[int], beats: Sequence[int], now: float) -> int | None:
-        """The first stage that has had something to do and has computed no layer for STALL_S. `given` and `done`: chunks."""
+        """The first stage that has had something to do and has computed nothing for STALL_S. `given` and `done`: chunks.
+
+        Layers of a step of decoding do not beat: there a stage moves from chunk to chunk.
+        """
         for stage, came in enumerate((given, *done[:-1])):
-            if beats[stage] != self._beats[stage] or came <= done[stage]:
-                self._beats[stage], self._beaten_s[stage] = beats[stage], now
-            elif now - self._beaten_s[stage] > STALL_S:
+            mark = beats[stage], done[stage]
+            if mark != self._marks[stage] or came <= done[stage]:
+                self._marks[stage], self._moved_s[stage] = mark, now
+            elif now - self._moved_s[stage] > STALL_S:
                 return stage
         return None
 

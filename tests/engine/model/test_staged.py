@@ -192,6 +192,13 @@ def test_a_stage_that_has_something_to_do_and_computes_nothing_hangs():
     assert stalls.look(given=1, done=[1, 0], beats=[1, 0], now=2 * STALL_S + 1) == 1
 
 
+def test_a_stage_that_decodes_many_sequences_for_long_does_not_hang():
+    stalls = Stalls(1)
+    for number in range(64):
+        assert stalls.look(given=64, done=[number], beats=[7], now=STALL_S / 4 * number) is None
+    assert stalls.look(given=64, done=[63], beats=[7], now=STALL_S * 17) == 0
+
+
 def test_a_stage_that_dies_ends_the_engine_with_a_reason(model_dir):
     engine = StagedEngine.load_directory(model_dir("llama"), stages=2, block_size=BLOCK)
     bench = Bench(engine)
