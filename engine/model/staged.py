@@ -403,18 +403,23 @@ class Stalls:
 
     def __init__(self, stages: int) -> None:
         self._marks = [(-1, -1)] * stages  # layers and chunks that it had computed
-        self._moved_s = [0.0] * stages
+        self._idle_s = [0.0] * stages
+        self._looked_s = 0.0
 
     def look(self, given: int, done: Sequence[int], beats: Sequence[int], now: float) -> int | None:
         """The first stage that has had something to do and has computed nothing for STALL_S. `given` and `done`: chunks.
 
-        Layers of a step of decoding do not beat: there a stage moves from chunk to chunk.
+        Layers of a step of decoding do not beat: there a stage moves from chunk to chunk. Time in which nobody looked does not
+        count: we were stopped ourselves, and the stages maybe with us.
         """
+        passed_s, self._looked_s = min(now - self._looked_s, 2 * LOOK_S), now
         for stage, came in enumerate((given, *done[:-1])):
             mark = beats[stage], done[stage]
             if mark != self._marks[stage] or came <= done[stage]:
-                self._marks[stage], self._moved_s[stage] = mark, now
-            elif now - self._moved_s[stage] > STALL_S:
+                self._marks[stage], self._idle_s[stage] = mark, 0.0
+                continue
+            self._idle_s[stage] += passed_s
+            if self._idle_s[stage] > STALL_S:
                 return stage
         return None
 
