@@ -34,6 +34,7 @@ from gateway.errors import (
     NoDecodeNode,
     NodeError,
     NodeFailure,
+    Overloaded,
     ShapeKillsEngines,
     Unavailable,
 )
@@ -304,6 +305,11 @@ class Dispatcher:
         except Unavailable:
             if tried.full:
                 return self._alone_if_spared(next(reversed(tried.full.values())))
+            if request.served.is_paired:
+                # Such nodes change no roles, and have waited for room themselves: who joined the line would be let go at once.
+                if Failure.FULL in tried.failed.values():
+                    raise Overloaded("No decode node has room. Please retry.", "no_room") from None
+                raise
             if Failure.AWAY in tried.failed.values():  # whoever has taken its place is about to say so
                 return None
             raise

@@ -145,6 +145,21 @@ async def test_a_decode_node_that_fails_is_followed_by_another(fault, reason):
         assert await at.fallbacks() == {f"decode_{reason}": 1.0}
 
 
+@pytest.mark.parametrize(
+    ("told", "status", "code"), [("draining", 503, "no_decode_node"), ("no_capacity", 429, "no_room")]
+)
+@on_loop
+async def test_the_only_decode_node_is_not_asked_for_ever(told, status, code):
+    async with world(remote=0, local=1, decode=1, kind=PairedNode) as at:
+        at.nodes.decode[0].script.decode = [f"500 {told}: of pages"] * 5
+        at.nodes.local[0].script.prefill = ["500 decode has aborted the request"] * 5
+        response = await at.complete()
+        assert (response.status, (await response.json())["error"]["code"]) == (status, code)
+        assert response.headers["Retry-After"] == "1"
+        assert [len(node.bodies) for node in at.nodes.nodes] == [1, 1]
+        await at.settled()
+
+
 @on_loop
 async def test_a_decode_leg_is_hung_up_when_its_prefill_fails():
     async with world(remote=0, local=1, decode=1, kind=PairedNode) as at:
