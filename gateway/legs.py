@@ -236,6 +236,8 @@ class Legs:
         first = await answer.read()
         if not first:
             raise DecodeFailed(node.id, "empty_answer")
+        if first.startswith(ERROR) and node.is_paired and (told := label_in(first.decode(errors="replace"))):
+            raise DecodeFailed(node.id, told, _beginning(first))  # to a stream SGLang says 200 first
         if first.startswith(ERROR) or not (first.startswith(FIELDS) or DATA.startswith(first)):
             raise DecodeFailed(node.id, "bad_answer", _beginning(first))
         return first

@@ -61,7 +61,10 @@ class PairedNode(ScriptedNode):
         status, _, message = fault.partition(" ")
         if not status.isdigit():
             return await super()._fault(http, fault)
-        return web.json_response(text=_told(message or "scripted", int(status)), status=int(status))
+        told = _told(message or "scripted", int(status))
+        if (await http.json()).get("stream"):  # what goes wrong later than checks of the request
+            return web.Response(text=f'data: {{"error": {told}}}\n\ndata: [DONE]\n\n', content_type="text/event-stream")
+        return web.json_response(text=told, status=int(status))
 
 
 def _told(message: str, status: int) -> str:

@@ -145,6 +145,16 @@ async def test_a_decode_node_that_fails_is_followed_by_another(fault, reason):
         assert await at.fallbacks() == {f"decode_{reason}": 1.0}
 
 
+@on_loop
+async def test_why_a_decode_node_fails_is_heard_in_streams_too():
+    async with world(local=1, decode=2, kind=PairedNode) as at:
+        at.nodes.decode[0].script.decode = ["500 no_capacity: of pages"]
+        at.nodes.local[0].script.prefill = ["500 decode has aborted the request"]
+        response = await at.complete(stream=True)
+        assert (await response.text()).endswith("data: [DONE]\n\n")
+        assert await at.fallbacks() == {"decode_no_capacity": 1.0}
+
+
 @pytest.mark.parametrize(
     ("told", "status", "code"), [("draining", 503, "no_decode_node"), ("no_capacity", 429, "no_room")]
 )
