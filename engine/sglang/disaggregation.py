@@ -236,9 +236,9 @@ class PrfaasKVManager(CommonKVManager):  # type: ignore[misc]
                     self._early[offer.room] = None
                     if len(self._early) > MAX_EARLY:
                         self._drop_early(next(iter(self._early)))
-            self.transfer_infos[offer.room] = {offer.endpoint: offer}
-            self.req_to_decode_prefix_len[offer.room] = offer.decode_prefix_len
-            self.update_status(offer.room, KVPoll.WaitingForInput)
+                self.transfer_infos[offer.room] = {offer.endpoint: offer}
+                self.req_to_decode_prefix_len[offer.room] = offer.decode_prefix_len
+                self.update_status(offer.room, KVPoll.WaitingForInput)
         else:
             raise RendezvousError(f"a message {frames[0][:32]!r}")
 
@@ -365,7 +365,8 @@ class PrfaasKVSender(CommonKVSender):  # type: ignore[misc]
 
     def clear(self) -> None:
         self.kv_mgr.forget(self.bootstrap_room)
-        super().clear()
+        with self.kv_mgr._rooms:  # else an offer that is being heard makes the room anew, for ever
+            super().clear()
 
 
 class PrfaasKVReceiver(CommonKVReceiver):  # type: ignore[misc]

@@ -86,3 +86,28 @@ def test_a_request_whose_offer_was_taken_back_fails_when_it_comes(prefill):
     prefill.update_status(10, KVPoll.Bootstrapping)
     prefill.fail_if_aborted(10)
     assert prefill.request_status[10] == KVPoll.Failed
+
+
+def test_an_offer_that_crosses_with_the_end_of_its_request_leaves_nothing(prefill):
+    """The scheduler's thread clears the room while the other one hears the offer."""
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    from engine.sglang.disaggregation import PrfaasKVSender
+
+    sender = object.__new__(PrfaasKVSender)
+    vars(sender).update(kv_mgr=prefill, bootstrap_room=10, conclude_state=KVPoll.Failed)
+    vars(prefill).update(deferred_bootstrap=None, _staging_ctx=None, forget=lambda room: None)  # that far it has come
+    clearing = threading.Thread(target=sender.clear)
+
+    class Crossing(dict):
+        def __contains__(self, room):
+            found = super().__contains__(room)
+            if found and room == 10 and clearing.ident is None:
+                clearing.start()
+                clearing.join(0.2)
+            return found
+
+    prefill.request_status = Crossing(prefill.request_status | {10: KVPoll.Bootstrapping})
+    offered(prefill, 10)
+    clearing.join()
+    assert kept_of(prefill) == set()
