@@ -25,6 +25,7 @@ TOKENS_EACH: Final = 1024  # guessed: an image of a megapixel has 1,369 in Qwen2
 # Kinds whose KVCache may be computed elsewhere. They are there, in the request: an address is for whoever answers to look up, as
 # three engines that did might see three images.
 SEEN: Final = frozenset({"image_url", "input_image"})
+ADDRESS: Final = "image_url"  # the key of what is looked at, of both
 INLINE: Final = "data:"
 NAMED: Final = "uuid"  # by which engines find what was sent with it before, whoever has sent it
 
@@ -95,10 +96,11 @@ def apart(call: Call, *, may_be_named: bool) -> Apart | None:
 def _unread(part: Mapping[str, Any]) -> str:
     if NAMED in part:
         return "named"
-    kind = part.get("type") or next(iter(KINDS & part.keys()))
+    # As vLLM looks for it: the first thing of a part without a type, and under this key, whatever type a part has.
+    kind = part.get("type") or (ADDRESS if ADDRESS in part else "")
     if kind not in SEEN:
         return "kind"
-    said = part.get(kind)
+    said = part.get(ADDRESS)
     url = said.get("url") if isinstance(said, Mapping) else said
     return "" if isinstance(url, str) and url.startswith(INLINE) else "address"
 

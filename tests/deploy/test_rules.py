@@ -73,6 +73,15 @@ def test_every_alert_has_a_runbook_and_every_runbook_an_alert() -> None:
     assert all(rule["labels"]["severity"] in ("page", "ticket") for rule in alerts().values())
 
 
+@pytest.mark.parametrize("why", ["address", "kind", "named", "truncated", "many", "at_end", "400"])
+def test_what_a_client_writes_about_its_images_fires_nothing(why: str) -> None:
+    (left_out,) = re.findall(r'reason!~"([^"]+)"', alerts()["PrfaasFallbacks"]["expr"])
+    assert re.fullmatch(left_out, f"media_{why}")
+    assert not any(
+        re.fullmatch(left_out, f"media_{other}") for other in ("differs", "500", "404", "timeout", "unnamed")
+    )
+
+
 GATEWAY = 'job="prfaas-gateway", instance="g"'
 NODE = 'instance="n", cluster="east"'
 LINK = f'{NODE}, link="west", peer="p"'

@@ -48,6 +48,28 @@ def test_what_is_no_text_is_taken_apart(kind: str, has_type: bool) -> None:
     assert json.loads(found.texts.body({})) == chat(text("a"), text("b"), top_p=0.5)
 
 
+@pytest.mark.parametrize(
+    ("part", "unread"),
+    [
+        (IMAGE, ""),
+        ({"image_url": "data:x"}, ""),
+        ({"type": None, "image_url": "data:x"}, ""),
+        ({"type": "input_image", "image_url": "data:x"}, ""),
+        ({"image_url": "data:x", "video_url": "https://a.test"}, ""),
+        # What vLLM would fetch is what counts, whatever stands beside it.
+        ({"type": "input_image", "image_url": "https://a.test", "input_image": "data:x"}, "address"),
+        ({"type": "input_image", "input_image": "data:x"}, "address"),
+        ({"image_url": "https://a.test", "input_image": "data:x"}, "address"),
+        ({"type": "video_url", "image_url": "data:x"}, "kind"),
+        ({"input_image": "data:x"}, "kind"),
+    ],
+)
+def test_an_image_is_in_the_request_where_vllm_looks_for_it(part: dict[str, Any], unread: str) -> None:
+    found = apart(parse(Endpoint.CHAT, json.dumps(chat(text("a"), part)).encode()), may_be_named=True)
+    assert found is not None
+    assert found.unread == unread
+
+
 def test_words_of_a_text_are_no_media() -> None:
     call = parse(
         Endpoint.CHAT, json.dumps(chat(text('write "image_url" here'), {"type": "text", "text": "x"})).encode()

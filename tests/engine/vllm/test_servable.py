@@ -109,6 +109,13 @@ def test_a_name_is_looked_up_in_the_cache_at_its_revision(
     assert ("no attention layer" in (complaint or "")) == is_refused
 
 
+def test_a_cache_in_disorder_is_for_vllm_to_judge(hub: dict[str, str]) -> None:
+    assert complaint_about_model("x" * 5000, [], hub) is None, "no path, and no file's name"
+    reference = next(Path(hub["HF_HOME"]).rglob("refs/main"))
+    reference.write_bytes(b"\xff\xfe")
+    assert complaint_about_model("org/name", [], hub) is None
+
+
 def test_a_name_that_was_never_downloaded_is_nothing_to_judge(hub: dict[str, str], tmp_path: Path) -> None:
     assert complaint_about_model("org/other", ["--revision", OLD], hub) is None
     assert complaint_about_model("org/name", ["--revision", OLD], {"HF_HUB_CACHE": str(tmp_path / "none")}) is None
