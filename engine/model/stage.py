@@ -274,9 +274,13 @@ def _end_with_engine(engine: socket.socket) -> None:
 
 
 def _read(before: socket.socket, inbox: "queue.SimpleQueue[ToStageFrame]") -> None:
-    with contextlib.suppress(OSError):
+    try:
         while (frame := receive_to_stage(before)) is not None:
             inbox.put(frame)
+    except OSError:
+        pass  # as its end
+    except ValueError as exc:
+        log.error("what the stage before says cannot be read: %s", exc)
     os._exit(0)
 
 

@@ -219,10 +219,10 @@ class StagedEngine:
             self._give(sequence, m.Chunk(sequence.number, 1, steps=True), np.asarray([token], np.int64).tobytes())
             sequence.num_tokens += 1
         with self._news:
-            self._news.wait_for(lambda: self._died or all(each.is_settled for each in sequences))
+            self._news.wait_for(lambda: self._ended or all(each.is_settled for each in sequences))
         for sequence in sequences:
-            if sequence.error is not None or self._died:
-                raise sequence.error or StageDied(self._died)
+            if sequence.error is not None or self._ended:
+                raise sequence.error or StageDied(self._ended)
         return [np.frombuffer(sequence.logits or b"", np.float32) for sequence in sequences]
 
     def begin_answer(self, sequence: StagedSequence) -> None:
@@ -239,7 +239,9 @@ class StagedEngine:
 
     def close(self) -> None:
         """Ends the stages and waits for that. Any thread, once."""
-        self._closing = True
+        with self._news:
+            self._closing = True
+            self._news.notify_all()
         self._outbox.put(None)
         for peer in (self._first, *(process.events for process in self._processes)):
             with contextlib.suppress(OSError):
@@ -251,6 +253,11 @@ class StagedEngine:
         for peer in (self._first, *(process.events for process in self._processes)):
             peer.close()
         self._permits.close()
+
+    @property
+    def _ended(self) -> str:
+        """Why nothing is computed any more; "" while it is."""
+        return self._died or ("the engine is closed" if self._closing else "")
 
     # What goes out
 
