@@ -263,8 +263,8 @@ async def measure_real() -> list[RealRow]:
 def real_table(rows: Sequence[RealRow]) -> str:
     """For people."""
     lines = [
-        "| N | TTFT, s: median, all | of N = 1 | (C + N − 1) / (N · C) | sent before the end |",
-        "|---|---|---|---|---|",
+        "| N | TTFT, s: median, all | of N = 1 | (C + N − 1) / (N · C) | busiest process, s | sent before the end |",
+        "|---|---|---|---|---|---|",
     ]
     for row in rows:
         every = ", ".join(f"{ttft_s:.1f}" for ttft_s in row.ttft_s)
