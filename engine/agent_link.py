@@ -194,6 +194,8 @@ class AgentLink:
                 self._complain("it hung up")
             except (OSError, MessageError, TimeoutError, PagesInvalid) as exc:
                 self._complain(str(exc) or type(exc).__name__)
+            except Exception:  # ours, but nobody else looks after a lost link: without one the engine is alone for ever
+                log.exception("agent %s: the connection is given up, for another one", self._path)
             await asyncio.sleep(delay_s)
             delay_s = min(RETRY_MAX_S, 2 * delay_s)
 

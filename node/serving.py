@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import aiohttp
 import msgspec
@@ -11,13 +11,15 @@ import msgspec
 from transport.control.bounded import BodyTooLong, read_bounded
 from transport.control.messages import LoadReport
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
 POLL_S: Final = 0.25
 ANSWER_S: Final = 10.0
 ADAPTERS_S: Final = 10.0  # between two looks at which adapters there are: they come and go while it runs
 LOADS_S: Final = 0.5  # between two looks at how busy it is, and a round trip to its scheduler
-MAX_MODELS_BYTES: Final = 1 << 20
+MAX_ANSWER_BYTES: Final = 1 << 20
 MAX_ADAPTERS: Final = 1000
 
 
@@ -61,34 +63,60 @@ async def _is_well(session: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
+class _Question(Generic[T]):
+    """Something that an engine is asked again and again. A trouble is logged when it begins, not as often as it is met."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, decoder: msgspec.json.Decoder[T]) -> None:
+        self._session = session
+        self._url = url
+        self._decoder = decoder
+        self._trouble = ""
+
+    async def ask(self) -> T | None:
+        """None: it does not say now."""
+        try:
+            async with self._session.get(self._url) as answer:
+                if answer.status == 200:
+                    told = self._decoder.decode(await read_bounded(answer.content.iter_any(), MAX_ANSWER_BYTES))
+                    self._trouble = ""
+                    return told
+                trouble = f"status {answer.status}"
+        except (
+            aiohttp.ClientError,
+            TimeoutError,
+            OSError,
+            BodyTooLong,
+            msgspec.DecodeError,
+            UnicodeDecodeError,
+        ) as error:
+            trouble = repr(error)
+        if trouble != self._trouble:
+            log.warning("%s was not understood: %s", self._url, trouble)
+        self._trouble = trouble
+        return None
+
+
 async def follow_loads(url: str, tell: Callable[[LoadReport], None]) -> None:
     """Tells how busy `GET {url}/v1/loads` says that an SGLang server is, whenever that has changed; for ever."""
     timeout = aiohttp.ClientTimeout(total=ANSWER_S)
     known: LoadReport | None = None
     async with aiohttp.ClientSession(timeout=timeout) as session:
+        question = _Question(session, f"{url}/v1/loads?include=core", _LOADS)
         while True:
-            found = await _load(session, f"{url}/v1/loads?include=core")
-            if found is not None and found != known:
+            told = await question.ask()
+            if told is not None and (found := _load(told)) != known:
                 known = found
                 tell(found)
             await asyncio.sleep(LOADS_S)
 
 
-async def _load(session: aiohttp.ClientSession, url: str) -> LoadReport | None:
-    """None: it does not say now."""
-    try:
-        async with session.get(url) as answer:
-            if answer.status != 200:
-                return None
-            told = _LOADS.decode(await read_bounded(answer.content.iter_any(), MAX_MODELS_BYTES)).loads
-    except (aiohttp.ClientError, TimeoutError, OSError, BodyTooLong, msgspec.DecodeError, UnicodeDecodeError) as error:
-        log.warning("%s was not understood: %r", url, error)
-        return None
+def _load(told: _Loads) -> LoadReport:
+    """Of all its schedulers."""
     return LoadReport(
-        running=sum(each.num_running_reqs for each in told),
-        waiting=sum(each.num_waiting_reqs for each in told),
-        queued_tokens=sum(each.num_waiting_uncached_tokens for each in told),
-        slots=sum(each.max_running_requests for each in told),
+        running=sum(each.num_running_reqs for each in told.loads),
+        waiting=sum(each.num_waiting_reqs for each in told.loads),
+        queued_tokens=sum(each.num_waiting_uncached_tokens for each in told.loads),
+        slots=sum(each.max_running_requests for each in told.loads),
     )
 
 
@@ -97,22 +125,14 @@ async def adapters_of(url: str) -> AsyncIterator[tuple[str, ...]]:
     timeout = aiohttp.ClientTimeout(total=ANSWER_S)
     known: tuple[str, ...] = ()
     async with aiohttp.ClientSession(timeout=timeout) as session:
+        question = _Question(session, f"{url}/v1/models", _MODELS)
         while True:
-            found = await _adapters(session, f"{url}/v1/models")
-            if found is not None and found != known:
+            told = await question.ask()
+            if told is not None and (found := _adapters(told)) != known:
                 known = found
                 yield known
             await asyncio.sleep(ADAPTERS_S)
 
 
-async def _adapters(session: aiohttp.ClientSession, url: str) -> tuple[str, ...] | None:
-    """None: it does not say now."""
-    try:
-        async with session.get(url) as answer:
-            if answer.status != 200:
-                return None
-            models = _MODELS.decode(await read_bounded(answer.content.iter_any(), MAX_MODELS_BYTES))
-    except (aiohttp.ClientError, TimeoutError, OSError, BodyTooLong, msgspec.DecodeError, UnicodeDecodeError) as error:
-        log.warning("%s was not understood: %r", url, error)
-        return None
-    return tuple(sorted(model.id for model in models.data if model.parent is not None)[:MAX_ADAPTERS])
+def _adapters(told: _Models) -> tuple[str, ...]:
+    return tuple(sorted(model.id for model in told.data if model.parent is not None)[:MAX_ADAPTERS])

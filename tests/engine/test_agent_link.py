@@ -24,12 +24,14 @@ async def linked(agent: MiniAgent, **options):
     link = AgentLink(
         agent.socket,
         LAYOUT,
-        model_id="m",
-        max_model_len=100,
-        http_url="http://here",
-        on_welcome=lambda welcome: None,
-        on_drain=lambda: drains.append(True),
-        **options,
+        **{
+            "model_id": "m",
+            "max_model_len": 100,
+            "http_url": "http://here",
+            "on_welcome": lambda welcome: None,
+            "on_drain": lambda: drains.append(True),
+            **options,
+        },
     )
     link.drains = drains
     task = asyncio.create_task(link.run())
@@ -173,5 +175,25 @@ def test_a_cancellation_that_comes_with_the_agents_bytes_ends_the_link(turns, tm
                 await asyncio.sleep(0)
             for _ in range(turns):
                 await asyncio.sleep(0)
+
+    asyncio.run(main())
+
+
+def test_a_fault_of_our_own_costs_a_connection_not_the_link(tmp_path, caplog):
+    faults = [ZeroDivisionError("of a welcome")]
+
+    def welcome(message):
+        if faults:
+            raise faults.pop()
+
+    async def main():
+        agent = MiniAgent(tmp_path, LAYOUT, num_pages=16)
+        async with linked(agent, on_welcome=welcome) as link:
+            await until(lambda: not faults)
+            assert "of a welcome" in caplog.text
+            await until(lambda: len(agent.heard) == 2 and link.connected)
+            job = begin(link)
+            await job.pages()
+            job.end()
 
     asyncio.run(main())

@@ -82,11 +82,13 @@ def test_adapters_are_told_whenever_they_change(monkeypatch: pytest.MonkeyPatch)
     assert asyncio.run(scenario()) == [("terse",), ("kind", "terse"), ()]
 
 
-def test_loads_are_told_whenever_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_are_told_whenever_they_change(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(serving, "LOADS_S", 0.0)
     idle = {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_waiting_uncached_tokens": 0, "max_running_requests": 8}
     busy = idle | {"num_running_reqs": 3, "num_waiting_reqs": 2, "num_waiting_uncached_tokens": 700}
-    answers = itertools.chain([[idle], [idle], None, "garbled", [busy], [busy]], itertools.repeat([idle]))
+    answers = itertools.chain(
+        [[idle], [idle], None, None, "garbled", "garbled", [busy], None, [busy]], itertools.repeat([idle])
+    )
 
     async def loads(request: web.Request) -> web.Response:
         told = next(answers)
@@ -113,3 +115,5 @@ def test_loads_are_told_whenever_they_change(monkeypatch: pytest.MonkeyPatch) ->
 
     nothing = LoadReport(running=0, waiting=0, queued_tokens=0, slots=8)
     assert asyncio.run(scenario()) == [nothing, LoadReport(running=3, waiting=2, queued_tokens=700, slots=8), nothing]
+    troubles = [record.message.partition("understood: ")[2][:15] for record in caplog.records]
+    assert troubles == ["status 503", "ValidationError", "status 503"], "one line a trouble"
