@@ -32,6 +32,7 @@ log = logging.getLogger("prfaas.gateway.clusters")
 LOAD_INTERVAL_S: Final = 0.25
 SILENCE_S: Final = 10.0  # a node that reports its load every quarter of a second has been dead for long
 QUIET_S: Final = 5.0  # that an engine has said nothing, when its agent has not for longer: as good as gone
+STILL_S: Final = 1.0  # of one that is silent by its agent's word: of several servers of one engine others may go on
 DEATH_NEWS_S: Final = 1.0  # an agent sees its engine end within milliseconds, unless it went with it
 _Named = list[tuple[str, Node]]  # nodes by their names, which take a moment to ask for
 SUSPECT_S: Final = 2.0  # how long a node whose engine failed a leg is left alone; its agent knows better by then
@@ -283,7 +284,7 @@ class Clusters:
             case _:
                 self._cache_event(node, event)
         if node.state == SILENT:
-            self._give_up(node, 0.0)
+            self._give_up(node, STILL_S)
 
     def _give_up(self, node: Node, quiet_s: float) -> None:
         """Ends what waits for an engine that says nothing, if somebody else could do its work: it may come back."""

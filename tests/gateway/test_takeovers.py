@@ -195,6 +195,18 @@ async def test_an_engine_that_says_something_is_not_left_for_the_silence_of_its_
 
 
 @on_loop
+async def test_a_stream_that_goes_on_is_not_left_for_an_engine_that_answers_nobody_else() -> None:
+    async with world() as w:
+        resumable(w)
+        for node in w.nodes.decode:
+            node.script.word_interval_s = 0.1
+        events = await said(w, 4, lambda node: node.become(pb.NODE_STATE_ENGINE_SILENT))
+        assert texts(events) == list(WORDS)
+        assert await w.fallbacks() == {}
+        assert "engine_silent" in [node.state for node in w.gateway.clusters.nodes]
+
+
+@on_loop
 async def test_the_only_engine_that_could_answer_may_come_back() -> None:
     async with world(decode=1) as w:
         resumable(w)
