@@ -40,6 +40,7 @@ LOOKS: Final = 10  # in the time after which a worker counts as silent
 MAX_RESTARTS: Final = 5  # of one worker, within a minute or without having served
 LOOK_S: Final = 0.05  # between looks whether a worker that starts is there
 SILENCE_S: Final = 30.0  # a worker says four times a second that it is there
+START_S: Final = 120.0  # a second or two on an idle machine
 BAD_CONFIG: Final = 2
 
 
@@ -54,6 +55,7 @@ class Workers:
         now: Callable[[], float],
         max_restarts: int = MAX_RESTARTS,
         silence_s: float = SILENCE_S,
+        start_s: float = START_S,
     ) -> None:
         self._command = command
         self._board = board
@@ -61,6 +63,7 @@ class Workers:
         self._now = now
         self._max_restarts = max_restarts
         self._silence_s = silence_s
+        self._start_s = start_s
         self._running: dict[int, Child] = {}
         self._has_reloaded = False
         self._ready: set[int] = set()
@@ -125,10 +128,18 @@ class Workers:
 
     async def _until_ended(self, number: int, child: Child, restarts: Restarts) -> int:
         ending = asyncio.create_task(child.wait())
+        began = self._now()
         try:
-            while not ending.done() and not self._board.state(number):
+            while not ending.done() and not self._board.state(number) and not self._stopping.is_set():
                 await asyncio.wait([ending], timeout=LOOK_S)
-            if not ending.done():
+                is_late = self._now() - began >= self._start_s
+                if is_late and not ending.done() and not self._board.state(number):
+                    log.error(
+                        "worker %d does not start in %.0f s, pid=%d: it is killed", number, self._start_s, child.pid
+                    )
+                    kill_group(child.pid)
+                    await ending
+            if not ending.done() and self._board.state(number):
                 restarts.on_ready()
                 self._is_ready(number)
                 if self._has_reloaded:

@@ -432,6 +432,42 @@ async def test_a_worker_that_says_nothing_is_killed_and_another_one_started(tmp_
     board.close()
 
 
+STUCK_AT_ITS_START: Final = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
+
+
+@on_loop
+async def test_a_worker_that_does_not_start_is_killed_and_another_one_started(tmp_path: Path) -> None:
+    Board.create(tmp_path / "board", workers=1, nodes=1)
+    board = Board(tmp_path / "board")
+    now = asyncio.get_running_loop().time
+    command = [sys.executable, "-c", STUCK_AT_ITS_START]
+    workers = Workers(lambda number: command, board, tmp_path, now, max_restarts=1, start_s=0.2)
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(WorkersFail, match="worker 0 ended 2 times, at last with status -9"):
+            await workers.run(lambda: None)
+    board.close()
+
+
+@on_loop
+async def test_a_gateway_ends_though_a_worker_is_stuck_at_its_start(tmp_path: Path) -> None:
+    Board.create(tmp_path / "board", workers=1, nodes=1)
+    board, started = Board(tmp_path / "board"), asyncio.Event()
+    now = asyncio.get_running_loop().time
+
+    def command(number: int) -> list[str]:
+        started.set()
+        return [sys.executable, "-c", STUCK_AT_ITS_START]
+
+    workers = Workers(command, board, tmp_path, now, silence_s=0.5)
+    running = asyncio.create_task(workers.run(lambda: None))
+    await started.wait()
+    await asyncio.sleep(0.3)  # until it hears no SIGTERM, mostly; where it does it ends by that
+    workers.stop()
+    async with asyncio.timeout(PATIENCE_S):
+        await running
+    board.close()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
