@@ -44,11 +44,12 @@ from gateway.refuse import Refusals
 from gateway.replicas import Replicas
 from gateway.request import Request
 from gateway.reserve import Reservations
+from gateway.retrying import Retries
 from gateway.run import Attempt, Runner
 from gateway.shapes import Shape, shape_of
 from gateway.waiting import ASK_AGAIN_S, Place, WaitingLine
 from planner.decisions.poison import Poison
-from planner.decisions.retries import MAX_DEATHS, Failure, Next, RetryBudget, Stage, may_have_died, tries_of
+from planner.decisions.retries import MAX_DEATHS, Failure, Next, Stage, may_have_died, tries_of
 from planner.decisions.routing import Route, Target
 
 
@@ -94,8 +95,7 @@ class Dispatcher:
         refusals: Refusals,
         line: WaitingLine,
         clock: Callable[[], float],
-        max_tries: int,
-        budget: RetryBudget,
+        retries: Retries,
     ) -> None:
         self._poison = Poison()
         self._clusters = clusters
@@ -110,8 +110,7 @@ class Dispatcher:
         self._refusals = refusals
         self._line = line
         self._clock = clock
-        self._max_tries = max_tries
-        self._budget = budget
+        self._retries = retries
 
     @asynccontextmanager
     async def answered(self, request: Request) -> AsyncIterator[Answering]:
@@ -155,7 +154,7 @@ class Dispatcher:
             chosen = self._decider.route(request)
         self._refusals.check(request, chosen)
         self._refusals.accepted(request, chosen)
-        self._budget.request(self._clock())
+        self._retries.begins()
         return await self._answer(request, chosen, place, Tried(), held)
 
     async def rest(
@@ -193,7 +192,7 @@ class Dispatcher:
         try:
             return self._next_route(request, chosen, error, tried, stage)
         except NoDecodeNode:
-            if not request.answered or error.failure is Failure.TROUBLE or tried.waits >= self._max_tries:
+            if not request.answered or error.failure is Failure.TROUBLE or tried.waits >= self._retries.max_tries:
                 raise
         tried.waits += 1
         return await self._ready_route(request)
@@ -277,27 +276,20 @@ class Dispatcher:
         Raises ApiError when there is to be none.
         """
         tried.failed[chosen.decode_node] = error.failure
-        tries, deaths = tries_of(tried.failed.values()), len(request.deaths)
-        rule = self._budget.rule_after(
-            self._clock(), stage, error.failure, tries=tries, max_tries=self._max_tries, deaths=deaths
-        )
-        if rule.is_over_budget:
-            self._accounts.not_tried_again(request, stage)
+        rule = self._retries.rule_after(request, stage, chosen.decode_node, tried.failed)
         if rule.otherwise is Next.ALONE:
             tried.full[chosen.decode_node] = chosen
         if stage is not Stage.RESERVE:  # it has computed the prompt itself, or was to: it is not asked for that again
             tried.full.pop(chosen.decode_node, None)
-        if rule.suspect:
-            self._clusters.suspect(chosen.decode_node)
         if rule.next is Next.ELSEWHERE:
             return self._elsewhere(request, tried)
         if rule.next is Next.ALONE:
             return _alone(chosen) if error.failure is Failure.REQUEST else self._alone_if_spared(chosen)
-        if deaths >= MAX_DEATHS:
+        if len(request.deaths) >= MAX_DEATHS:
             raise KillsEngines(request.deaths)
         if rule.is_over_budget:
             raise Unavailable("A decode node failed, as many do now. Please retry.", "retry_budget_spent")
-        raise Unavailable(f"{tries} decode nodes failed in turn.", "attempts_exhausted")
+        raise Unavailable(f"{tries_of(tried.failed.values())} decode nodes failed in turn.", "attempts_exhausted")
 
     def _elsewhere(self, request: Request, tried: Tried) -> Route | None:
         try:

@@ -29,10 +29,11 @@ from gateway.links import Links, is_path_failure
 from gateway.node import Node
 from gateway.refuse import Refusals
 from gateway.request import PrefillOutcome, Request
+from gateway.retrying import Retries
 from gateway.rooms import Room, is_certain, room_at, to_blame
 from gateway.run import Attempt, cancel, hang_up, has_killed
 from gateway.tasks import TaskSet
-from planner.decisions.retries import Failure, Next, RetryBudget, Stage, tries_of
+from planner.decisions.retries import Failure, Next, Stage
 from planner.decisions.routing import Route
 
 log = logging.getLogger("prfaas.gateway.pairing")
@@ -52,9 +53,7 @@ class Pairing:
         refusals: Refusals,
         accounts: Accounts,
         tasks: TaskSet,
-        clock: Callable[[], float],
-        max_tries: int,
-        budget: RetryBudget,
+        retries: Retries,
         draw: Callable[[int], int],
     ) -> None:
         """`draw` gives that many random bits."""
@@ -65,9 +64,7 @@ class Pairing:
         self._refusals = refusals
         self._accounts = accounts
         self._tasks = tasks
-        self._clock = clock
-        self._max_tries = max_tries
-        self._budget = budget
+        self._retries = retries
         self._draw = draw
 
     @asynccontextmanager
@@ -90,7 +87,7 @@ class Pairing:
             except PrefillFailed as error:
                 booking.prefilled()
                 failed[way.prefill_node] = error.failure
-                way = self._next_way(request, chosen, error, failed)
+                way = self._next_way(request, chosen, way.prefill_node, error, failed)
 
     async def _in_a_room(
         self, request: Request, way: Route, decode_node: str, booking: Booking, held: AsyncExitStack
@@ -150,21 +147,13 @@ class Pairing:
                 raise DecodeFailed(decode.id, "engine_died") from error
             raise
 
-    def _next_way(self, request: Request, chosen: Route, error: PrefillFailed, failed: dict[str, Failure]) -> Route:
-        """Who prefills next, for the same decode node. Raises ApiError when nobody does: decode cannot go on alone."""
+    def _next_way(
+        self, request: Request, chosen: Route, failing: str, error: PrefillFailed, failed: dict[str, Failure]
+    ) -> Route:
+        """Who prefills after node `failing`, for the same decode node. Raises ApiError when nobody does: decode cannot go on
+        alone."""
         self._accounts.fell_back(request, f"prefill_{error.reason}", error)
-        rule = self._budget.rule_after(
-            self._clock(),
-            Stage.PREFILL,
-            error.failure,
-            tries=tries_of(failed.values()),
-            max_tries=self._max_tries,
-            deaths=len(request.deaths),
-        )
-        if rule.is_over_budget:
-            self._accounts.not_tried_again(request, Stage.PREFILL)
-        if rule.suspect:
-            self._clusters.suspect(error.node)
+        rule = self._retries.rule_after(request, Stage.PREFILL, failing, failed)
         if rule.next is Next.REFUSE:
             raise KillsEngines(request.deaths)
         if error.failure is Failure.REQUEST:

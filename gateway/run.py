@@ -6,7 +6,7 @@ node is told to compute the prompt itself, or the request ends here and now.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,8 +23,9 @@ from gateway.node import Node
 from gateway.refuse import Refusals
 from gateway.request import PrefillOutcome, Request
 from gateway.reserve import Hold
+from gateway.retrying import Retries
 from gateway.tasks import TaskSet
-from planner.decisions.retries import Failure, Next, RetryBudget, Stage, may_have_died, tries_of
+from planner.decisions.retries import Failure, Next, Stage, may_have_died
 from planner.decisions.routing import Route
 
 log = logging.getLogger("prfaas.gateway.run")
@@ -65,9 +66,7 @@ class Runner:
         refusals: Refusals,
         accounts: Accounts,
         tasks: TaskSet,
-        clock: Callable[[], float],
-        max_tries: int,
-        budget: RetryBudget,
+        retries: Retries,
         room_s: float,
     ) -> None:
         self._clusters = clusters
@@ -78,9 +77,7 @@ class Runner:
         self._refusals = refusals
         self._accounts = accounts
         self._tasks = tasks
-        self._clock = clock
-        self._max_tries = max_tries
-        self._budget = budget
+        self._retries = retries
         self._max_pauses = int(room_s / PAUSE_S)
 
     @asynccontextmanager
@@ -132,7 +129,7 @@ class Runner:
             except (PrefillFailed, NodeError) as error:
                 booking.prefilled()
                 failed[way.prefill_node] = error.failure
-                way = self._next_way(request, chosen, error, failed)
+                way = self._next_way(request, chosen, way.prefill_node, error, failed)
                 full = way is None and error.failure is Failure.FULL
                 if full and pauses < self._max_pauses and not self._decider.may_compute(chosen.decode_node):
                     pauses += 1
@@ -169,23 +166,11 @@ class Runner:
             raise
 
     def _next_way(
-        self, request: Request, chosen: Route, error: NodeFailure, failed: dict[str, Failure]
+        self, request: Request, chosen: Route, failing: str, error: NodeFailure, failed: dict[str, Failure]
     ) -> Route | None:
-        """Who prefills next, None for nobody. Raises KillsEngines."""
+        """Who prefills after node `failing`, None for nobody. Raises KillsEngines."""
         self._accounts.fell_back(request, f"prefill_{error.reason}", error)
-        rule = self._budget.rule_after(
-            self._clock(),
-            Stage.PREFILL,
-            error.failure,
-            tries=tries_of(failed.values()),
-            max_tries=self._max_tries,
-            deaths=len(request.deaths),
-        )
-        if rule.is_over_budget:
-            self._accounts.not_tried_again(request, Stage.PREFILL)
-        if rule.suspect:
-            self._clusters.suspect(error.node)
-        match rule.next:
+        match self._retries.rule_after(request, Stage.PREFILL, failing, failed).next:
             case Next.ELSEWHERE:
                 return self._decider.other_prefill(request, chosen, failed)
             case Next.REFUSE:

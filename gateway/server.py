@@ -50,6 +50,7 @@ from gateway.reload import Reloads
 from gateway.replicas import Replicas
 from gateway.request_log import RequestLog
 from gateway.reserve import Reservations
+from gateway.retrying import Retries
 from gateway.run import Runner
 from gateway.seat import ORPHANED, Alone, Seat
 from gateway.shares import Shares
@@ -61,7 +62,6 @@ from gateway.traces import Traces
 from gateway.waiting import WaitingLine
 from planner.decisions.decoding import LearnedSteps
 from planner.decisions.estimates import LearnedCost
-from planner.decisions.retries import RetryBudget
 from prompts.renderers import renders_otherwise
 from prompts.tokenizer import TextTokenizer
 
@@ -200,7 +200,14 @@ async def running(
         on_change=metrics.waiting.set,
         room=seat.waiting,
     )
-    budget = RetryBudget(config.retry_share, config.least_retries / seat.workers)
+    retries = Retries(
+        clusters,
+        accounts,
+        clock,
+        max_tries=config.max_attempts,
+        share=config.retry_share,
+        least=config.least_retries / seat.workers,
+    )
     rooms = Rooms(
         receiver=Receiver(strangers, config.max_body_bytes, config.timeouts.body_s, now),
         admission=admission,
@@ -219,9 +226,7 @@ async def running(
                 refusals,
                 accounts,
                 requests,
-                clock,
-                config.max_attempts,
-                budget,
+                retries,
                 config.timeouts.room_s,
             ),
             Pairing(
@@ -232,9 +237,7 @@ async def running(
                 refusals,
                 accounts,
                 requests,
-                clock,
-                config.max_attempts,
-                budget,
+                retries,
                 secrets.randbits,
             ),
             reader,
@@ -244,8 +247,7 @@ async def running(
             refusals,
             line,
             clock,
-            config.max_attempts,
-            budget,
+            retries,
         ),
         relay=Relay(accounts, requests, clock),
         accounts=accounts,
