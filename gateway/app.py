@@ -224,7 +224,7 @@ class FrontDoor:
         model = served.as_read(tenant.group)
         call, prompt = await self.rooms.reader.read(visit.endpoint, visit.body, model, tenant.memory)
         served.not_done.check(call.fields)
-        understood = await self.rooms.engine_readings.understood(call, prompt, model, tenant.memory)
+        understood = await self.rooms.engine_readings.understood(call, prompt, model, tenant)
         prompt = understood.prompt
         self.metrics.read(prompt.how)
         visit.body = b""

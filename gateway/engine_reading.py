@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from gateway.clusters import Clusters
 from gateway.errors import LegFailed
+from gateway.keys import Tenant
 from gateway.legs import MAX_ANSWER_BYTES, Legs
 from gateway.media import Guess
 from gateway.media_reading import AT_ONCE, MAX_MEDIA, TIMEOUT_S, Worth, seen_in
@@ -30,6 +31,7 @@ from gateway.read import Reader
 from gateway.request import Request, RequestRecord
 from gateway.styles import Reading, Styles, style_of, style_with_media
 from gateway.tasks import TaskSet
+from gateway.turns import Turns
 from planner.decisions.views import Role
 from prompts.segments import TokenArray, token_array
 
@@ -104,14 +106,14 @@ class EngineReadings:
         self._threshold_tokens = threshold_tokens
         self._renders_otherwise = renders_otherwise
         self._worth = Worth()
-        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._turns = Turns(AT_ONCE)
 
     @property
     def num_styles(self) -> int:
         """Styles that engines are known to read otherwise."""
         return len(self._styles)
 
-    async def understood(self, call: Call, prompt: Prompt, model: Model, tenant: bytes) -> Understood:
+    async def understood(self, call: Call, prompt: Prompt, model: Model, tenant: Tenant) -> Understood:
         """`prompt`, or what an engine reads in its place. Raises BadRequest."""
         if prompt.guess is not None and not prompt.adapter:
             return await self._with_media(call, prompt, prompt.guess, model, tenant)
@@ -139,10 +141,10 @@ class EngineReadings:
             self._styles.not_read(style, self._clock())
             return Understood(prompt, Reading.ALONE, failure=str(status))
 
-        found = await self._reader.think(lambda memory: _read(answer, call, model, memory, tenant))
+        found = await self._reader.think(lambda memory: _read(answer, call, model, memory, tenant.memory))
         return found or Understood(prompt, Reading.ALONE, failure="bad_answer")
 
-    async def _with_media(self, call: Call, guessed: Prompt, guess: Guess, model: Model, tenant: bytes) -> Understood:
+    async def _with_media(self, call: Call, guessed: Prompt, guess: Guess, model: Model, tenant: Tenant) -> Understood:
         if not self._may_leave(guess):
             return Understood(guessed)
         if guess.unread or guess.number > MAX_MEDIA:
@@ -152,7 +154,7 @@ class EngineReadings:
             return Understood(guessed, failure="differs")
         nodes = [node for node in self._clusters.ready(Role.DECODE) if _takes_media(node)]
         try:
-            async with asyncio.timeout(TIMEOUT_S), self._turns:
+            async with asyncio.timeout(TIMEOUT_S), self._turns.turn(tenant.name):
                 status, answer = await self._rendered(call, model, nodes, MAX_SEEN_BYTES, mm_payload="none")
         except TimeoutError:
             return Understood(guessed, failure="timeout")
@@ -167,7 +169,7 @@ class EngineReadings:
             seen = seen_in(answer, guess.number)
             if seen.failure:
                 return Understood(guessed, failure=seen.failure)
-            prompt = prompt_from(call, seen.tokens, SEEN, model, memory, tenant, insets=seen.insets)
+            prompt = prompt_from(call, seen.tokens, SEEN, model, memory, tenant.memory, insets=seen.insets)
             return Understood(replace(prompt, caching=guessed.caching), Reading.ENGINE)
 
         found = await self._reader.think(read)
