@@ -115,7 +115,7 @@ test-vllm-release: $(VLLM_STAMP)  ## The contract and the matrix with another re
 	./.ci/vllm-version $(RELEASE) tests/vllm/test_contract.py tests/vllm/test_matrix.py $(sampled)
 
 test-sglang: $(SGLANG_STAMP)  ## SGLang's servers on a CPU against one alone, and its classes; no GPU, no kernels
-	$(SGLANG_BIN)/python -m pytest -m sglang -o faulthandler_timeout=600 tests/sglang
+	$(SGLANG_BIN)/python -m pytest -m sglang -o faulthandler_timeout=600 tests/sglang $(sampled)
 
 test-schema: $(STAMP) $(SCHEMA_STAMP)  ## schemathesis against a running gateway, by its own OpenAPI document; EXAMPLES=N per operation
 	$(BIN)/python -m tests.clients.behind $(SCHEMA_BIN)/st run {GATEWAY}/openapi.json --max-examples $(EXAMPLES) \

@@ -94,7 +94,7 @@ def _serve(pipe: Connection, options: dict[str, Any], role: str, connector: dict
 def serve_apart(pipe: Connection, log_path: str, options: dict[str, Any], connector: dict[str, Any]) -> None:
     """An engine in processes of its own, as a server's is. Says which, and waits to be killed."""
     _redirect(log_path)
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_RPC_BASE_PATH": str(Path(log_path).parent)}
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     transfer = KVTransferConfig(kv_role="kv_both", kv_connector_extra_config=connector, **CONNECTOR)
     llm = vllm.LLM(enforce_eager=True, disable_log_stats=True, kv_transfer_config=transfer, **options)
     pipe.send(_descendants(os.getpid()))
@@ -162,6 +162,8 @@ def _submit(engine: Any, request_id: str, prompt: list[int], max_tokens: int, pa
 
 
 def _redirect(log_path: str) -> None:
+    """What is logged, and vLLM's sockets, which it leaves behind however it ends, go where the log is."""
+    os.environ["VLLM_RPC_BASE_PATH"] = str(Path(log_path).parent)
     out = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(out, 1)
     os.dup2(out, 2)
