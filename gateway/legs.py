@@ -119,7 +119,7 @@ class Legs:
 
     def serve(self, max_in_flight: int) -> None:
         """As many connections from now on as so many requests take."""
-        self._pool.limit = LEGS * max_in_flight
+        self._pool.resize(LEGS * max_in_flight)
 
     def close(self) -> None:
         self._pool.close()
