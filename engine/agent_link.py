@@ -169,6 +169,7 @@ class AgentLink:
         self._sent_load: LoadReport | None = None
         self._load_timer: asyncio.TimerHandle | None = None
         self._complaint = ""
+        self._retry_s = RETRY_MIN_S  # grows until an agent takes us
 
     @property
     def connected(self) -> bool:
@@ -186,18 +187,16 @@ class AgentLink:
 
     async def run(self) -> None:
         """Connects, and again whenever the connection is lost, until cancelled."""
-        delay_s = RETRY_MIN_S
         while True:
             try:
                 await self._session()
-                delay_s = RETRY_MIN_S
                 self._complain("it hung up")
             except (OSError, MessageError, TimeoutError, PagesInvalid) as exc:
                 self._complain(str(exc) or type(exc).__name__)
             except Exception:  # ours, but nobody else looks after a lost link: without one the engine is alone for ever
                 log.exception("agent %s: the connection is given up, for another one", self._path)
-            await asyncio.sleep(delay_s)
-            delay_s = min(RETRY_MAX_S, 2 * delay_s)
+            await asyncio.sleep(self._retry_s)
+            self._retry_s = min(RETRY_MAX_S, 2 * self._retry_s)
 
     def _complain(self, text: str) -> None:
         """Once per trouble, not once per attempt."""
@@ -382,6 +381,7 @@ class AgentLink:
         self._welcomed.set()
         self._on_welcome(welcome)
         self._send_load()
+        self._retry_s = RETRY_MIN_S
         log.info("agent %s connected, %d pages", self._path, welcome.num_pages)
 
     def _lose(self) -> None:

@@ -296,6 +296,7 @@ class Clusters:
         before, known = node.state, node.info
         if known is not None and known.node_id != info.node_id:
             self._rename(node, known.node_id)
+        self._take_name(info.node_id, node)
         if known is not None and known.layout_fingerprint != info.layout_fingerprint:
             self._drop_prefixes(info.node_id)
         is_same_process = known is not None and known.boot_id == info.boot_id
@@ -303,7 +304,6 @@ class Clusters:
         node.info = info
         node.connected = True
         node.suspect_until = float("-inf")
-        self._by_id[info.node_id] = node
         self._adopt_model(info)
         self._serving = None
         if node.state != before:
@@ -363,6 +363,13 @@ class Clusters:
             del self._by_id[before]
         self._drop_prefixes(before)
         self._on_renamed(before)
+
+    def _take_name(self, name: str, node: Node) -> None:
+        """`node` bears it. Who bore it before and is not there any more is known by its address until it says who it is."""
+        bearer = self._by_id.get(name)
+        if bearer is not None and bearer is not node and bearer.info is not None:
+            bearer.info = replace(bearer.info, node_id=bearer.agent.address)
+        self._by_id[name] = node
 
     def _drop_prefixes(self, node_id: str) -> None:
         for index in self._indexes.values():

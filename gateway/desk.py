@@ -36,7 +36,7 @@ _FIELDS: Final = msgspec.json.Decoder(dict[str, Raw])
 
 
 class Desk:
-    """Answers at once, to whom `tenant_of` knows; `clock` is the gateway's."""
+    """Answers at once, to whom `tenant_of` knows."""
 
     def __init__(
         self,
@@ -48,7 +48,6 @@ class Desk:
         metrics: Metrics,
         tenant_of: Callable[[Mapping[str, str]], Tenant],
         allowances: Allowances,
-        clock: Callable[[], float],
     ) -> None:
         self._admission = admission
         self._receiver = receiver
@@ -58,7 +57,6 @@ class Desk:
         self._metrics = metrics
         self._tenant_of = tenant_of
         self._allowances = allowances
-        self._clock = clock
         self._documents: dict[tuple[str, ...], bytes] = {}  # by the names in them
 
     async def document(self, http: web.Request) -> web.Response:
@@ -128,8 +126,7 @@ class Desk:
 
     def _node(self) -> Node:
         """The decode node with the fewest requests. Raises Unavailable."""
-        now = self._clock()
-        ready = [node for node in self._clusters.nodes if node.role == Role.DECODE and node.is_ready(now)]
+        ready = self._clusters.ready(Role.DECODE)
         if not ready:
             raise Unavailable("No decode node is ready.", "no_decode_node")
         return min(ready, key=lambda node: (node.pending_requests, node.load.running))

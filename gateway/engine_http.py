@@ -110,7 +110,7 @@ class Answer:
     def _look(self) -> None:
         """Bounds the pause between two chunks with one timer, however many chunks there are."""
         now = self._loop.time()
-        since = now if self._waiting_since is None else self._waiting_since
+        since = now if self._waiting_since is None or self._chunks else self._waiting_since
         if now - since >= self._idle_s:
             self._late()
         else:

@@ -66,6 +66,12 @@ class EnginePool:
         connection = self._idle_one(engine, now) or await self._connected(engine, min(self._connect_s, within_s))
         return await connection.ask(engine.head(path, headers, len(body)), body, now + within_s)
 
+    def resize(self, limit: int) -> None:
+        """As many connections from now on; more than that, which are in use, go on."""
+        self.limit = limit
+        for _ in range(len(self._waiting)):  # there may be room for all of them
+            self._tell_one()
+
     def close(self) -> None:
         """Closes everything, whatever is under way."""
         if self._sweeping is not None:
@@ -116,7 +122,7 @@ class EnginePool:
 
     async def _connect(self, engine: Engine) -> EngineConnection:
         connection = EngineConnection(self)
-        self._engines[engine.url] = engine
+        engine = self._engines.setdefault(engine.url, engine)  # others may have waited for room, too
         self._connections[connection] = engine
         engine.num_open += 1
         try:
@@ -140,7 +146,8 @@ class EnginePool:
                 if told.done() and not told.cancelled():
                     self._tell_one()  # it was for somebody
                 raise
-            if (connection := self._idle_one(engine, self._loop.time())) is not None:
+            known = self._engines.get(engine.url, engine)
+            if (connection := self._idle_one(known, self._loop.time())) is not None:
                 return connection
         return None
 

@@ -119,7 +119,7 @@ class Legs:
 
     def serve(self, max_in_flight: int) -> None:
         """As many connections from now on as so many requests take."""
-        self._pool.limit = LEGS * max_in_flight
+        self._pool.resize(LEGS * max_in_flight)
 
     def close(self) -> None:
         self._pool.close()
@@ -195,7 +195,7 @@ class Legs:
         if answer.status != 200:
             failed = _error(told)
             others_too = answer.status not in RETRYABLE
-            reason = label_in(failed.message) or _label(failed, answer.status)
+            reason = _told_by_us(failed, answer.status) or _label(failed, answer.status)
             raise PrefillFailed(node.id, reason, failed.message, Failure.REQUEST if others_too else None)
         return _paired_outcome(node, request, told, self._clock() - began)
 
@@ -221,7 +221,7 @@ class Legs:
     async def _first_bytes(self, node: Node, request: Request, answer: Answer) -> bytes:
         if answer.status in RETRYABLE:
             error = _error(await answer.whole(MAX_ERROR_BYTES))
-            told = label_in(error.message) if node.is_paired else None
+            told = _told_by_us(error, answer.status) if node.is_paired else None
             raise DecodeFailed(node.id, told or _label(error, answer.status), error.message)
         if request.answered:
             await _check_goes_on(node, request, answer)
@@ -236,8 +236,10 @@ class Legs:
         first = await answer.read()
         if not first:
             raise DecodeFailed(node.id, "empty_answer")
-        if first.startswith(ERROR) and node.is_paired and (told := label_in(first.decode(errors="replace"))):
-            raise DecodeFailed(node.id, told, _beginning(first))  # to a stream SGLang says 200 first
+        if first.startswith(ERROR) and node.is_paired:  # to a stream SGLang says 200 first
+            error = _error(first.partition(b"\n")[0].removeprefix(DATA))
+            if told := _told_by_us(error, error.code if isinstance(error.code, int) else 500):
+                raise DecodeFailed(node.id, told, _beginning(first))
         if first.startswith(ERROR) or not (first.startswith(FIELDS) or DATA.startswith(first)):
             raise DecodeFailed(node.id, "bad_answer", _beginning(first))
         return first
@@ -345,6 +347,11 @@ def _error(body: bytes) -> _EngineError:
         return told.error or told
     except NOT_JSON:
         return _EngineError(message=body[:200].decode(errors="replace"))
+
+
+def _told_by_us(error: _EngineError, status: int) -> str | None:
+    """Our backend's reason in an error of SGLang's; in what it says against a request may stand whatever a client has written."""
+    return label_in(error.message) if status in RETRYABLE else None
 
 
 def _label(error: _EngineError, status: int) -> str:

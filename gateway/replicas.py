@@ -100,12 +100,7 @@ class Replicas:
         return store
 
     def _prefills(self, cluster: str) -> list[Node]:
-        now = self._clock()
-        return [
-            node
-            for node in self._clusters.nodes
-            if node.role == Role.PREFILL and node.info and node.info.cluster == cluster and node.is_ready(now)
-        ]
+        return [node for node in self._clusters.ready(Role.PREFILL) if node.cluster == cluster]
 
 
 def _load(node: Node) -> float:

@@ -320,9 +320,7 @@ async def running(
             await clusters.wait_for(lambda: clusters.is_ready, NODES_S)
         idle_s, is_shared = strangers.idle_s, siblings is not None
         port = config.port if seat.port is None else seat.port
-        desk = Desk(
-            admission, rooms.receiver, rooms.reader, clusters, legs, metrics, door.keyring.tenant, allowances, clock
-        )
+        desk = Desk(admission, rooms.receiver, rooms.reader, clusters, legs, metrics, door.keyring.tenant, allowances)
         app, straight = build_app(door, pages, desk), straight_ways(door)
         clients = await Listener.start(app, gates[0], config.host, port, idle_s, straight=straight, is_shared=is_shared)
         stack.push_async_callback(clients.close)

@@ -42,6 +42,7 @@ LOOK_S: Final = 0.05  # between looks whether a worker that starts is there
 SILENCE_S: Final = 30.0  # a worker says four times a second that it is there
 START_S: Final = 120.0  # a second or two on an idle machine
 BAD_CONFIG: Final = 2
+CANNOT_START: Final = -1
 
 
 class Workers:
@@ -103,13 +104,7 @@ class Workers:
     async def _keep(self, number: int) -> None:
         restarts = Restarts(self._max_restarts)
         while not self._stopping.is_set():
-            child = self._running[number] = self._start(number)
-            try:
-                status = await self._until_ended(number, child, restarts)
-            finally:
-                # Cancelled, its end is awaited by `run`.
-                self._ready.discard(number)
-            del self._running[number]
+            status = await self._run_once(number, restarts)
             self._board.clear(number)
             forget_gauges(self._metrics, number)
             if self._stopping.is_set():
@@ -122,6 +117,20 @@ class Workers:
                 async with asyncio.timeout(pause_s):
                     await self._stopping.wait()
             self._board.restarted()
+
+    async def _run_once(self, number: int, restarts: Restarts) -> int:
+        try:
+            child = self._running[number] = self._start(number)
+        except OSError as error:  # no memory for a process, say: may pass
+            log.error("worker %d cannot be started: %s", number, error)
+            return CANNOT_START
+        try:
+            status = await self._until_ended(number, child, restarts)
+        finally:
+            # Cancelled, its end is awaited by `run`.
+            self._ready.discard(number)
+        del self._running[number]
+        return status
 
     def _start(self, number: int) -> Child:
         return Child(self._command(number), output=sys.stderr, environment=os.environ, orphaned_by=ORPHANED)

@@ -230,6 +230,9 @@ class NodeAgent:
             self._engine_tasks.start(
                 "engine's load", partial(follow_loads, url, partial(self.on_message, engine=engine))
             )
+        self._engine_tasks.start("engine's adapters", partial(self._follow_adapters, url))
+
+    async def _follow_adapters(self, url: str) -> None:
         async for adapters in adapters_of(url):
             self._adapters = adapters
             self.publish_description()

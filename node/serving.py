@@ -88,6 +88,7 @@ class _Question(Generic[T]):
             BodyTooLong,
             msgspec.DecodeError,
             UnicodeDecodeError,
+            RecursionError,
         ) as error:
             trouble = repr(error)
         if trouble != self._trouble:

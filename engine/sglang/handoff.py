@@ -8,6 +8,7 @@ touched, so that it may give them to another request.
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import threading
@@ -220,8 +221,13 @@ class Landing(_Handoff):
         """A ticket, as soon as the agent has room: what it lent to other requests comes back. Raises TransferError."""
         waited_s = 0.0
         while True:
+            reserving = asyncio.ensure_future(self._reservations.reserve(self._name, num_tokens, digest))
             try:
-                return await self._reservations.reserve(self._name, num_tokens, digest)
+                return await asyncio.shield(reserving)
+            except asyncio.CancelledError:  # given up, and the pages may be ours by now
+                with contextlib.suppress(TransferError):
+                    await self._reservations.abort((await reserving).transfer_id)
+                raise
             except TransferError as exc:
                 if exc.reason != NO_ROOM or waited_s >= LANDING_ROOM_S:
                     raise

@@ -179,6 +179,21 @@ def test_a_cancellation_that_comes_with_the_agents_bytes_ends_the_link(turns, tm
     asyncio.run(main())
 
 
+def test_an_agent_that_does_not_take_us_is_asked_less_and_less_often(tmp_path):
+    class Refusing(MiniAgent):
+        def _hear(self, message):
+            self.heard.append(message)
+            self._writers[-1].close()
+
+    async def main():
+        agent = Refusing(tmp_path, LAYOUT, num_pages=16)
+        async with linked(agent):
+            await asyncio.sleep(1.0)
+            assert 2 <= len(agent.heard) <= 6  # after 0.05, 0.1, 0.2, 0.4 s
+
+    asyncio.run(main())
+
+
 def test_a_fault_of_our_own_costs_a_connection_not_the_link(tmp_path, caplog):
     faults = [ZeroDivisionError("of a welcome")]
 

@@ -7,6 +7,7 @@ import pytest
 
 from gateway.clusters import Clusters, salt_of
 from gateway.errors import NodeError
+from gateway.prompts import Prompt
 from gateway.server import running
 from hybrid_cache.index import NOTHING
 from hybrid_cache.layout import KVCacheGroup, ModelLayout
@@ -155,6 +156,42 @@ async def test_a_name_goes_with_its_node_to_another_address() -> None:
         await until(lambda: clusters.by_id("d0").state == "ready")
         assert (await w.complete(PROMPT)).status == 200
         assert second.bodies
+
+
+@on_loop
+async def test_nodes_that_have_swapped_their_addresses_keep_what_they_have() -> None:
+    async with world(decode=2) as w:
+        clusters, (first, second) = w.gateway.clusters, w.nodes.decode
+        for node in (first, second):
+            await node.stop_agent()
+        await until(lambda: states(clusters)["d0"] == states(clusters)["d1"] == "down")
+        first.node_id, second.node_id = "d1", "d0"
+        first.cache = [pb.BlocksStored(group=group, hashes=b"h" * 32) for group in (0, 1)]
+        await first.start_agent(first.agent_address)
+        await until(lambda: has_prefix(clusters, "d1", b"h" * 32))
+        await second.start_agent(second.agent_address)
+        await until(lambda: states(clusters).get("d0") == "ready")
+        assert has_prefix(clusters, "d1", b"h" * 32)
+        assert [clusters.by_id(node.node_id).agent.address for node in (first, second)] == [
+            first.agent_address,
+            second.agent_address,
+        ]
+
+
+@on_loop
+async def test_a_name_is_that_of_one_node() -> None:
+    async with world(decode=2) as w:
+        clusters, links, (first, second) = w.gateway.clusters, w.gateway.links, w.nodes.decode
+        await second.stop_agent()
+        await until(lambda: states(clusters)["d1"] == "down")
+        first.node_id, first.takes_media = "d1", True
+        first.become(pb.NODE_STATE_READY)
+        await until(lambda: clusters.by_id("d1").state == "ready")
+        assert states(clusters) == {"r0": "ready", "p0": "ready", "d1": "ready", second.agent_address: "down"}
+        with_image = Prompt(1, [], b"", has_media=True)
+        assert "d1" not in clusters.unfit(with_image)
+        links.failed(clusters.by_id("r0"), clusters.by_id("d1"))
+        await until(lambda: w.nodes.remote[0].probes)
 
 
 @on_loop

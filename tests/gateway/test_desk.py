@@ -5,7 +5,11 @@ from typing import Any
 
 from gateway.openai import Endpoint
 from gateway.tokenise import MAX_BODY_BYTES
+from hybrid_cache.layout import ModelLayout
+from planner.decisions.views import Role
+from tests.gateway.scripted import LAYOUT
 from tests.gateway.worlds import World, on_loop, until, world
+from transport.control.proto import node_pb2 as pb
 
 TEXT = "hello there the quick brown fox"
 CHAT = [{"role": "user", "content": TEXT}]
@@ -71,6 +75,18 @@ async def test_what_engines_of_other_kinds_serve_is_passed_on_and_else_it_is_sai
         status, told = await asked(w, "/v1/embeddings", input="x")
         assert (status, told["error"]["code"]) == (503, "engine_failed")
         assert not w.gateway.admission.in_flight
+
+
+@on_loop
+async def test_no_node_of_another_model_is_asked() -> None:
+    async with world(remote=0, local=0, decode=2) as w:
+        other, node = w.nodes.decode
+        other.layout = ModelLayout("other", "float32", 16, LAYOUT.groups)
+        other.become(pb.NODE_STATE_READY)
+        clusters = w.gateway.clusters
+        await until(lambda: [each.agent.address for each in clusters.ready(Role.DECODE)] == [node.agent_address])
+        assert (await asked(w, "/v1/embeddings", input="x"))[0] == 200
+        assert [len(each.bodies) for each in (other, node)] == [0, 1]
 
 
 @on_loop

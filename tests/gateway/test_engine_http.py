@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
@@ -315,6 +316,21 @@ async def test_a_stream_may_take_its_time_but_not_fall_silent(bench: Bench) -> N
         await answer.read()
     assert failed.value.reason == "timeout"
     assert not bench.wire.is_open
+
+
+@case
+async def test_what_has_come_while_nobody_was_there_to_hear_it_is_no_silence(bench: Bench) -> None:
+    answer = await bench.told(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"3\r\none\r\n")
+    answer.bound_silence(0.05)
+    assert await answer.read() == b"one"
+    reading = asyncio.create_task(answer.read())
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_soon(bench.connection.data_received, b"3\r\ntwo\r\n")  # first of all, after that
+    time.sleep(0.1)  # noqa: ASYNC251 the loop is stuck
+    assert await reading == b"two"
+    assert bench.wire.is_open
+    with pytest.raises(LegFailed):
+        await answer.read()
 
 
 @case

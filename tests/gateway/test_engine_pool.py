@@ -193,3 +193,34 @@ def test_a_head_names_the_authority_and_keeps_the_path() -> None:
     head = engine.head("/v1", "traceparent: \udcff\r\n", 7)
     assert head.startswith(b"POST /base/v1 HTTP/1.1\r\nHost: [::1]:8000\r\n")
     assert head.endswith(b"Content-Length: 7\r\ntraceparent: \xff\r\n\r\n")
+
+
+@on_loop
+async def test_whoever_has_waited_for_room_uses_connections_that_are_known_to_all() -> None:
+    async with serving() as server, serving() as other:
+        server.go_on.clear()
+        other.go_on.clear()
+        pool = pool_of(limit=2, keep_alive_s=0.05)
+        held = [asyncio.create_task(post(pool, other.url)) for _ in range(2)]
+        await until(lambda: other.num_connections == 2)
+        waiting = [asyncio.create_task(post(pool, server.url)) for _ in range(2)]
+        await asyncio.sleep(0)
+        other.go_on.set()
+        await until(lambda: server.num_connections == 2)
+        server.go_on.set()
+        assert await asyncio.gather(*held, *waiting) == [b"ok"] * 4
+        await until(lambda: len(pool) == 0)  # once they have been idle for long
+
+
+@on_loop
+async def test_a_pool_that_grows_lets_in_all_who_wait_for_room() -> None:
+    async with serving() as server:
+        server.go_on.clear()
+        pool = pool_of(limit=1)
+        asking = [asyncio.create_task(post(pool, server.url)) for _ in range(3)]
+        await until(lambda: server.num_connections == 1)
+        pool.resize(3)
+        await until(lambda: server.num_connections == 3)
+        server.go_on.set()
+        assert await asyncio.gather(*asking) == [b"ok"] * 3
+        pool.close()

@@ -9,8 +9,10 @@ import pytest
 
 from gateway.config import RoutingConfig
 from gateway.node import Work
+from hybrid_cache.layout import ModelLayout
 from hybrid_cache.store import StoreConfig
-from tests.gateway.scripted import BLOCK_SIZE, ScriptedNode
+from planner.decisions.views import Role
+from tests.gateway.scripted import BLOCK_SIZE, LAYOUT, ScriptedNode
 from tests.gateway.worlds import PATIENCE_S, World, on_loop, until, world
 from transport.control.proto import node_pb2 as pb
 
@@ -180,6 +182,23 @@ async def test_a_prefix_that_many_want_at_once_is_copied_inside_its_cluster() ->
             while 'outcome="ok",reason="hot"' not in await w.metrics():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert [to for to, _, _ in w.nodes.remote[0].loads] == ["r1"]
+
+
+@on_loop
+async def test_nothing_is_copied_to_a_node_of_another_model() -> None:
+    async with world(remote=3, routing=RoutingConfig(replicate=True)) as w:
+        replicas, (source, other, _) = w.gateway.replicas, w.nodes.remote
+        assert replicas is not None
+        for node in w.nodes.remote:
+            node.script.tokens_per_s = 5_000.0
+        other.layout = ModelLayout("other", "float32", BLOCK_SIZE, LAYOUT.groups)
+        other.become(pb.NODE_STATE_READY)
+        await until(lambda: "r1" not in {node.id for node in w.gateway.clusters.ready(Role.PREFILL)})
+        await holds(w, source, [LONGER])
+        await asyncio.gather(*(w.complete(LONGER) for _ in range(5)))
+        replicas.tick()
+        await counted(w, 'outcome="ok",reason="hot"')
+        assert [to for to, _, _ in source.loads] == ["r2"]
 
 
 async def counted(w: World, series: str) -> None:

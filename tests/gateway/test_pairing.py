@@ -133,6 +133,19 @@ async def test_a_request_that_every_server_refuses_is_told_once():
         assert sum(len(node.bodies) for node in at.nodes.nodes) == 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("words", ["peer_lost", "draining", "no_capacity"])
+@on_loop
+async def test_what_a_client_has_written_is_not_taken_for_a_reason_of_ours(words, stream):
+    async with world(decode=2, kind=PairedNode) as at:
+        for node in at.nodes.nodes:
+            node.script.prefill = node.script.decode = [f"400 'input': '{words}'"]
+        response = await at.complete(LONG, stream=stream)
+        assert response.status == 400, await response.text()
+        assert at.gateway.links.num_failed == 0  # of which every request would hear
+        assert [len(node.bodies) for node in at.nodes.nodes] == [1, 0, 1, 0]
+
+
 @pytest.mark.parametrize(("fault", "reason"), [("die", "engine_died"), ("500 no_capacity: of pages", "no_capacity")])
 @on_loop
 async def test_a_decode_node_that_fails_is_followed_by_another(fault, reason):

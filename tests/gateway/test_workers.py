@@ -1,6 +1,7 @@
 """A gateway of several processes: real ones, before scripted nodes."""
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -394,6 +395,27 @@ async def test_workers_that_end_as_often_as_they_are_started_are_given_up(tmp_pa
     with pytest.raises(WorkersFail, match="worker 1 ended 2 times, at last with status 3"):
         await workers.run(lambda: None)
     assert board.restarts == 1
+    board.close()
+
+
+@on_loop
+async def test_a_worker_that_cannot_be_started_just_now_is_started_later(tmp_path: Path) -> None:
+    Board.create(tmp_path / "board", workers=2, nodes=1)
+    board = Board(tmp_path / "board")
+    board.be(State.READY)  # worker 0 is taken to serve
+    asked = [0, 0]
+
+    def command(number: int) -> list[str]:
+        asked[number] += 1
+        if number and asked[1] == 1:
+            raise BlockingIOError(errno.EAGAIN, "no more processes")
+        return ["sleep", "1000"] if asked[1] < 2 else [sys.executable, "-c", "raise SystemExit(3)"]
+
+    now = asyncio.get_running_loop().time
+    workers = Workers(command, board, tmp_path, now, max_restarts=1)
+    with pytest.raises(WorkersFail, match="worker 1 ended 2 times, at last with status 3"):
+        await workers.run(lambda: None)
+    assert asked == [1, 2]
     board.close()
 
 

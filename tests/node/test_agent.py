@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AsyncExitStack
 from math import nan
 from pathlib import Path
@@ -15,8 +15,9 @@ import msgspec
 import pytest
 
 from hybrid_cache.hashing import block_hashes
-from node import supervisor
+from node import agent, supervisor
 from node.errors import EngineError, NoRoom
+from node.pulse import Vigil
 from tests.node.running import BLOCK, RunningNode, config, new_runner, running_node, until
 from transport.control import messages as m
 from transport.control.proto import node_pb2 as pb
@@ -419,6 +420,45 @@ def test_a_server_that_never_answers_is_killed_and_started_again(
             connector.close()
 
     alone(scenario())
+
+
+def test_an_engine_is_watched_once_whatever_becomes_of_a_look_at_its_adapters(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, watched = [], []
+
+    async def serves(url: str) -> None:
+        """At once."""
+
+    async def adapters_of(url: str) -> AsyncIterator[tuple[str, ...]]:
+        asked.append(url)
+        if len(asked) == 1:
+            raise ZeroDivisionError("of a look")
+        yield ("terse",)
+
+    async def watch(self: Vigil, url: str, leader: object) -> None:
+        watched.append(url)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(supervisor, "engine_command", lambda *_: ["sleep", "60"])
+    monkeypatch.setattr(agent, "serves", serves)
+    monkeypatch.setattr(agent, "adapters_of", adapters_of)
+    monkeypatch.setattr(Vigil, "watch", watch)
+    layout = bench.run(bench.node.describe()).layout_json
+
+    async def scenario() -> None:
+        async with running_node(config(tmp_path, engine="vllm"), wait=False) as node:
+            _, connector = await asyncio.open_unix_connection(node.agent.socket.path)
+            connector.write(m.encode(msgspec.structs.replace(HELLO, layout_json=layout)))
+
+            async def is_told() -> bool:
+                return list((await node.describe()).adapters) == ["terse"]
+
+            await until(is_told)
+            connector.close()
+
+    alone(scenario())
+    assert (len(asked), len(watched)) == (2, 1)
 
 
 def test_what_an_engine_warns_of_is_in_the_nodes_own_log(

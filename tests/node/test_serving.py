@@ -53,12 +53,14 @@ def test_adapters_are_told_whenever_they_change(monkeypatch: pytest.MonkeyPatch)
         {"id": "terse", "parent": "base"},
         {"id": "kind", "parent": "base"},
     )
-    answers = iter([[model], [model, terse], "garbled", [model, terse], [model, terse, kind], None, [model]])
+    answers = iter([[model], [model, terse], "garbled", "deep", [model, terse], [model, terse, kind], None, [model]])
 
     async def models(request: web.Request) -> web.Response:
         data = next(answers)
         if data is None:
             return web.Response(status=503)
+        if data == "deep":
+            return web.Response(text=f'{{"data": [], "of": {"[" * 100_000}{"]" * 100_000}}}')
         return web.json_response({"object": "list", "data": data})
 
     async def scenario() -> list[tuple[str, ...]]:
