@@ -1,6 +1,8 @@
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -58,6 +60,19 @@ def test_pages_are_taken_back_when_a_write_under_way_has_ended(permits, holder):
     assert permits.withdraw_pages(3, 7, stuck_s=60.0) == []
     assert left.finished.is_set()
     assert holder.stdout.readline() == "False\n"
+
+
+def test_who_takes_pages_back_while_somebody_does_waits_as_well(permits, holder):
+    permits.give_pages(3, 7)
+    with ThreadPoolExecutor(1) as beside:
+        first = beside.submit(permits.withdraw_pages, 3, 7, stuck_s=60.0)
+        while permits.has_pages(3, 7):
+            time.sleep(0.001)
+        left = threading.Timer(0.2, holder.stdin.close)
+        left.start()
+        assert permits.withdraw_pages(3, 7, stuck_s=60.0) == []
+        assert left.finished.is_set()
+        assert first.result() == []
 
 
 def test_who_does_not_let_go_is_named_and_dead_ones_have_let_go(permits, holder):
