@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
 from engine.base import KEEP_BYTES, AtOnce, Logits
 from engine.errors import ModelError, PrefillAborted
@@ -38,6 +39,10 @@ PROOF_TOKENS: Final = (1, 2)
 # Options of a model's forward. Without fused kernels KDA materialises masks of chunk × chunk × head_dim per chunk: chunks of
 # 16 instead of 64 make prefill 2.7 times as fast on a CPU and move logits by 3e-6.
 FORWARD_OPTIONS: Final[dict[str, dict[str, Any]]] = {"kimi_linear": {"chunk_size": 16}}
+
+# What loading raises of a directory that is no model, damaged (SafetensorError), or of a kind that is not known here.
+UNREADABLE: Final = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
+MISSING_NAMED: Final = 3  # weights
 
 
 class EmbeddedSequence:
@@ -258,12 +263,20 @@ def load_model(directory: Path) -> Any:
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory} holds no model (no config.json); `prfaas model build` makes a tiny one")
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            str(directory), dtype="auto", local_files_only=True, attn_implementation="sdpa"
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as exc:
+        model = loaded(AutoModelForCausalLM, directory)
+    except UNREADABLE as exc:
         raise ModelError(f"{directory} cannot be loaded: {exc}") from exc
     return model.eval()
+
+
+def loaded(model_class: Any, directory: Path) -> Any:
+    """A model with all of its weights. Raises ValueError for missing ones, which transformers would make up, and UNREADABLE."""
+    model, found = model_class.from_pretrained(
+        str(directory), dtype="auto", local_files_only=True, attn_implementation="sdpa", output_loading_info=True
+    )
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(f"{len(missing)} of its weights are missing: {', '.join(missing[:MISSING_NAMED])}")
+    return model
 
 
 def quiet_transformers() -> None:

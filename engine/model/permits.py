@@ -62,18 +62,17 @@ class Permits:
         self._clear(slot, _WANTED, number)
 
     def withdraw_pages(self, slot: int, number: int, stuck_s: float = STUCK_S) -> list[int]:
-        """Returns once no stage writes to them, but for those it names: they hold their lock, and must be ended. Any thread."""
-        if not self._clear(slot, _PAGES, number):
-            return []
+        """Returns once no stage writes to them, but for those it names: they hold their lock, and must be ended. Any thread.
+
+        Whoever finds that they have been taken back asks all the same: who did that may still be waiting.
+        """
+        self._clear(slot, _PAGES, number)
         return [stage for stage in range(self._stages) if not self._passes(stage, time.monotonic() + stuck_s)]
 
-    def _clear(self, slot: int, what: int, number: int) -> bool:
-        """Whether it was there: the slot may be another sequence's by now."""
+    def _clear(self, slot: int, what: int, number: int) -> None:
         with self._changing:
-            was_there = int(self._slots[slot, what]) == number
-            if was_there:
+            if int(self._slots[slot, what]) == number:  # the slot may be another sequence's by now
                 self._slots[slot, what] = 0
-            return was_there
 
     def _passes(self, stage: int, deadline_s: float) -> bool:
         while not self._try_lock(stage):

@@ -204,7 +204,8 @@ class Scheduler:
         for work in list(self._settling):
             self._guarded(self._end_if_settled, work)
         self._admit()
-        if self._prefilling and self._engine.takes_more:
+        # Asked in any case: it raises once nothing can be computed any more, be there nothing to compute.
+        if self._engine.takes_more and self._prefilling:
             self._guarded(self._prefill_some, self._next_prefill())
         began_s, batch = self._clock(), len(self._decoding)
         self._decode(list(self._decoding))

@@ -16,9 +16,10 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from engine.errors import ModelError
-from engine.model.embedded import FORWARD_OPTIONS, EmbeddedSequence, quiet_transformers
+from engine.model.embedded import FORWARD_OPTIONS, UNREADABLE, EmbeddedSequence, loaded, quiet_transformers
 from engine.model.kv_layers import SequenceCache
 from engine.model.layout_of import layout_of
 from engine.pages import JobKV
@@ -51,6 +52,8 @@ class Share:
         self._is_last = layers.stop == len(self._modules)
         self._prove()
         self._probe = self._probed()
+        if not self._keeps_something():
+            raise ModelError(f"layers {layers} keep no KVCache: fewer stages leave none without any")
         dtype = str(model.dtype).removeprefix("torch.")
         self.layout: Final[ModelLayout] = layout_of(self._probe, identity, dtype, block_size)
 
@@ -79,13 +82,20 @@ class Share:
         return output.logits[0, -1].float() if hidden is None else hidden
 
     def _through(
-        self, run: Any, chunk: Sequence[int] | torch.Tensor, cache: SequenceCache
+        self,
+        run: Any,
+        chunk: Sequence[int] | torch.Tensor,
+        cache: SequenceCache,
+        embeddings: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, Any]:
-        """Hidden states behind the share, unless it is the last, and what `run` returned."""
+        """Hidden states behind the share, unless it is the last, and what `run` returned.
+
+        Behind the first stage nobody has `embeddings`: anything in their form will do.
+        """
         if self.layers.start:
             assert isinstance(chunk, torch.Tensor)
             self._modules[self.layers.start - 1].passes = chunk
-            inputs: dict[str, Any] = {"inputs_embeds": chunk}
+            inputs: dict[str, Any] = {"inputs_embeds": chunk if embeddings is None else embeddings}
         else:
             inputs = {"input_ids": torch.as_tensor(chunk, dtype=torch.long).reshape(1, -1)}
         with torch.inference_mode():
@@ -101,11 +111,21 @@ class Share:
         self.prefill(sequence, self._any_chunk(1), 1, None)
         return sequence.cache
 
+    def _keeps_something(self) -> bool:
+        states = any(layer.states() for layer in self._probe.linear_layers().values())
+        return states or any(layer.is_initialized for layer in self._probe.attention_layers().values())
+
     def _prove(self) -> None:
-        """What comes in reaches the first layer, and what the last layer makes of it goes out: exactly, or not at all.
+        """What comes in reaches the first layer, and what the last layer makes of it alone goes out: exactly, or not at all.
 
         Layers return a tensor in some models and a tuple in others, which nothing but running them tells.
         """
+        self._find_form()
+        if self.layers.start and not self._needs_no_embeddings():
+            kind = self.model.config.model_type
+            raise ModelError(f"layers of a {kind} cannot be shared out among stages: they use embeddings")
+
+    def _find_form(self) -> None:
         complaint = ""
         for in_tuple in (False, True):
             for module in self._modules:
@@ -134,6 +154,17 @@ class Share:
                 hook.remove()
         entered = not isinstance(chunk, torch.Tensor) or torch.equal(came[0], chunk)
         return entered and (hidden is None or torch.equal(left[0], hidden))
+
+    def _needs_no_embeddings(self) -> bool:
+        """Some models hand them to layers again (Zamba2), or what earlier layers have made."""
+        chunk = self._any_chunk(PROOF_TOKENS)
+        assert isinstance(chunk, torch.Tensor)
+        made = []
+        for embeddings in (chunk, chunk.flip(-1)):
+            cache = self.new_sequence(PROOF_TOKENS).cache
+            hidden, output = self._through(self._decoder, chunk, cache, embeddings)
+            made.append(output[0] if hidden is None else hidden)
+        return torch.equal(*made)
 
     def _any_chunk(self, tokens: int) -> Sequence[int] | torch.Tensor:
         if not self.layers.start:
@@ -172,18 +203,14 @@ def load_share(directory: Path, layers: range) -> Any:
         kind: Any = AutoModelForCausalLM
         model_class = kind._model_mapping[type(config)]
         try:
-            model = _loaded(_cut_when_made(model_class, layers), directory)
+            model = loaded(_cut_when_made(model_class, layers), directory)
         except AttributeError as exc:  # models that look into all their layers while they are loaded, as Falcon-H1
             log.warning("all weights of %s are loaded, and dropped but for %s: %s", directory, layers, exc)
-            model = _loaded(model_class, directory)
+            model = loaded(model_class, directory)
             cut(model, layers)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as exc:
+    except UNREADABLE as exc:
         raise ModelError(f"{directory} cannot be loaded in stages: {exc}") from exc
     return model.eval()
-
-
-def _loaded(model_class: Any, directory: Path) -> Any:
-    return model_class.from_pretrained(str(directory), dtype="auto", local_files_only=True, attn_implementation="sdpa")
 
 
 def _cut_when_made(model_class: Any, layers: range) -> Any:
@@ -224,6 +251,8 @@ def num_layers_of(directory: Path) -> int:
 
 
 def _list_of_layers(decoder: Any) -> Any:
+    if not isinstance(getattr(decoder, "config", None), PretrainedConfig):
+        raise ModelError(f"a {type(decoder).__name__} in the place of a decoder has no layers that could be shared out")
     count = decoder.config.get_text_config(decoder=True).num_hidden_layers
     lists = [each for each in decoder.children() if isinstance(each, nn.ModuleList) and len(each) == count]
     if len(lists) != 1:

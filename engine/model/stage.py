@@ -194,8 +194,11 @@ class Stage:
 
     def _fail(self, sequence: _Sequence, error: Exception) -> None:
         sequence.is_broken = True
-        log.error("stage %d: sequence %d: %s", self._place.stage, sequence.number, error, exc_info=error)
         reason = "pages_invalid" if isinstance(error, PagesInvalid) else "failed"
+        if (
+            reason == "failed"
+        ):  # pages are taken back whenever a client leaves: the engine says so where somebody still waits
+            log.error("stage %d: sequence %d: %s", self._place.stage, sequence.number, error, exc_info=error)
         self._tell(Failure(sequence.number, reason, f"{type(error).__name__}: {error}"))
 
     def _pass_on(self, message: StageMessage, payload: memoryview | bytes = b"") -> None:

@@ -414,12 +414,14 @@ class Stalls:
         self._looked_s = 0.0
 
     def look(self, given: int, done: Sequence[int], beats: Sequence[int], now: float) -> int | None:
-        """The first stage that has had something to do and has computed nothing for STALL_S. `given` and `done`: chunks.
+        """The last stage that has had something to do and has computed nothing for STALL_S. `given` and `done`: chunks.
 
-        Layers of a step of decoding do not beat: there a stage moves from chunk to chunk. Time in which nobody looked does not
-        count: we were stopped ourselves, and the stages maybe with us.
+        Those before it may have nobody who takes what they have computed. Layers of a step of decoding do not beat: there a
+        stage moves from chunk to chunk. Time in which nobody looked does not count: we were stopped ourselves, and the stages
+        maybe with us.
         """
         passed_s, self._looked_s = min(now - self._looked_s, 2 * LOOK_S), now
+        hangs = None
         for stage, came in enumerate((given, *done[:-1])):
             mark = beats[stage], done[stage]
             if mark != self._marks[stage] or came <= done[stage]:
@@ -427,8 +429,8 @@ class Stalls:
                 continue
             self._idle_s[stage] += passed_s
             if self._idle_s[stage] > STALL_S:
-                return stage
-        return None
+                hangs = stage
+        return hangs
 
 
 def whole_layout(parts: Sequence[ModelLayout], identity: str) -> ModelLayout:

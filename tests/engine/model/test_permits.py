@@ -1,6 +1,8 @@
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -37,6 +39,18 @@ def holder(permits):
         process.kill()
 
 
+def ending(holder):
+    """Has it end its write in a moment; set when it is told to."""
+    told = threading.Event()
+
+    def tell():
+        told.set()
+        holder.stdin.close()
+
+    threading.Timer(0.2, tell).start()
+    return told
+
+
 def test_an_old_number_has_nothing_in_a_slot(permits):
     permits.give(3, 7)
     permits.give_pages(3, 7)
@@ -53,11 +67,22 @@ def test_an_old_number_has_nothing_in_a_slot(permits):
 
 def test_pages_are_taken_back_when_a_write_under_way_has_ended(permits, holder):
     permits.give_pages(3, 7)
-    left = threading.Timer(0.2, holder.stdin.close)
-    left.start()
+    ends = ending(holder)
     assert permits.withdraw_pages(3, 7, stuck_s=60.0) == []
-    assert left.finished.is_set()
+    assert ends.is_set()
     assert holder.stdout.readline() == "False\n"
+
+
+def test_who_takes_pages_back_while_somebody_does_waits_as_well(permits, holder):
+    permits.give_pages(3, 7)
+    with ThreadPoolExecutor(1) as beside:
+        first = beside.submit(permits.withdraw_pages, 3, 7, stuck_s=60.0)
+        while permits.has_pages(3, 7):
+            time.sleep(0.001)
+        ends = ending(holder)
+        assert permits.withdraw_pages(3, 7, stuck_s=60.0) == []
+        assert ends.is_set()
+        assert first.result() == []
 
 
 def test_who_does_not_let_go_is_named_and_dead_ones_have_let_go(permits, holder):

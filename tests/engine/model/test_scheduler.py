@@ -339,3 +339,10 @@ def test_an_engine_that_can_compute_nothing_more_ends_its_scheduler():
     bench.engine.died = EngineError("stage 1 was ended by signal 9")
     with pytest.raises(EngineError, match="stage 1"):
         bench.scheduler.step()
+
+
+def test_an_engine_that_dies_with_nothing_to_prefill_ends_its_scheduler_as_well():
+    bench = Bench(engine=InStages)
+    bench.engine.died = EngineError("stage 1 was ended by signal 9")
+    with pytest.raises(EngineError, match="stage 1"):
+        bench.scheduler.step()  # what the engine's news wake it up for

@@ -1,8 +1,12 @@
 """What shares of a model compute one after the other has the bits of what the whole model computes."""
 
+import os
+import shutil
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.errors import ModelError
@@ -136,6 +140,48 @@ def test_layers_that_have_attention_and_a_state_and_return_tuples(tmp_path):
         mamba_d_conv=4, mamba_chunk_size=64,
     )  # fmt: skip
     compare(whole, Staged(cut_up(directory, shares(3, 2)), whole.layout))
+
+
+def test_layers_that_look_at_embeddings_beside_what_the_layer_before_made_are_refused(tmp_path):
+    directory, _ = built(
+        tmp_path, "zamba2", mamba_d_state=16, mamba_ngroups=1, mamba_headdim=32, n_mamba_heads=8, mamba_expand=2,
+        num_mem_blocks=1, chunk_size=64, layers_block_type=["mamba", "hybrid", "hybrid"],
+        layer_types=["linear_attention", "hybrid", "hybrid"],
+    )  # fmt: skip
+    for part in shares(3, 2):
+        model = load_share(directory, part)
+        if part.start:
+            with pytest.raises(ModelError, match="zamba2 cannot be shared out among stages: they use embeddings"):
+                Share(model, part, identity="m", block_size=BLOCK)
+
+
+def test_a_share_without_any_kvcache_is_refused(tmp_path):
+    directory, _ = built(
+        tmp_path, "nemotron_h", hybrid_override_pattern="M*-", mamba_num_heads=8, mamba_head_dim=32, ssm_state_size=16,
+        n_groups=1, head_dim=32, chunk_size=64,
+    )  # fmt: skip
+    with pytest.raises(ModelError, match=r"layers range\(2, 3\) keep no KVCache: fewer stages"):
+        cut_up(directory, shares(3, 3))
+
+
+def test_weights_that_cannot_be_read_are_a_models_error(model_dir, tmp_path):
+    shutil.copytree(model_dir("llama"), tmp_path, dirs_exist_ok=True)
+    weights = tmp_path / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    for load in (lambda: load_share(tmp_path, range(2)), lambda: EmbeddedEngine.load_directory(tmp_path)):
+        with pytest.raises(ModelError, match="cannot be loaded"):
+            load()
+
+
+def test_weights_that_are_missing_are_a_models_error(model_dir, tmp_path):
+    shutil.copytree(model_dir("llama"), tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.self_attn.o_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    load_share(tmp_path, range(2, 4))  # which has all of its own
+    for load in (lambda: load_share(tmp_path, range(2)), lambda: EmbeddedEngine.load_directory(tmp_path)):
+        with pytest.raises(ModelError, match=r"weights are missing: model.layers.1.self_attn.o_proj.weight"):
+            load()
 
 
 def test_layers_are_shared_out_evenly():

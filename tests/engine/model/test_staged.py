@@ -197,6 +197,12 @@ def test_a_stage_that_has_something_to_do_and_computes_nothing_hangs():
     assert stalls.look(given=1, done=[1, 0], beats=[1, 0], now=3 * STALL_S + 1) == 1
 
 
+def test_of_stages_that_wait_for_each_other_the_last_one_hangs():
+    stalls, seen = Stalls(3), {"given": 4, "done": [2, 1, 1], "beats": [9, 5, 4]}  # the first two cannot pass on
+    assert looks(stalls, 0.0, STALL_S, **seen) is None
+    assert stalls.look(**seen, now=STALL_S + LOOK_S) == 1
+
+
 def test_a_stage_that_decodes_many_sequences_for_long_does_not_hang():
     stalls = Stalls(1)
     for number in range(64):
