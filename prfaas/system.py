@@ -222,14 +222,16 @@ class System:
             async with asyncio.TaskGroup() as group:
                 for node in self.nodes.values():
                     group.create_task(self._keep_up(node.process, partial(self._node_again, node)))
-                group.create_task(self._keep_up(self.gateway, self._gateway_again))
+                group.create_task(self._keep_up(self.gateway, self._gateway_again, is_needed=True))
                 if self.plan is not None:
                     group.create_task(self._keep_up(self.plan, self._plan_again))
         except* StartError as failures:
             raise failures.exceptions[0] from None
 
-    async def _keep_up(self, process: Process, start_again: Callable[[], Awaitable[Process]]) -> None:
-        await keep_up(process, start_again, self._report, time.monotonic)
+    async def _keep_up(
+        self, process: Process, start_again: Callable[[], Awaitable[Process]], *, is_needed: bool = False
+    ) -> None:
+        await keep_up(process, start_again, self._report, time.monotonic, is_needed=is_needed)
 
     async def _node_again(self, before: Node) -> Process:
         """Gateways and Prometheus know its addresses; its engine's, they are told."""

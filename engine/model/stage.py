@@ -197,7 +197,7 @@ class Stage:
         reason = "pages_invalid" if isinstance(error, PagesInvalid) else "failed"
         if (
             reason == "failed"
-        ):  # pages are taken back whenever a client leaves: the engine says so where somebody still waits
+        ):  # pages are taken back whenever a client leaves, and the engine tells whoever still waits
             log.error("stage %d: sequence %d: %s", self._place.stage, sequence.number, error, exc_info=error)
         self._tell(Failure(sequence.number, reason, f"{type(error).__name__}: {error}"))
 

@@ -1,4 +1,4 @@
-"""What ends is started again, and said; what never stays up ends everything."""
+"""What ends is started again, and said; what is needed and never stays up ends everything."""
 
 import asyncio
 import errno
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from prfaas.errors import StartError
+from prfaas.errors import StartError, StartRefused
 from prfaas.upkeep import keep_up
 
 
@@ -27,7 +27,7 @@ class Scripted:
         return self._status
 
 
-def told_of(starts: Sequence[int | Exception | None], max_restarts: int) -> list[str]:
+def told_of(starts: Sequence[int | Exception | None], max_restarts: int, *, is_needed: bool = True) -> list[str]:
     """What is said of a process that dies of SIGKILL, and whose next starts come to `starts`; None: it stays."""
     told: list[str] = []
     pauses: list[float] = []
@@ -49,7 +49,15 @@ def told_of(starts: Sequence[int | Exception | None], max_restarts: int) -> list
             await asyncio.sleep(0)
 
         keeper = asyncio.create_task(
-            keep_up(Scripted(-9), again, told.append, lambda: 0.0, pause=pause, max_restarts=max_restarts)
+            keep_up(
+                Scripted(-9),
+                again,
+                told.append,
+                lambda: 0.0,
+                pause=pause,
+                max_restarts=max_restarts,
+                is_needed=is_needed,
+            )
         )
         await asyncio.wait([keeper, asyncio.create_task(till_all_were_started())], return_when="FIRST_COMPLETED")
         if not keeper.done():
@@ -79,7 +87,22 @@ def test_a_disk_that_is_full_for_a_moment_does_not_end_everything() -> None:
     assert told_of([full, None], 5)[1:] == [f"n0 ended with {full}: it is started again in 1 s", "n0 is back"]
 
 
-def test_what_never_stays_up_is_given_up() -> None:
+def test_what_refuses_to_start_was_up_before_and_may_be_again() -> None:
+    assert told_of([StartRefused("no such directory"), None], 5)[-2:] == [
+        "n0 ended with no such directory: it is started again in 1 s",
+        "n0 is back",
+    ]
+
+
+def test_what_is_not_needed_is_tried_rarely_instead_of_given_up() -> None:
+    assert told_of([1, 1, StartError("no room"), None], 2, is_needed=False)[-3:] == [
+        "n0 ended with status 1: it is started again in 30 s",
+        "n0 ended with no room: it is started again in 30 s",
+        "n0 is back",
+    ]
+
+
+def test_what_never_stays_up_is_given_up_where_nothing_works_without_it() -> None:
     with pytest.raises(StartError, match="n0 ended 3 times, at last with status 1: given up"):
         told_of([1, 1, 1], 2)
     with pytest.raises(StartError, match="at last with no room"):
