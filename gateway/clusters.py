@@ -294,9 +294,7 @@ class Clusters:
     def _describe(self, node: Node, info: NodeInfo) -> None:
         _check(info, [other for other in self.nodes if other is not node])
         before, known = node.state, node.info
-        if known is not None and known.node_id != info.node_id:
-            self._rename(node, known.node_id)
-        self._take_name(info.node_id, node)
+        self._name(node, info.node_id)
         if known is not None and known.layout_fingerprint != info.layout_fingerprint:
             self._drop_prefixes(info.node_id)
         is_same_process = known is not None and known.boot_id == info.boot_id
@@ -357,15 +355,17 @@ class Clusters:
         self._serving = None
         self._changed.set()
 
-    def _rename(self, node: Node, before: str) -> None:
-        """Another node answers at this address: what the one before had is gone with its name."""
-        if self._by_id.get(before) is node:
-            del self._by_id[before]
-        self._drop_prefixes(before)
-        self._on_renamed(before)
+    def _name(self, node: Node, name: str) -> None:
+        """`node` says that this is its name.
 
-    def _take_name(self, name: str, node: Node) -> None:
-        """`node` bears it. Who bore it before and is not there any more is known by its address until it says who it is."""
+        If it had another one, another node answers at its address: what the one before had is gone with its name. Another node
+        that bore this one, and is not there any more, is known by its address until it says who it is.
+        """
+        if node.info is not None and (before := node.info.node_id) != name:
+            if self._by_id.get(before) is node:
+                del self._by_id[before]
+            self._drop_prefixes(before)
+            self._on_renamed(before)
         bearer = self._by_id.get(name)
         if bearer is not None and bearer is not node and bearer.info is not None:
             bearer.info = replace(bearer.info, node_id=bearer.agent.address)

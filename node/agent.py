@@ -37,7 +37,7 @@ from node.pages import Pages, as_message
 from node.producer import Producer
 from node.pulse import Vigil
 from node.role import Landings, Role
-from node.serving import adapters_of, follow_loads, serves
+from node.serving import follow_adapters, follow_loads, serves
 from node.supervisor import EngineSupervisor
 from node.tasks import Tasks
 from transport.control import messages as m
@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 VERSION: Final = version("prfaas")
 HOUSEKEEPING_S = 0.5
+ENGINE_SILENCE_S = 120.0  # of one that is stopped or stuck, and may come back: its gateways go elsewhere meanwhile
 POLL_S = 0.02
 ENGINE_STOP_S = 20.0
 
@@ -181,8 +182,14 @@ class NodeAgent:
                 self.contexts.expire()
 
     def _end_silent_engine(self) -> None:
-        """A process that runs but never takes requests, or lost its connection for good, is no engine."""
-        if self._engine_serves or self.supervisor.pid is None:
+        """A process that runs but never takes requests, lost its connection for good, or is stopped or stuck, is no engine."""
+        if self.supervisor.pid is None:
+            return
+        if self.vigil.silent_s > ENGINE_SILENCE_S:
+            silence, silent_s = self.vigil.silence, self.vigil.silent_s
+            log.error("engine killed node=%s: %s for %.0fs", self.config.node_id, silence, silent_s)
+            self.supervisor.kill()
+        if self._engine_serves:
             return
         silent_s = self._now() - max(self._alone_since, self.supervisor.started_at)
         if silent_s > self.config.start_timeout_s:
@@ -230,12 +237,12 @@ class NodeAgent:
             self._engine_tasks.start(
                 "engine's load", partial(follow_loads, url, partial(self.on_message, engine=engine))
             )
-        self._engine_tasks.start("engine's adapters", partial(self._follow_adapters, url))
 
-    async def _follow_adapters(self, url: str) -> None:
-        async for adapters in adapters_of(url):
+        def serves_adapters(adapters: tuple[str, ...]) -> None:
             self._adapters = adapters
             self.publish_description()
+
+        self._engine_tasks.start("engine's adapters", partial(follow_adapters, url, serves_adapters))
 
     def _takes_requests(self) -> None:
         self._engine_serves = True

@@ -42,6 +42,7 @@ class Pulse:
         self._looked_at = now()
         self._looks_stopped = 0
         self._asked_at: float | None = None  # the first question that has no answer yet
+        self.silent_s = 0.0
 
     def looked(self, *, is_stopped: bool) -> None:
         now, before = self._now(), self._looked_at
@@ -49,6 +50,7 @@ class Pulse:
         self._looks_stopped = self._looks_stopped + 1 if is_stopped else 0
         if self._asked_at is not None and now - before >= SILENCE_S / 2:
             self._asked_at = now  # it was we who were not there
+        self.silent_s = 0.0 if self.silence() is None else self.silent_s + min(now - before, 2 * LOOK_S)
 
     def asked(self) -> None:
         if self._asked_at is None:
@@ -86,6 +88,11 @@ class Vigil:
     def end(self) -> None:
         """There is no engine any more. Who still watches is cancelled, but may look once more before that."""
         self.silence = self._pulse = None
+
+    @property
+    def silent_s(self) -> float:
+        """For how long it has been silent by now, as far as it was looked at."""
+        return self._pulse.silent_s if self._pulse is not None else 0.0
 
     def _tell(self, pulse: Pulse, silence: Silence | None) -> None:
         if pulse is not self._pulse or silence == self.silence:

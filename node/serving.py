@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
 import aiohttp
@@ -121,8 +121,8 @@ def _load(told: _Loads) -> LoadReport:
     )
 
 
-async def adapters_of(url: str) -> AsyncIterator[tuple[str, ...]]:
-    """Names that `GET {url}/v1/models` has with a parent (vLLM's LoRA adapters), whenever they have changed; for ever."""
+async def follow_adapters(url: str, tell: Callable[[tuple[str, ...]], None]) -> None:
+    """Tells which names `GET {url}/v1/models` has with a parent (vLLM's LoRA adapters), whenever that has changed; for ever."""
     timeout = aiohttp.ClientTimeout(total=ANSWER_S)
     known: tuple[str, ...] = ()
     async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -131,7 +131,7 @@ async def adapters_of(url: str) -> AsyncIterator[tuple[str, ...]]:
             told = await question.ask()
             if told is not None and (found := _adapters(told)) != known:
                 known = found
-                yield known
+                tell(found)
             await asyncio.sleep(ADAPTERS_S)
 
 

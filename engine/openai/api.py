@@ -259,6 +259,8 @@ def sampling_params(
         wanted = min(DEFAULT_COMPLETION_TOKENS, max(room, 1))
     if room < 1 or (wanted or 0) > room:
         raise _too_long(request, num_prompt_tokens, wanted, max_model_len)
+    if (request.min_tokens or 0) > (wanted or room):
+        raise RequestError(f"min_tokens: at most max_tokens, {wanted or room}", param="min_tokens")
     return SamplingParams(
         max_tokens=wanted or room,
         min_tokens=request.min_tokens or 0,

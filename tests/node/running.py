@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import grpc.aio
+import pytest
 import uvloop
 
 from node.agent import NodeAgent
@@ -18,6 +19,8 @@ from node.service import NodeService, serve
 from pd_cluster.role import PD
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
+
+T = TypeVar("T")
 
 BLOCK = 16
 START_S = 60.0
@@ -101,3 +104,21 @@ async def until(holds: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -
     async with asyncio.timeout(timeout_s):
         while not await holds():  # noqa: ASYNC110 other processes have no Event of ours
             await asyncio.sleep(0.01)
+
+
+async def bounded(scenario: Coroutine[Any, Any, T]) -> T:
+    async with asyncio.timeout(100.0):
+        return await scenario
+
+
+def alone(scenario: Coroutine[Any, Any, T]) -> T:
+    """For tests whose node is theirs."""
+    with new_runner() as runner:
+        return runner.run(bounded(scenario))
+
+
+async def refused(call: Any) -> tuple[grpc.StatusCode, str]:
+    """Status code and reason of a call that must fail."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code(), dict(caught.value.trailing_metadata() or ()).get("prfaas-reason", "")

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack
 from math import nan
 from pathlib import Path
@@ -11,14 +11,10 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
-import msgspec
 import pytest
 
 from hybrid_cache.hashing import block_hashes
-from node import agent, supervisor
-from node.errors import EngineError, NoRoom
-from node.pulse import Vigil
-from tests.node.running import BLOCK, RunningNode, config, new_runner, running_node, until
+from tests.node.running import BLOCK, RunningNode, alone, bounded, config, new_runner, refused, running_node, until
 from transport.control import messages as m
 from transport.control.proto import node_pb2 as pb
 
@@ -34,12 +30,7 @@ class Bench:
         self.node = node
 
     def run(self, scenario: Coroutine[Any, Any, T]) -> T:
-        return self._runner.run(_bounded(scenario))
-
-
-async def _bounded(scenario: Coroutine[Any, Any, T]) -> T:
-    async with asyncio.timeout(100.0):
-        return await scenario
+        return self._runner.run(bounded(scenario))
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +42,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         runner.run(stack.aclose())
 
 
-def alone(scenario: Coroutine[Any, Any, T]) -> T:
-    """For tests whose node is theirs."""
-    with new_runner() as runner:
-        return runner.run(_bounded(scenario))
-
-
 def prompt(first: int, num_tokens: int = NUM_TOKENS) -> list[int]:
     """Equal `first`, equal beginning."""
     return [100 + (first * 31 + i * 7) % 150 for i in range(num_tokens)]
@@ -65,13 +50,6 @@ def prompt(first: int, num_tokens: int = NUM_TOKENS) -> list[int]:
 def reserve_request(first: int, num_tokens: int = NUM_TOKENS, **changes: Any) -> pb.ReserveRequest:
     hashes = b"".join(block_hashes(prompt(first, num_tokens), BLOCK, b""))
     return pb.ReserveRequest(num_tokens=num_tokens, block_hashes=hashes, tokens_digest=b"d", **changes)
-
-
-async def refused(call: Any) -> tuple[grpc.StatusCode, str]:
-    """Status code and reason of a call that must fail."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value.code(), dict(caught.value.trailing_metadata() or ()).get("prfaas-reason", "")
 
 
 async def reservations(node: RunningNode) -> int:
@@ -358,135 +336,6 @@ async def _drain(node: RunningNode) -> pb.Done:
 async def _commit(node: RunningNode, transfer_id: str) -> pb.Done:
     done: pb.Done = await node.stub.Commit(pb.TransferRef(transfer_id=transfer_id))
     return done
-
-
-def test_an_engine_that_keeps_dying_is_given_up(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        options = {"engine_args": ("--no-such-option",), "engine_max_restarts": 1}
-        async with running_node(config(tmp_path, **options), wait=False) as node:
-            assert (await node.describe()).state == pb.NODE_STATE_STARTING
-            assert await refused(node.stub.Load(pb.LoadRequest())) == (grpc.StatusCode.UNAVAILABLE, "starting")
-            with pytest.raises(EngineError, match="died too often"):
-                await node.agent.wait_ready(60.0)
-            assert (await node.describe()).state == pb.NODE_STATE_ENGINE_DOWN
-            assert node.agent.supervisor.restarts == 1
-
-    alone(scenario())
-
-
-def test_an_arena_that_does_not_fit_is_named_as_the_reason(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        with pytest.raises(NoRoom, match=f"cache_bytes = {1 << 45}.*bytes free"):
-            async with running_node(config(tmp_path, cache_bytes=1 << 45), wait=False):
-                pass
-
-    alone(scenario())
-
-
-def test_an_engine_that_never_says_hello_is_killed_and_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "engine_command", lambda *_: ["sleep", "60"])
-
-    async def scenario() -> None:
-        async with running_node(config(tmp_path, engine_start_timeout_s=0.1), wait=False) as node:
-            first = asyncio.create_task(_pid_other_than(node, None))
-            silent = await first
-            assert await _pid_other_than(node, silent) != silent
-            with pytest.raises(ProcessLookupError):
-                os.kill(silent, 0)
-
-    alone(scenario())
-
-
-def test_a_server_that_never_answers_is_killed_and_started_again(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """vLLM's connector says Hello long before its server listens, if it ever does."""
-    monkeypatch.setattr(supervisor, "engine_command", lambda *_: ["sleep", "60"])
-    layout = bench.run(bench.node.describe()).layout_json
-    hello = m.encode(msgspec.structs.replace(HELLO, layout_json=layout, http_url="http://127.0.0.1:1"))
-
-    async def scenario() -> None:
-        settings = config(tmp_path, engine="vllm", engine_start_timeout_s=0.5)
-        async with running_node(settings, wait=False) as node:
-            _, connector = await asyncio.open_unix_connection(node.agent.socket.path)
-            connector.write(hello)
-
-            async def was_restarted() -> bool:
-                return "no answer over HTTP" in caplog.text and node.agent.supervisor.restarts > 0
-
-            await until(was_restarted)
-            connector.close()
-
-    alone(scenario())
-
-
-def test_an_engine_is_watched_once_whatever_becomes_of_a_look_at_its_adapters(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, watched = [], []
-
-    async def serves(url: str) -> None:
-        """At once."""
-
-    async def adapters_of(url: str) -> AsyncIterator[tuple[str, ...]]:
-        asked.append(url)
-        if len(asked) == 1:
-            raise ZeroDivisionError("of a look")
-        yield ("terse",)
-
-    async def watch(self: Vigil, url: str, leader: object) -> None:
-        watched.append(url)
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(supervisor, "engine_command", lambda *_: ["sleep", "60"])
-    monkeypatch.setattr(agent, "serves", serves)
-    monkeypatch.setattr(agent, "adapters_of", adapters_of)
-    monkeypatch.setattr(Vigil, "watch", watch)
-    layout = bench.run(bench.node.describe()).layout_json
-
-    async def scenario() -> None:
-        async with running_node(config(tmp_path, engine="vllm"), wait=False) as node:
-            _, connector = await asyncio.open_unix_connection(node.agent.socket.path)
-            connector.write(m.encode(msgspec.structs.replace(HELLO, layout_json=layout)))
-
-            async def is_told() -> bool:
-                return list((await node.describe()).adapters) == ["terse"]
-
-            await until(is_told)
-            connector.close()
-
-    alone(scenario())
-    assert (len(asked), len(watched)) == (2, 1)
-
-
-def test_what_an_engine_warns_of_is_in_the_nodes_own_log(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(supervisor, "engine_command", lambda *_: ["sleep", "60"])
-    layout = bench.run(bench.node.describe()).layout_json
-
-    async def scenario() -> None:
-        async with running_node(config(tmp_path), wait=False) as node:
-            _, engine = await asyncio.open_unix_connection(node.agent.socket.path)
-            engine.write(m.encode(msgspec.structs.replace(HELLO, layout_json=layout, notice="vLLM 9 is not tested")))
-
-            async def is_said() -> bool:
-                return "vLLM 9 is not tested" in caplog.text
-
-            await until(is_said)
-            engine.close()
-
-    alone(scenario())
-
-
-async def _pid_other_than(node: RunningNode, pid: int | None) -> int:
-    async with asyncio.timeout(30.0):
-        while (found := node.agent.supervisor.pid) in (None, pid):  # noqa: ASYNC110 another process
-            await asyncio.sleep(0.01)
-    assert found is not None
-    return found
 
 
 def test_a_context_is_kept_extended_and_ended(bench: Bench) -> None:

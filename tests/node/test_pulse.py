@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 from aiohttp import web
 
-from node import pulse
+from node import agent, pulse
 from node.pulse import SILENCE_S, Pulse, Silence, Vigil, is_stopped
 from tests.node.running import BLOCK, config, new_runner, running_node, until
 from transport.control.proto import node_pb2 as pb
@@ -223,3 +223,38 @@ def test_a_node_says_that_its_engine_is_stopped_and_that_it_is_back(
 
     with new_runner() as runner:
         runner.run(scenario())
+
+
+def test_an_engine_that_stays_stopped_is_killed_and_another_one_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulse, "LOOK_S", 0.05)
+    monkeypatch.setattr(agent, "ENGINE_SILENCE_S", 0.2)
+
+    async def scenario() -> None:
+        async with asyncio.timeout(100.0), running_node(config(tmp_path)) as node:
+            stopped = (await node.describe()).engine_pid
+
+            async def another_one_serves() -> bool:
+                told = await node.describe()
+                return told.state == pb.NODE_STATE_READY and told.engine_pid != stopped
+
+            os.kill(stopped, signal.SIGSTOP)
+            await until(another_one_serves)
+            assert await node.prefill(list(range(6 * BLOCK))) == 0
+
+    with new_runner() as runner:
+        runner.run(scenario())
+
+
+def test_time_in_which_nobody_looked_is_no_silence() -> None:
+    now = [0.0]
+    seen = Pulse(lambda: now[0])
+
+    def look(after_s: float, *, is_stopped: bool = True) -> float:
+        now[0] += after_s
+        seen.looked(is_stopped=is_stopped)
+        return seen.silent_s
+
+    assert [look(1.0), look(1.0), look(1.0), look(3600.0)] == [0.0, 1.0, 2.0, 2.0 + 2 * pulse.LOOK_S]
+    assert look(1.0, is_stopped=False) == 0.0

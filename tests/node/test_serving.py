@@ -5,7 +5,7 @@ import pytest
 from aiohttp import web
 
 from node import serving
-from node.serving import adapters_of, follow_loads, serves
+from node.serving import follow_adapters, follow_loads, serves
 from transport.control.messages import LoadReport
 
 
@@ -53,7 +53,10 @@ def test_adapters_are_told_whenever_they_change(monkeypatch: pytest.MonkeyPatch)
         {"id": "terse", "parent": "base"},
         {"id": "kind", "parent": "base"},
     )
-    answers = iter([[model], [model, terse], "garbled", "deep", [model, terse], [model, terse, kind], None, [model]])
+    answers = itertools.chain(
+        [[model], [model, terse], "garbled", "deep", [model, terse], [model, terse, kind], None],
+        itertools.repeat([model]),
+    )
 
     async def models(request: web.Request) -> web.Response:
         data = next(answers)
@@ -70,13 +73,14 @@ def test_adapters_are_told_whenever_they_change(monkeypatch: pytest.MonkeyPatch)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         host, port = runner.addresses[0][:2]
-        told = []
+        told: list[tuple[str, ...]] = []
         try:
+            following = asyncio.create_task(follow_adapters(f"http://{host}:{port}", told.append))
             async with asyncio.timeout(30.0):
-                async for adapters in adapters_of(f"http://{host}:{port}"):
-                    told.append(adapters)
-                    if len(told) == 3:
-                        return told
+                while len(told) < 3:  # noqa: ASYNC110 it is told by calls
+                    await asyncio.sleep(0.01)
+            following.cancel()
+            await asyncio.wait([following])
         finally:
             await runner.cleanup()
         return told
@@ -117,5 +121,7 @@ def test_loads_are_told_whenever_they_change(monkeypatch: pytest.MonkeyPatch, ca
 
     nothing = LoadReport(running=0, waiting=0, queued_tokens=0, slots=8)
     assert asyncio.run(scenario()) == [nothing, LoadReport(running=3, waiting=2, queued_tokens=700, slots=8), nothing]
-    troubles = [record.message.partition("understood: ")[2][:15] for record in caplog.records]
+    troubles = [
+        record.message.partition("understood: ")[2][:15] for record in caplog.records if record.name == "node.serving"
+    ]
     assert troubles == ["status 503", "ValidationError", "status 503"], "one line a trouble"

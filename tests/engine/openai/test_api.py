@@ -188,6 +188,13 @@ def test_too_long_for_the_context(fields):
     assert "1024" in error.message
 
 
+def test_an_answer_of_more_tokens_than_it_may_have_is_refused():
+    error = refusal(completion, max_tokens=5, min_tokens=6)
+    assert (error.param, error.status) == ("min_tokens", 400)
+    assert everything(completion(max_tokens=5, min_tokens=5)).min_tokens == 5
+    assert refusal(completion, min_tokens=17).param == "min_tokens", "OpenAI's default is 16"
+
+
 def test_defaults_are_openais():
     assert everything(completion()).max_tokens == 16
     params = everything(chat())
