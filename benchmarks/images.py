@@ -106,10 +106,10 @@ class Ways:
         self._engine_url = engine_url
         self.remote = 0
 
-    async def by_gateway(self, asked: dict[str, Any]) -> tuple[float, str]:
+    async def by_gateway(self, asked: dict[str, Any]) -> tuple[float, list[int]]:
         return await self._streamed(self._gateway_url, asked)
 
-    async def alone(self, asked: dict[str, Any]) -> tuple[float, str]:
+    async def alone(self, asked: dict[str, Any]) -> tuple[float, list[int]]:
         return await self._streamed(self._engine_url, asked | {"cache_salt": uuid.uuid4().hex})
 
     async def render(self, asked: dict[str, Any]) -> float:
@@ -119,19 +119,20 @@ class Ways:
             await answer.read()
         return time.monotonic() - began_s
 
-    async def _streamed(self, url: str, asked: dict[str, Any]) -> tuple[float, str]:
-        """Seconds to the first token, and the whole text."""
-        began_s, ttft_s, text = time.monotonic(), 0.0, ""
-        async with self._http.post(f"{url}{CHAT}", json=asked | {"stream": True}) as answer:
+    async def _streamed(self, url: str, asked: dict[str, Any]) -> tuple[float, list[int]]:
+        """Seconds to the first token, and all tokens."""
+        began_s, ttft_s = time.monotonic(), 0.0
+        tokens: list[int] = []
+        async with self._http.post(f"{url}{CHAT}", json=asked | {"stream": True, "return_token_ids": True}) as answer:
             answer.raise_for_status()
             self.remote += answer.headers.get("x-prfaas-route", "").startswith("remote")
             async for line in answer.content:
                 if line.startswith(LINE):
                     for choice in json.loads(line.removeprefix(b"data: "))["choices"]:
-                        if said := choice["delta"].get("content"):
+                        if said := choice.get("token_ids"):
                             ttft_s = ttft_s or time.monotonic() - began_s
-                            text += said
-        return ttft_s, text
+                            tokens += said
+        return ttft_s, tokens
 
 
 async def measure(ways: Ways, rng: np.random.Generator, size: tuple[int, int], rounds: int) -> Row:
@@ -141,7 +142,7 @@ async def measure(ways: Ways, rng: np.random.Generator, size: tuple[int, int], r
     for number in range(-1, rounds):  # the first one opens connections
         image = jpeg(rng, *size)
         asked = chat_about(image, int(rng.integers(1000, 9000)))
-        ask: list[tuple[str, Callable[[dict[str, Any]], Coroutine[Any, Any, tuple[float, str]]]]]
+        ask: list[tuple[str, Callable[[dict[str, Any]], Coroutine[Any, Any, tuple[float, list[int]]]]]]
         ask = [("gateway", ways.by_gateway), ("alone", ways.alone)]
         found = {name: await way(asked) for name, way in (ask if number % 2 else reversed(ask))}
         if found["gateway"][1] != found["alone"][1]:

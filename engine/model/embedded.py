@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from engine.base import KEEP_BYTES, AtOnce, Logits
 from engine.errors import ModelError, PrefillAborted
 from engine.identity import DigestMemory, model_files, model_identity
+from engine.model.apart import are_apart
 from engine.model.kv_layers import SequenceCache
 from engine.model.layout_of import layout_of, probe
 from engine.model.marks import Marks
@@ -142,6 +143,9 @@ class EmbeddedEngine(AtOnce):
         self.max_model_len: Final = context_tokens(model.config, max_model_len)
         self.vocab_size: Final = int(model.config.get_text_config(decoder=True).vocab_size)
         run_latent_attention_by_sequence(model)
+        if not are_apart(self.new_sequence, self._fed):
+            kind = model.config.model_type
+            raise ModelError(f"a {kind} remembers outside of its cache: one sequence would change another's tokens")
         self.alone_because: Final = self._why_alone()
         if self.alone_because:
             log.warning("sequences decode one at a time: %s", self.alone_because)
@@ -223,6 +227,12 @@ class EmbeddedEngine(AtOnce):
         except Exception as exc:  # whatever a model's code raises that has another idea of its cache
             return f"{type(exc).__name__}: {exc}"
         return None
+
+    def _fed(self, sequence: EmbeddedSequence, kind: int, num_tokens: int) -> torch.Tensor:
+        sequence.begin_chunk(sequence.num_tokens + num_tokens, None)
+        logits = self._forward(sequence, [kind % self.vocab_size] * num_tokens)
+        sequence.end_chunk()
+        return logits[0, -1]
 
     def _primed(self, length: int) -> EmbeddedSequence:
         sequence = self.new_sequence(length)

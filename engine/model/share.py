@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from engine.errors import ModelError
+from engine.model.apart import are_apart
 from engine.model.embedded import FORWARD_OPTIONS, UNREADABLE, EmbeddedSequence, loaded, quiet_transformers
 from engine.model.kv_layers import SequenceCache
 from engine.model.layout_of import layout_of
@@ -121,9 +122,11 @@ class Share:
         Layers return a tensor in some models and a tuple in others, which nothing but running them tells.
         """
         self._find_form()
+        kind = self.model.config.model_type
         if self.layers.start and not self._needs_no_embeddings():
-            kind = self.model.config.model_type
             raise ModelError(f"layers of a {kind} cannot be shared out among stages: they use embeddings")
+        if not are_apart(self.new_sequence, self._fed):
+            raise ModelError(f"a {kind} remembers outside of its cache: one sequence would change another's tokens")
 
     def _find_form(self) -> None:
         complaint = ""
@@ -166,11 +169,19 @@ class Share:
             made.append(output[0] if hidden is None else hidden)
         return torch.equal(*made)
 
-    def _any_chunk(self, tokens: int) -> Sequence[int] | torch.Tensor:
+    def _fed(self, sequence: EmbeddedSequence, kind: int, num_tokens: int) -> torch.Tensor:
+        sequence.begin_chunk(sequence.num_tokens + num_tokens, None)
+        hidden, output = self._through(self._decoder, self._any_chunk(num_tokens, kind), sequence.cache)
+        sequence.end_chunk()
+        made: torch.Tensor = output[0] if hidden is None else hidden
+        return made
+
+    def _any_chunk(self, tokens: int, kind: int = 0) -> Sequence[int] | torch.Tensor:
+        """Another one for each `kind`."""
         if not self.layers.start:
-            return [0] * tokens
+            return [kind] * tokens
         size = self.model.config.get_text_config(decoder=True).hidden_size
-        numbers = torch.Generator().manual_seed(0)
+        numbers = torch.Generator().manual_seed(kind)
         return torch.randn((1, tokens, size), generator=numbers).to(self.model.dtype)
 
 
