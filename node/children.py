@@ -18,6 +18,7 @@ from typing import IO, Any, Final
 
 LAUNCHER: Final = Path(__file__).with_name("launcher.py")
 TRACKER: Final = b"multiprocessing.resource_tracker"
+ASK_S: Final = 0.1
 EXEC_S: Final = 1.0  # a process takes microseconds to become another program, if it gets a processor
 
 
@@ -64,8 +65,13 @@ class Child:
         """Its returncode, once it has ended."""
         if (status := self._process.poll()) is not None:
             return status
-        pidfd, ended = os.pidfd_open(self.pid), asyncio.Event()
-        loop = asyncio.get_running_loop()
+        try:
+            pidfd = os.pidfd_open(self.pid)
+        except OSError:  # no descriptor is left: it is asked now and then, as nobody else may take it for ended
+            while self._process.poll() is None:  # noqa: ASYNC110 nothing tells
+                await asyncio.sleep(ASK_S)
+            return self._process.wait()
+        ended, loop = asyncio.Event(), asyncio.get_running_loop()
         loop.add_reader(pidfd, ended.set)
         try:
             await ended.wait()

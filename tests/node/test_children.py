@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -79,6 +80,24 @@ def test_how_a_child_ended_is_known_to_everyone_who_waits() -> None:
         killed.terminate()
         assert await killed.wait() == -signal.SIGTERM
         assert await child("/no/such/program").wait() == 127
+
+    with new_runner() as runner:
+        runner.run(scenario())
+
+
+def test_a_child_is_awaited_without_a_descriptor_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more(pid: int, flags: int = 0) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", no_more)
+
+    async def scenario() -> None:
+        waited_for = child("sleep", "60")
+        waiting = asyncio.create_task(waited_for.wait())
+        await asyncio.sleep(0)
+        assert not waiting.done(), "whoever hears that it has ended starts another one beside it"
+        waited_for.terminate()
+        assert await waiting == -signal.SIGTERM
 
     with new_runner() as runner:
         runner.run(scenario())
