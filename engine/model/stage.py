@@ -195,9 +195,8 @@ class Stage:
     def _fail(self, sequence: _Sequence, error: Exception) -> None:
         sequence.is_broken = True
         reason = "pages_invalid" if isinstance(error, PagesInvalid) else "failed"
-        if (
-            reason == "failed"
-        ):  # pages are taken back whenever a client leaves, and the engine tells whoever still waits
+        # Pages are taken back whenever a client leaves; whoever still waits is told by the engine.
+        if reason == "failed":
             log.error("stage %d: sequence %d: %s", self._place.stage, sequence.number, error, exc_info=error)
         self._tell(Failure(sequence.number, reason, f"{type(error).__name__}: {error}"))
 
