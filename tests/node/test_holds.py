@@ -36,9 +36,7 @@ def holds_nothing(node: HandNode) -> bool:
 
 def test_a_node_of_a_machine_that_has_been_up_for_sixty_days(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with two_nodes(tmp_path) as (first, _):
-            for part in (first.pages, first.producer, first.consumer):
-                part._now = lambda: time.monotonic() + UPTIME_S
+        async with two_nodes(tmp_path, clock=lambda: time.monotonic() + UPTIME_S) as (first, _):
             first.begin("a", TOKENS, LAST)
             answer = await first.heard()
             assert isinstance(answer, m.JobPages), answer

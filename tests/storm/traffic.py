@@ -83,6 +83,7 @@ class Traffic:
     def __init__(self, api_url: str, asked: Sequence[Question], rng: random.Random, keys: Sequence[str] = ()) -> None:
         """`keys`: tenants', each request being of one of them; without any none is shown."""
         self._api_url = api_url
+        self._keys = keys
         self._headers: list[Mapping[str, str]] = [{"authorization": f"Bearer {key}"} for key in keys] or [{}]
         self.asked = asked
         self._rng = rng
@@ -93,9 +94,7 @@ class Traffic:
 
     def again(self) -> "Traffic":
         """The same askers, of whom nothing has come yet."""
-        fresh = Traffic(self._api_url, self.asked, self._rng)
-        fresh._headers = self._headers
-        return fresh
+        return Traffic(self._api_url, self.asked, self._rng, self._keys)
 
     async def worker(self, session: aiohttp.ClientSession) -> None:
         """Asks one question after another until it is cancelled."""

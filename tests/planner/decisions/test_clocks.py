@@ -146,7 +146,7 @@ def test_a_tenant_gets_a_minutes_worth_after_a_minute(clock, requests, tokens):
     for now in clock:
         got = entered(limits, used, now)
         if not isinstance(got, Refusal):
-            used = settled(limits, got._replace(at_once=0), 2 * tokens, now)
+            used = settled(limits, Used(got.requests_full_at, got.tokens_full_at), 2 * tokens, now)
         else:
             assert 0.0 < got.wait_s <= 120.0 + 1e-3
     later = clock[-1] + 181.0
