@@ -25,7 +25,7 @@ from engine.metrics import EngineMetrics
 from engine.model.emulated import GROUPS, EmulatedEngine, EmulatedTimes, emulated_layout
 from engine.model.paced import PacedModel, PacedScheduler
 from engine.model.runner import Runner
-from engine.model.scheduler import MAX_RUNNING, Scheduler
+from engine.model.scheduler import MAX_RUNNING, Scheduler, no_chunk
 from engine.model.staged import StagedEngine
 from engine.model.standin import StandIn, constant, read_stand_in
 from engine.model.thread import ModelThread
@@ -211,7 +211,9 @@ async def _answered(link: AgentLink, timeout_s: float, stop: asyncio.Event) -> b
 
 def _obey(welcome: Welcome, service: Service, block_size: int) -> None:
     """The agent says how long chunks are: prefill and transfer must cut alike on all nodes."""
-    if welcome.chunk_tokens >= block_size:
+    if welcome.chunk_tokens < block_size:
+        log.error("the agent's %s: ours stays", no_chunk(welcome.chunk_tokens, block_size))
+    else:
         service.model.set_chunk_tokens(welcome.chunk_tokens - welcome.chunk_tokens % block_size)
     # An agent that has just started has nothing to drain.
     service.draining = False
@@ -219,6 +221,8 @@ def _obey(welcome: Welcome, service: Service, block_size: int) -> None:
 
 def _load(args: argparse.Namespace) -> LoadedModel:
     """Raises EngineError."""
+    if args.chunk_tokens < args.block_size:
+        raise ModelError(no_chunk(args.chunk_tokens, args.block_size))
     if args.emulate is not None:
         return _load_emulated(args)
     if args.model is None:

@@ -149,19 +149,19 @@ class PrefixCache:
         hold = Hold(request_id, hashes, num_tokens)
         self._tree.lock_prefix(hold, cached, purpose)
         hit_end = hold.nodes[-1].hash if hold.nodes else None
+        self._holds[request_id] = hold
         try:
             self._allocate_own(hold, cached, self._snapshot_lengths(num_tokens, hit, purpose, hints), now)
-        except OutOfPages:
-            self._tree.unlock(hold, now)
+            if purpose not in (Purpose.ANSWER, Purpose.PROMOTION, Purpose.ATTENTION):  # the request is still to come
+                self._eviction.begin(Use(now, hashes, hints.category, self._useful_blocks(hints)))
+        except BaseException:  # nobody knows of the hold who could release it
+            self.release(request_id, now)
             raise
-        self._holds[request_id] = hold
         if hit_end is not None:
             self._found[hit_end] = now
             self._found.move_to_end(hit_end)
             if len(self._found) > HITS_REMEMBERED:
                 self._found.popitem(last=False)
-        if purpose not in (Purpose.ANSWER, Purpose.PROMOTION, Purpose.ATTENTION):  # the request itself is still to come
-            self._eviction.begin(Use(now, hashes, hints.category, self._useful_blocks(hints)))
         return Reservation(hold, self.layout, purpose, cached)
 
     def pin(self, request_id: str, hashes: Sequence[bytes], num_tokens: int) -> int:

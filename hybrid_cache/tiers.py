@@ -83,8 +83,12 @@ class Tiers:
             reservation = self.cache.reserve(request_id, hashes, length, now=now, purpose=purpose)
         except OutOfPages:
             return None
-        self._complete_windows(reservation, hashes)
-        return Promotion(request_id, length, tuple(self._sources(reservation, hashes)))
+        try:
+            self._complete_windows(reservation, hashes)
+            return Promotion(request_id, length, tuple(self._sources(reservation, hashes)))
+        except BaseException:
+            self.cache.release(request_id, now)
+            raise
 
     def read(self, promotion: Promotion) -> bool:
         """Reads the blocks, in a thread if the caller likes; False at the first one that is missing or damaged."""
@@ -92,9 +96,11 @@ class Tiers:
 
     def finish(self, promotion: Promotion, ok: bool, now: float) -> None:
         """Ends a promotion: what was read becomes part of the prefix cache, or nothing does."""
-        if ok:
-            self.cache.commit(promotion.request_id, promotion.num_tokens, now)
-        self.cache.release(promotion.request_id, now)
+        try:
+            if ok:
+                self.cache.commit(promotion.request_id, promotion.num_tokens, now)
+        finally:
+            self.cache.release(promotion.request_id, now)
 
     def _complete_windows(self, reservation: Reservation, hashes: Sequence[bytes]) -> None:
         # A promotion has all its windows in pages of its own; those that are still in memory are read back like the rest.

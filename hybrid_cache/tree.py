@@ -181,25 +181,27 @@ class PrefixTree:
         policy, nodes, node_pages = self._eviction, self._nodes, self._node_pages
         left: list[bytes] = []
         left_pages: list[Pages] = []
-        while num_pages > 0:
-            key = policy.pop_victim(now)
-            if not isinstance(key, bytes):
-                num_pages -= self._evict_companion(key)
-                continue
-            node = nodes.pop(key)
-            assert not node.locks
-            assert not node.children
-            left.append(node.hash)
-            left_pages.append(node.pages)
-            num_pages -= node_pages
-            if self._companion_groups:
-                num_pages -= self._drop_companions_of(node)
-            parent = node.parent
-            if parent is not None:
-                parent.children -= 1
-                if not parent.children and not parent.locks:
-                    policy.offer(parent.hash, now)
-        self._on_nodes_gone(left, left_pages)
+        try:
+            while num_pages > 0:
+                key = policy.pop_victim(now)
+                if not isinstance(key, bytes):
+                    num_pages -= self._evict_companion(key)
+                    continue
+                node = nodes.pop(key)
+                assert not node.locks
+                assert not node.children
+                left.append(node.hash)
+                left_pages.append(node.pages)
+                num_pages -= node_pages
+                if self._companion_groups:
+                    num_pages -= self._drop_companions_of(node)
+                parent = node.parent
+                if parent is not None:
+                    parent.children -= 1
+                    if not parent.children and not parent.locks:
+                        policy.offer(parent.hash, now)
+        finally:  # their pages are free, whatever has become of the next one
+            self._on_nodes_gone(left, left_pages)
 
     def drop(self, hashes: Sequence[bytes], now: float) -> None:
         """Takes the blocks of a chain out, its last one first, as far as nobody holds them or goes on from them."""

@@ -108,6 +108,11 @@ def _check_room(directory: Path, num_bytes: int) -> None:
         raise _no_room(directory, num_bytes)
 
 
+def _all_bytes(directory: Path) -> int:
+    room = os.statvfs(directory)
+    return room.f_blocks * room.f_frsize
+
+
 def _free_bytes(directory: Path) -> int:
     room = os.statvfs(directory)
     return room.f_bavail * room.f_frsize
@@ -117,5 +122,6 @@ def _no_room(directory: Path, num_bytes: int) -> NoRoom:
     arenas = [entry.stat().st_size for entry in directory.glob(f"{PREFIX}*") if entry.is_file()]
     return NoRoom(
         f"cache_bytes = {num_bytes}: {directory} has {_free_bytes(directory)} bytes free; "
-        f"{len(arenas)} other arenas there have {sum(arenas)}"
+        f"{len(arenas)} other arenas there have {sum(arenas)}",
+        is_final=num_bytes > _all_bytes(directory),
     )

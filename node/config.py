@@ -142,6 +142,10 @@ class NodeConfig:
             raise SettingsError(f"bootstrap_port = {self.bootstrap_port}: only engine 'sglang' has one")
         require_range("max_model_len", self.max_model_len, 0, 1 << 30)
         require_range("block_size", self.block_size, 0, 1 << 16)
+        if self.chunk_tokens < self.block_size:
+            raise SettingsError(
+                f"chunk_tokens = {self.chunk_tokens}: less than a block, block_size = {self.block_size}"
+            )
         require_range("threads", self.threads, 1, 1024)
         require_range("engine_max_restarts", self.engine_max_restarts, 0, 1000)
         for name in ("lease_s", "room_timeout_s", "drain_timeout_s"):

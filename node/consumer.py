@@ -136,17 +136,17 @@ class Consumer:
         reservation = self._pages.reserve(
             transfer_id, split_hashes(request.block_hashes), request.num_tokens, Purpose.LANDING
         )
-        landed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        entry = Incoming(
-            transfer_id,
-            reservation,
-            request.tokens_digest,
-            self._now() + ttl_s,
-            ttl_s,
-            landed,
-            prefix_only=request.prefix_only,
-        )
         try:
+            landed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            entry = Incoming(
+                transfer_id,
+                reservation,
+                request.tokens_digest,
+                self._now() + ttl_s,
+                ttl_s,
+                landed,
+                prefix_only=request.prefix_only,
+            )
             self._expect(entry, secret, exact=self._wants_exact(request.prefix_only))
         except BaseException:
             self._pages.release(transfer_id)

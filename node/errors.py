@@ -26,7 +26,11 @@ class PortHeld(NodeError):
 
 
 class NoRoom(NodeError):
-    """The memory that `cache_bytes` promises is not there: says how much is."""
+    """The memory that `cache_bytes` promises is not there: says how much is. `is_final`: there never will be so much."""
+
+    def __init__(self, message: str, *, is_final: bool) -> None:
+        super().__init__(message)
+        self.is_final = is_final
 
 
 class EngineError(NodeError):

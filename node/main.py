@@ -71,7 +71,8 @@ async def _run(config: NodeConfig, role: Role, read_again: Callable[[], NodeConf
             agent = await _or_stopped(_start(config, role, read_again, stack), stop)
         except (OSError, NodeError) as exc:
             print(f"node {config.node_id}: cannot start: {exc}", file=sys.stderr)
-            return EXIT_BAD_CONFIG if isinstance(exc, ConfigError | NoRoom) else EXIT_FAILED
+            is_final = isinstance(exc, ConfigError) or (isinstance(exc, NoRoom) and exc.is_final)
+            return EXIT_BAD_CONFIG if is_final else EXIT_FAILED
         if agent is None:
             return 0
         if status := await _engine_came(agent, stop):

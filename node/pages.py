@@ -145,17 +145,20 @@ class Pages:
     def _reserve(
         self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose, hints: Hints
     ) -> Reservation:
-        try:
-            reservation = self.cache.reserve(
-                request_id, hashes, num_tokens, now=self._now(), purpose=purpose, hints=hints
-            )
-        except OutOfPages as exc:
-            raise NodeRefusal("no_capacity", str(exc)) from exc
-        finally:
-            self.publish()
-        if purpose in (Purpose.PREFILL, Purpose.LANDING) and reservation.cached_tokens:
-            self.on_found(hashes[: reservation.cached_tokens // self.layout.block_size])
-        return reservation
+        with contextlib.ExitStack() as unless_returned:
+            try:
+                reservation = self.cache.reserve(
+                    request_id, hashes, num_tokens, now=self._now(), purpose=purpose, hints=hints
+                )
+                unless_returned.callback(self.release, request_id)
+            except OutOfPages as exc:
+                raise NodeRefusal("no_capacity", str(exc)) from exc
+            finally:
+                self.publish()
+            if purpose in (Purpose.PREFILL, Purpose.LANDING) and reservation.cached_tokens:
+                self.on_found(hashes[: reservation.cached_tokens // self.layout.block_size])
+            unless_returned.pop_all()
+            return reservation
 
     async def reserve_when_free(
         self,

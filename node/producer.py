@@ -210,10 +210,11 @@ class Producer:
         if key in self._begins or key in self._jobs:
             raise m.MessageError(f"job {message.job!r} has begun already")
         if message.cached_only:
-            self._begins.start(key, lambda: self._look_up(key, message, owner, reply), reply)
+            noting = noting_refusals(reply, lambda reason: self._take_back(key, reason))
+            self._begins.start(key, lambda: self._look_up(key, message, owner, reply), noting)
             return
         kind = ANSWER if message.computed else LOCAL if message.ticket is None else LEG
-        noting = noting_refusals(reply, lambda reason: self._ended(kind, reason))
+        noting = noting_refusals(reply, lambda reason: self._refused(key, kind, reason))
         self._begins.start(key, lambda: self._begin(key, message, owner, reply), noting)
 
     async def _begin(self, key: JobKey, message: m.BeginPrefill, owner: object, reply: Reply) -> m.JobPages:
@@ -224,6 +225,15 @@ class Producer:
             job = await self._begin_leg(message, message.ticket, owner, reply)
         self._jobs[key] = job
         return job_pages(message.job, job.reservation)
+
+    def _refused(self, key: JobKey, kind: str, reason: str) -> None:
+        self._ended(kind, reason)
+        self._take_back(key, reason)
+
+    def _take_back(self, key: JobKey, reason: str) -> None:
+        """What an engine has not been told of it cannot end."""
+        if job := self._jobs.pop(key, None):
+            self._end(job, reason)
 
     async def _look_up(self, key: JobKey, message: m.BeginPrefill, owner: object, reply: Reply) -> m.JobPages:
         if message.num_tokens <= 0:
@@ -256,7 +266,11 @@ class Producer:
             job = PrefillJob(message.job, owner, await self._reserve(message), reply, self._now())
         finally:
             self._legs_beginning -= 1
-        self._open_push(job, ticket)
+        try:
+            self._open_push(job, ticket)
+        except BaseException:
+            self._end(job, "internal")
+            raise
         return job
 
     async def _reserve(self, message: m.BeginPrefill) -> Reservation:

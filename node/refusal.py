@@ -25,7 +25,10 @@ FINAL: Final = frozenset(
     }
 )  # fmt: skip
 # Said in exceptions of whatever kind; they may pass.
-PASSING: Final = re.compile(r"memory|address already in use|connect|timed? ?out|download|resolve|temporar", re.I)
+PASSING: Final = re.compile(
+    r"memory|no space left|too many open files|address already in use|connect|timed? ?out|download|resolve|temporar",
+    re.I,
+)
 PASSING_KINDS: Final = frozenset(
     {"MemoryError", "OutOfMemoryError", "TimeoutError", "ConnectionError", "KeyboardInterrupt"}
 )

@@ -9,6 +9,7 @@ from collections import deque
 RESTART_WINDOW_S = 60.0
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 8.0
+MAX_DOUBLINGS = 4  # after which it is MAX_BACKOFF_S; powers of any number of deaths are no floats
 
 
 class Restarts:
@@ -37,4 +38,4 @@ class Restarts:
             self._recent.popleft()
         if self.deaths > self._max_restarts:
             return None
-        return min(FIRST_BACKOFF_S * 2.0 ** (self.deaths - 1), MAX_BACKOFF_S)
+        return min(FIRST_BACKOFF_S * 2.0 ** min(self.deaths - 1, MAX_DOUBLINGS), MAX_BACKOFF_S)

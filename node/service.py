@@ -67,18 +67,22 @@ class NodeService(rpc.NodeAgentServicer):
         consumer = self._agent.ready_consumer()
         transfer_id, secret, reservation = await consumer.reserve_settled(request)
         config = self._agent.config
-        return pb.Ticket(
-            transfer_id=transfer_id,
-            secret=secret,
-            num_tokens=reservation.num_tokens,
-            have_tokens=reservation.cached_tokens,
-            tokens_digest=request.tokens_digest,
-            endpoints=self._agent.links.endpoints(),
-            ttl_s=consumer.granted_ttl_s(request),
-            layout_fingerprint=self._agent.ready_producer().layout.fingerprint,
-            node_id=config.node_id,
-            cluster=config.cluster,
-        )
+        try:
+            return pb.Ticket(
+                transfer_id=transfer_id,
+                secret=secret,
+                num_tokens=reservation.num_tokens,
+                have_tokens=reservation.cached_tokens,
+                tokens_digest=request.tokens_digest,
+                endpoints=self._agent.links.endpoints(),
+                ttl_s=consumer.granted_ttl_s(request),
+                layout_fingerprint=self._agent.ready_producer().layout.fingerprint,
+                node_id=config.node_id,
+                cluster=config.cluster,
+            )
+        except BaseException:  # the role ended meanwhile: nobody will ever know its id
+            consumer.abort(transfer_id, "given_up")
+            raise
 
     def abort(self, request: pb.AbortRequest) -> pb.Done:
         known = self._agent.abort(request.transfer_id, request.reason)

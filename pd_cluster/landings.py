@@ -38,7 +38,14 @@ class DecodeLandings:
         key = (id(owner), message.job)
         if key in self._claims or key in self._loading:
             raise m.MessageError(f"job {message.job!r} has claimed already")
-        self._claims.start(key, lambda: self._claim(key, message), noting_refusals(reply, self._ended))
+        noting = noting_refusals(reply, lambda reason: self._refused(key, reason))
+        self._claims.start(key, lambda: self._claim(key, message), noting)
+
+    def _refused(self, key: JobKey, reason: str) -> None:
+        """What an engine has not been told of it cannot give back."""
+        self._ended(reason)
+        if entry := self._loading.pop(key, None):
+            self._consumer.give_back(entry, reason)
 
     async def _claim(self, key: JobKey, message: m.ClaimLanding) -> m.JobPages:
         entry = self._consumer.find(message.transfer_id)

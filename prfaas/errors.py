@@ -9,7 +9,8 @@ PrfaasError            printed without a traceback
 ├── InitError          the answers make no system, or its files cannot be written
 ├── CheckError         there is no file that says whom to ask
 └── StartError         a process did not come up, or a port is taken
-    └── StartRefused   a process found that it never can, as it is configured
+    ├── StartRefused   a process found that it never can, as it is configured
+    └── StartKilled    a process was killed before it came up: that says nothing of whether it can
 """
 
 
@@ -51,3 +52,7 @@ class StartError(PrfaasError):
 
 class StartRefused(StartError):
     """A process found that it never can, as it is configured: says why."""
+
+
+class StartKilled(StartError):
+    """Somebody killed a process, or the kernel did, before it came up."""

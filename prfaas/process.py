@@ -5,14 +5,17 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from node.children import ending_with_us
 from node.start_log import start_log
-from prfaas.errors import StartError, StartRefused
+from prfaas.errors import StartError, StartKilled, StartRefused
 
 LOG_TAIL_BYTES = 1500
+SIGNALLED = 128  # with the signal's number, the exit status of what a signal ended below another process
+LATE_TIMES = 10  # so many times later than it should be, a start is taken to be stuck
 BAD_CONFIG = 2  # the exit status of what nothing but another configuration helps
 # gRPC's fork handlers start threads in children that are about to exec, and crash some of them.
 ENVIRONMENT = {"GRPC_VERBOSITY": "ERROR", "GRPC_ENABLE_FORK_SUPPORT": "0"}
@@ -50,8 +53,30 @@ class Process:
                 start_new_session=True,
             )
 
-    async def line(self, prefix: str, timeout_s: float) -> dict[str, str]:
-        """The first line of output that begins with `prefix`, its `key=value` words as a dict. Raises StartError."""
+    async def line(
+        self, prefix: str, expected_s: float, report: Callable[[str], None], *, late_times: float = LATE_TIMES
+    ) -> dict[str, str]:
+        """The first line of output that begins with `prefix`, its `key=value` words as a dict.
+
+        One that is later than `expected_s` is reported and waited for. Raises StartError when the process has ended, or
+        takes `late_times` as long.
+        """
+        telling = asyncio.create_task(self._tell_late(prefix, expected_s, report))
+        try:
+            return await self._line(prefix, expected_s * late_times)
+        finally:
+            telling.cancel()
+
+    async def _tell_late(self, prefix: str, expected_s: float, report: Callable[[str], None]) -> None:
+        began = time.monotonic()
+        while True:
+            await asyncio.sleep(expected_s)
+            waited_s = time.monotonic() - began
+            report(
+                f"  {self.name:<10} is late: it has not said {prefix.strip()!r} after {waited_s:.0f} s; it is waited for"
+            )
+
+    async def _line(self, prefix: str, timeout_s: float) -> dict[str, str]:
         assert self._process is not None
         assert self._process.stdout is not None
         try:
@@ -67,7 +92,8 @@ class Process:
             raise StartRefused(
                 f"{self.name}: {self._refusal() or f'it refuses its configuration; see {self.log_path}'}"
             )
-        raise StartError(f"{self.name} ended with status {status} before it said {prefix!r}{self._log_tail()}")
+        kind = StartKilled if status < 0 or status > SIGNALLED else StartError
+        raise kind(f"{self.name} ended with status {status} before it said {prefix!r}{self._log_tail()}")
 
     async def wait(self) -> int:
         """Its exit status, once it has ended."""

@@ -6,8 +6,9 @@ import fcntl
 import os
 import signal
 import socket
+import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -16,14 +17,16 @@ from typing import Any, Self
 import aiohttp
 import grpc.aio
 
+from node.arena import SHM_DIR
 from node.config import IDENTITY_KEYS, NodeConfig
+from node.owned import sweep_directories, sweep_files
 from prfaas.certificates import GATEWAY_NAME, Holder, issue
 from prfaas.errors import StartError, TopologyError
 from prfaas.process import Process
 from prfaas.stages import Progress
 from prfaas.toml import dump_toml
 from prfaas.topology import Topology
-from prfaas.upkeep import keep_up
+from prfaas.upkeep import first_start, keep_up
 from transport.control.credentials import channel_credentials, channel_options
 from transport.wire.identity import Identity
 
@@ -34,7 +37,10 @@ GATEWAY_START_S = 60.0
 STOP_S = 60.0
 DEFAULT_PORT = 8000
 CERTIFICATE_DAYS = 365
+ENGINE_LATE_TIMES = 2.0  # its node ends one that is late
 POLL_S = 0.1
+TELL_S = 15.0  # how often it is said that somebody is late
+HEALTH_S = 5.0
 LOOK_S = 1.0
 
 
@@ -112,16 +118,35 @@ class System:
         )
         self._make_certificates()
         self._report(f"starting {len(self.topology.nodes)} nodes and a gateway; logs in {self._run_dir}/")
+        keepers: list[asyncio.Task[None]] = []
         try:
             async with asyncio.TaskGroup() as group:
-                for config in self.topology.nodes:
-                    group.create_task(self.start_node(config))
+                await self._start_all(group, keepers)
+                await self._until_seen(len(self.nodes))
+                for keeper in keepers:
+                    keeper.cancel()
         except* StartError as failures:
             raise failures.exceptions[0] from None
+
+    async def _start_all(self, group: asyncio.TaskGroup, keepers: list["asyncio.Task[None]"]) -> None:
+        """Nodes, then what wants to know their addresses. What has come up is kept up while others are late."""
+
+        def keep(coroutine: Coroutine[None, None, None]) -> None:
+            keepers.append(group.create_task(coroutine))
+
+        async def start(config: NodeConfig) -> None:
+            node = await self._first(config.node_id, partial(self._start_afresh, config))
+            keep(self._keep_up(node, partial(self._node_again, self.nodes[config.node_id])))
+
+        for each in [group.create_task(start(config)) for config in self.topology.nodes]:
+            await each
         if self.topology.plan is not None:
-            await self.start_plan()
-        await self.start_gateway()
-        await self.wait_ready(len(self.nodes))
+            keep(self._keep_up(await self._first("plan", self._plan_again), self._plan_again))
+        gateway = await self._first("gateway", self._first_gateway)
+        keep(self._keep_up(gateway, self._gateway_again, is_needed=True))
+
+    async def _first(self, name: str, start: Callable[[], Awaitable[Process]]) -> Process:
+        return await first_start(name, start, self._report, time.monotonic)
 
     def _make_certificates(self) -> None:
         """New ones at every start, by an authority that stays. Raises CertificateError."""
@@ -144,7 +169,7 @@ class System:
         )
         node = self.nodes[config.node_id] = Node(config, process, self.nodes.get(config.node_id))
         await process.start()
-        listening = await process.line("node listening ", NODE_START_S)
+        listening = await process.line("node listening ", NODE_START_S, self._report)
         node.agent_address, node.metrics_url = listening["agent"], listening["metrics"]
         ready_s = config.start_timeout_s + ENGINE_START_MARGIN_S
         progress = Progress(
@@ -152,10 +177,11 @@ class System:
         )
         watching = asyncio.create_task(_look_again(progress))
         try:
-            node.engine_url = (await process.line("node ready ", ready_s))["engine"]
+            ready = await process.line("node ready ", ready_s, self._report, late_times=ENGINE_LATE_TIMES)
         finally:
             watching.cancel()
             await asyncio.wait([watching])
+        node.engine_url = ready["engine"]
         place = f"{config.cluster_kind}/{config.cluster} {config.role}"
         self._report(f"  {config.node_id:<10} {place:<22} agent {node.agent_address}")
         return node
@@ -173,7 +199,7 @@ class System:
         path.write_text(dump_toml({"gateway": table}))
         self.gateway = Process("gateway", ["-m", "gateway", "-c", str(path)], self._run_dir / "gateway.log")
         await self.gateway.start()
-        self.api_url = (await self.gateway.line("gateway ready ", GATEWAY_START_S))["url"]
+        self.api_url = (await self.gateway.line("gateway ready ", GATEWAY_START_S, self._report))["url"]
         self._report(f"  {'gateway':<10} {self.api_url}")
         self._tell_plan()
         return self.gateway
@@ -190,7 +216,7 @@ class System:
         path = self._write_plan()
         self.plan = Process("plan", ["-m", "planner", "serve", "-c", str(path)], self._run_dir / "plan.log")
         await self.plan.start()
-        self.plan_url = (await self.plan.line("plan service ready ", GATEWAY_START_S))["url"]
+        self.plan_url = (await self.plan.line("plan service ready ", GATEWAY_START_S, self._report))["url"]
         self._report(f"  {'plan':<10} {self.plan_url}")
         return self.plan
 
@@ -235,18 +261,26 @@ class System:
 
     async def _node_again(self, before: Node) -> Process:
         """Gateways and Prometheus know its addresses; its engine's, they are told."""
-        name = before.config.node_id
-        config = dataclasses.replace(
-            before.config, control_port=_port_of(before.agent_address), metrics_port=_port_of(before.metrics_url)
+        return await self._start_afresh(
+            dataclasses.replace(
+                before.config, control_port=_port_of(before.agent_address), metrics_port=_port_of(before.metrics_url)
+            )
         )
+
+    async def _start_afresh(self, config: NodeConfig) -> Process:
+        """A start of which nothing stays if it fails. Raises StartError, OSError."""
         try:
             return (await self.start_node(config)).process
         except (StartError, OSError):
-            await self.nodes[name].process.stop(STOP_S)
+            if (node := self.nodes.get(config.node_id)) is not None:
+                await node.process.stop(STOP_S)
             raise
 
     async def _gateway_again(self) -> Process:
         self.topology = self.topology.replace_gateway(port=_port_of(self.api_url))
+        return await self._first_gateway()
+
+    async def _first_gateway(self) -> Process:
         try:
             return await self.start_gateway()
         except (StartError, OSError):
@@ -261,6 +295,16 @@ class System:
             if self.plan is not None:
                 await self.plan.stop(STOP_S)
             raise
+
+    async def _until_seen(self, num_nodes: int) -> None:
+        """Waits until the gateway sees `num_nodes` nodes ready, and says how many it sees where that takes long."""
+        told_at = time.monotonic()
+        async with aiohttp.ClientSession() as session:
+            while (seen := await _nodes_ready(session, self.api_url)) < num_nodes:
+                if time.monotonic() - told_at >= TELL_S:
+                    told_at = time.monotonic()
+                    self._report(f"  {'gateway':<10} sees {seen} of {num_nodes} nodes ready; the others are waited for")
+                await asyncio.sleep(POLL_S)
 
     async def wait_ready(self, num_nodes: int) -> None:
         """Waits until the gateway sees `num_nodes` nodes ready. Raises StartError."""
@@ -296,8 +340,17 @@ class System:
             for node in self.nodes.values():
                 node.process.tell_to_end()
             raise
+        # Those that were killed have left theirs, and nobody may start here again.
+        for parent in {SHM_DIR, Path(tempfile.gettempdir())}:
+            if parent.is_dir():
+                await asyncio.to_thread(_sweep, parent)
         if self._lock is not None:
             self._lock.close()
+
+
+def _sweep(parent: Path) -> None:
+    sweep_directories(parent)
+    sweep_files(parent)
 
 
 async def _look_again(progress: Progress) -> None:
@@ -319,9 +372,9 @@ def _agent(node: Node) -> Mapping[str, str]:
 
 async def _nodes_ready(session: aiohttp.ClientSession, api_url: str) -> int:
     try:
-        async with session.get(f"{api_url}/health") as answer:
+        async with session.get(f"{api_url}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_S)) as answer:
             health = await answer.json()
-    except (aiohttp.ClientError, ValueError):
+    except (aiohttp.ClientError, TimeoutError, ValueError):
         return 0
     return int(health.get("nodes_ready", 0))
 

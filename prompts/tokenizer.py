@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import msgspec
 import numpy as np
 from tokenizers import Tokenizer
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_64_intdigest
 
 from prompts.appending import Parts
 from prompts.encoder import Encoder
@@ -34,6 +34,13 @@ class Blueprint(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     fast: bool = False
     cache_bytes: int = DEFAULT_BYTES
+
+
+class _Seen(NamedTuple):
+    """A segment, and its tokens."""
+
+    text: bytes
+    tokens: TokenArray
 
 
 class TextTokenizer:
@@ -211,12 +218,14 @@ class TextTokenizer:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _encode_segment(self, segment: str, tenant: bytes) -> TokenArray:
-        key = xxh3_128_digest(segment.encode(), seed=self.encoder.generation)
-        found: TokenArray | None = self.cache.get(tenant, key)
-        if found is None:
-            found = self._encode_whole(segment, add_special_tokens=False)
-            self.cache.put(tenant, key, found, found.nbytes)
-        return found
+        data = segment.encode()
+        # Texts of equal hashes can be made by anybody: the hash says where to look, the text is compared.
+        key = (self.encoder.generation, xxh3_64_intdigest(data))
+        found: _Seen | None = self.cache.get(tenant, key)
+        if found is None or found.text != data:
+            found = _Seen(data, self._encode_whole(segment, add_special_tokens=False))
+            self.cache.put(tenant, key, found, len(data) + found.tokens.nbytes)
+        return found.tokens
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:

@@ -147,6 +147,11 @@ class Load:
     queued_tokens: int
 
 
+def no_chunk(chunk_tokens: int, block_size: int) -> str:
+    """Why nothing can be computed in chunks of that length."""
+    return f"chunk_tokens = {chunk_tokens}: less than a block, block_size = {block_size}"
+
+
 class Scheduler:
     """The queue of one model. Not thread-safe: it lives on the model's thread."""
 
@@ -298,12 +303,19 @@ class Scheduler:
             raise TransferError("pages_invalid", str(exc)) from exc
 
     def _chunk_stop(self, work: Work, start: int) -> int:
-        """Chunks end on block borders, at every length whose states must be stored, and one token before the end."""
+        """Chunks end on block borders, at every length whose states must be stored, and one token before the end.
+
+        Raises EngineError where that leaves nothing to compute: the request would stand there for ever.
+        """
         block_size = self._engine.layout.block_size
         stops = [work.prefill_tokens, start + self.chunk_tokens - start % block_size]
         if work.kv is not None:
             stops += [length for length in work.kv.snapshot_lengths if length > start]
-        return min(stops)
+        if (stop := min(stops)) <= start:
+            raise EngineError(
+                f"{no_chunk(self.chunk_tokens, block_size)}; {start} tokens are computed, and no more can be"
+            )
+        return stop
 
     def _end_prefill(self, work: Work) -> None:
         assert work.started_s is not None

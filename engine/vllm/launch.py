@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _options(_parser().parse_args(own), rest)
     flags = options.vllm_flags
     about_model = complaint_about_model(options.model, flags, os.environ)
-    for complaint in (complaint_about(flags), complaint_about_parallelism(flags), about_model):
+    about_chunks = complaint_about_chunks(options)
+    for complaint in (complaint_about(flags), complaint_about_parallelism(flags), about_model, about_chunks):
         if complaint is not None:
             return _refuse(complaint)
     version = installed_version()
@@ -121,6 +122,13 @@ def environment(options: ServerOptions, inherited: Mapping[str, str], *, is_cpu:
         wanted |= {"VLLM_CPU_KVCACHE_SPACE": str(CPU_KVCACHE_GIB), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         wanted["OMP_NUM_THREADS"] = str(options.threads)
     return wanted | dict(inherited)
+
+
+def complaint_about_chunks(options: ServerOptions) -> str | None:
+    """Why prompts cannot be computed in such chunks; None when they can. Block sizes of its own choice vLLM compares itself."""
+    if options.block_size is None or options.chunk_tokens >= options.block_size:
+        return None
+    return f"chunk_tokens = {options.chunk_tokens}: less than a block, block_size = {options.block_size}"
 
 
 def complaint_about(vllm_flags: Sequence[str]) -> str | None:

@@ -31,6 +31,7 @@ PRIOR_BLOCKS: Final = 100.0  # a few requests' worth
 PRIOR_PROBABILITY: Final = 0.3  # the hazard at birth: PRIOR_PROBABILITY / (age + PRIOR_AGE_S)
 PRIOR_AGE_S: Final = 60.0
 HALF_LIFE_S: Final = 3600.0  # of what was learned
+MAX_WEIGHT: Final = 1e100
 MAX_CATEGORIES: Final = 64  # names come from request metadata; past this many they share one
 BYTES_PER_BLOCK: Final = 480  # remembered, at most: the hash, the entry, a cohort that no other block belongs to
 MAX_CLASSES: Final = 512  # coarser ones included; past this many a new one is counted with the next coarser one
@@ -67,7 +68,7 @@ class ReuseModel:
         self._reached = np.zeros((MAX_CLASSES, BUCKETS))
         self._cohorts = Cohorts()
         self._categories: dict[str, int] = {}
-        self._learned_at = 0.0
+        self._learned_at = float("-inf")  # clocks begin anywhere
         self.unknown = self._id(())
         self._weight = 1.0  # of an observation now, relative to one at the start: forgetting without touching the past
         self.refresh()
@@ -160,15 +161,17 @@ class ReuseModel:
         elapsed = now - self._learned_at
         if elapsed > 0:
             self._learned_at = now
-            self._weight *= 2 ** (elapsed / HALF_LIFE_S)
-            if self._weight > 1e100:
-                self._rescale()
+            kept = 0.5 ** (elapsed / HALF_LIFE_S)  # 0 after some weeks
+            if self._weight > MAX_WEIGHT * kept:
+                self._rescale(kept)
+            else:
+                self._weight /= kept
         for bucket, class_id, blocks in self._cohorts.reached(now):
             self._reached[class_id, bucket] += blocks * self._weight
 
-    def _rescale(self) -> None:
-        self._reused /= self._weight
-        self._reached /= self._weight
+    def _rescale(self, kept: float) -> None:
+        self._reused *= kept / self._weight
+        self._reached *= kept / self._weight
         self._weight = 1.0
 
     # Classes

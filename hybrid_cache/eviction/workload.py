@@ -49,7 +49,10 @@ def reuse_priority(fit: ReuseFit, age_s: float, life_s: float, *, conditional: b
         return 0.0
     alive = exp(-fit.rate * age_s)
     joint = fit.probability * (alive - exp(-fit.rate * (age_s + life_s)))
-    return joint / (1.0 - fit.probability + fit.probability * alive) if conditional else joint
+    if not conditional:
+        return joint
+    waits = 1.0 - fit.probability + fit.probability * alive
+    return joint / waits if waits else 0.0  # a reuse that was certain has not come
 
 
 @dataclass(slots=True)
@@ -114,8 +117,10 @@ class ReuseStatistics:
 
 
 def fit_counts(counts: _Counts) -> ReuseFit:
-    rate = counts.reuses / counts.reuse_seconds if counts.reuses else 0.0
-    return ReuseFit(rate, min(0.999, counts.reuses / counts.accesses))
+    # The access that a reuse belongs to may have left the window, and sums that shrink leave a rounding error.
+    seconds = max(counts.reuse_seconds, ReuseStatistics.MIN_REUSE_S * counts.reuses)
+    rate = counts.reuses / seconds if counts.reuses else 0.0
+    return ReuseFit(rate, min(0.999, counts.reuses / max(1, counts.accesses)))
 
 
 def fit_offline(uses: Iterable[Use]) -> dict[str, ReuseFit]:
@@ -151,7 +156,8 @@ class _Queue:
     def priority(self, at: float, now: float, conditional: bool) -> float:
         alive = exp(self.rate * (at - now))
         if conditional:
-            return self.within * alive / (self.lost + self.probability * alive)
+            waits = self.lost + self.probability * alive
+            return self.within * alive / waits if waits else 0.0
         return self.within * alive
 
     def falls_to(self, level: float, at: float, conditional: bool) -> float:

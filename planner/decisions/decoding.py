@@ -57,6 +57,7 @@ class DecodeForecast:
 
     def running_at(self, time: float, now: float) -> float:
         """Requests expected to decode at `time`; those overdue are taken to join now."""
+        time = max(time, now)
         stays = exp((now - time) / self.decode_s) * self.running
         for start in self._joining[: bisect_right(self._joining, time)]:
             stays += exp((max(start, now) - time) / self.decode_s)

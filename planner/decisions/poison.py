@@ -16,6 +16,7 @@ from typing import Final
 
 RETRY_S: Final = 60.0
 MAX_RETRY_S: Final = 3600.0
+MAX_DOUBLINGS: Final = 6  # after which it is MAX_RETRY_S; powers of any number of kills are no floats
 PROOF_S: Final = 600.0  # an answer speaks for its shape for so long: engines are updated, and begin to stumble
 TRIAL_S: Final = 600.0  # one that was let through may take so long before another one is
 MAX_SHAPES: Final = 1024  # of either kind; the oldest goes
@@ -73,7 +74,8 @@ class Poison:
         if found.kills and not found.is_tried:  # it had left before the others were refused
             self._suspected[shape] = found
             return True
-        self._suspected[shape] = Suspicion(found.kills + 1, now + min(MAX_RETRY_S, RETRY_S * 2**found.kills))
+        retry_s = min(MAX_RETRY_S, RETRY_S * 2 ** min(found.kills, MAX_DOUBLINGS))
+        self._suspected[shape] = Suspicion(found.kills + 1, now + retry_s)
         while len(self._suspected) > MAX_SHAPES:
             self._suspected.popitem(last=False)
         return True

@@ -180,6 +180,8 @@ def test_an_emulation_of_a_model_directory(model_dir):
         (["--emulate", "gpt5"], "neither a directory nor one of"),
         (["--model", "/nowhere", "--stages", "2"], "has no tokenizer.json"),
         (["--emulate", "llama", "--stages", "2", "--prefill-base-s", "1"], "give --prefill-per-token-s alone"),
+        (["--emulate", "llama", "--block-size", "1024"], "chunk_tokens = 512: less than a block, block_size = 1024"),
+        (["--model", "/nowhere", "--chunk-tokens", "16"], "chunk_tokens = 16: less than a block, block_size = 64"),
         (["--port", "99999999", "--emulate", "llama"], "port"),
     ],
 )

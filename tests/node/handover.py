@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ class HandNode:
         use_shm: bool = False,
         rdma: RdmaDevices | None = None,
         room_timeout_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
         **changes: Any,
     ) -> None:
         values: dict[str, Any] = {
@@ -74,10 +75,10 @@ class HandNode:
         self.links = Links(config, use_shm=use_shm, rdma=rdma)
         self.links.start()
         self.arena = Arena(arena_path(arena_directory(tmp_path), config.node_id), config.cache_bytes)
-        self.pages = Pages(LAYOUT, self.arena, config, Broadcast(), time.monotonic)
+        self.pages = Pages(LAYOUT, self.arena, config, Broadcast(), clock)
         self.links.open_memory(self.pages.memory())
-        self.producer = Producer(self.pages, self.links, room_timeout_s, time.monotonic)
-        self.consumer = Consumer(self.pages, self.links, 0.5, time.monotonic)
+        self.producer = Producer(self.pages, self.links, room_timeout_s, clock)
+        self.consumer = Consumer(self.pages, self.links, 0.5, clock)
         self.landings = DecodeLandings(self.consumer)
         self.inbox: asyncio.Queue[m.AgentMessage] = asyncio.Queue()
 

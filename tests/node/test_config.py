@@ -48,6 +48,8 @@ def test_a_short_table_is_enough() -> None:
         ({"egress_bytes_per_s": {"west": {}}}, r"egress_bytes_per_s\.west = {}: must be rates above 0"),
         ({"ssd_dir": "/ssd"}, "ssd_bytes = 0: must be 1048576 to"),
         ({"ssd_bytes": 1 << 30}, "ssd_bytes = 1073741824: allowed only with ssd_dir, which is empty"),
+        ({"block_size": 64, "chunk_tokens": 63}, "chunk_tokens = 63: less than a block, block_size = 64"),
+        ({"block_size": 1024}, "chunk_tokens = 512: less than a block, block_size = 1024"),
         ({"threads": True}, "threads = True: must be an integer"),
     ],
 )

@@ -240,5 +240,5 @@ def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path, capsys: pyte
 def test_an_engine_that_cannot_work_ends_the_node_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["-c", config_file(tmp_path, more="block_size = 8192")]) == 2
+    assert main(["-c", config_file(tmp_path, more="block_size = 8192\nchunk_tokens = 8192")]) == 2
     assert "its engine cannot serve: no arena for llama with cache_bytes = 4194304" in capsys.readouterr().err

@@ -1,7 +1,13 @@
 """What does not come up is said, and nothing of it stays."""
 
 import asyncio
+import contextlib
+import os
+import signal
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -11,6 +17,7 @@ from engine.model.emulated import emulated_tokens
 from prfaas.client import complete
 from prfaas.errors import StartError
 from prfaas.models import ensure_model
+from prfaas.process import Process
 from prfaas.system import RunLock, System
 from prfaas.topology import parse_topology
 
@@ -85,6 +92,77 @@ def test_a_system_of_emulated_engines_answers_with_their_tokens(tmp_path: Path) 
             return [(await complete(session, system.api_url, body, name)).token_ids for name in ("first", "again")]
 
     assert asyncio.run(scenario()) == [emulated_tokens(prompt, 12)] * 2
+
+
+def one_emulated_node(directory: Path) -> dict[str, Any]:
+    (directory / "models" / "llama-0").mkdir(parents=True)
+    save_byte_tokenizer(directory / "models" / "llama-0", 4096)
+    return {
+        "model": {"arch": "llama", "name": "tiny"},
+        "gateway": {"port": 0},
+        "node": {"engine": "emulated", "cache_bytes": 8 << 20},
+        "clusters": [{"name": "west", "kind": "pd", "nodes": [{"node_id": "d0", "role": "decode"}]}],
+    }
+
+
+async def killed(process: Callable[[], Process | None]) -> None:
+    """Kills a process as soon as there is one."""
+    while (found := process()) is None or found.returncode is not None:  # noqa: ASYNC110 it is started by the test
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(0.2)  # it has begun, and is far from ready
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(found.pid, signal.SIGKILL)
+
+
+def test_a_system_whose_processes_are_killed_while_it_starts_comes_up_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    told: list[str] = []
+    system = System(parse_topology(one_emulated_node(tmp_path), tmp_path), tmp_path / "run", told.append)
+
+    def listening() -> Process | None:
+        return node.process if (node := system.nodes.get("d0")) is not None and node.agent_address else None
+
+    async def scenario() -> None:
+        killers = [asyncio.create_task(killed(listening)), asyncio.create_task(killed(lambda: system.gateway))]
+        async with system, aiohttp.ClientSession() as session:
+            await asyncio.gather(*killers)
+            body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+            assert (await complete(session, system.api_url, body, "r")).token_ids == emulated_tokens([5, 6, 7], 4)
+            os.kill(system.nodes["d0"].process.pid, signal.SIGKILL)  # nobody starts it again, and so nobody sweeps
+            await system.nodes["d0"].process.wait()
+
+    asyncio.run(scenario())
+    assert [line.partition(" did not come up")[0] for line in told if "did not come up" in line] == ["d0", "gateway"]
+    assert list((tmp_path / "tmp").glob("*prfaas-*")) == []
+
+
+def test_nodes_that_the_gateway_does_not_see_yet_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prfaas.system.TELL_S", 0.05)
+    told: list[str] = []
+    system = System(parse_topology(one_emulated_node(tmp_path), tmp_path), tmp_path / "run", told.append)
+
+    async def scenario() -> None:
+        agent = asyncio.create_task(stopped_until_told())
+        async with system:
+            await agent
+
+    async def stopped_until_told() -> None:
+        """The agent stands still from before the gateway is there until somebody has said so."""
+        while not any(" agent " in line for line in told):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        pid = system.nodes["d0"].process.pid
+        os.kill(pid, signal.SIGSTOP)
+        while not any("sees 0 of 1 nodes ready; the others are waited for" in line for line in told):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        os.kill(pid, signal.SIGCONT)
+
+    asyncio.run(scenario())
 
 
 def test_a_system_that_stands_in_for_a_profile_offloads_long_prompts_and_answers_with_their_tokens(

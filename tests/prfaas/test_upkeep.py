@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from prfaas.errors import StartError, StartRefused
-from prfaas.upkeep import keep_up
+from prfaas.errors import StartError, StartKilled, StartRefused
+from prfaas.upkeep import first_start, keep_up
 
 
 class Scripted:
@@ -107,3 +107,45 @@ def test_what_never_stays_up_is_given_up_where_nothing_works_without_it() -> Non
         told_of([1, 1, 1], 2)
     with pytest.raises(StartError, match="at last with no room"):
         told_of([StartError("no room")], 1)
+
+
+def first_told_of(starts: Sequence[Exception | None], max_restarts: int = 2) -> list[str]:
+    """What is said until a process, whose first starts come to `starts`, has come up."""
+    told: list[str] = []
+    left = list(starts)
+
+    async def start() -> Scripted:
+        outcome = left.pop(0)
+        if outcome is not None:
+            raise outcome
+        return Scripted(None)
+
+    async def pause(seconds: float) -> None:
+        assert seconds > 0
+
+    asyncio.run(first_start("n0", start, told.append, lambda: 0.0, pause=pause, max_restarts=max_restarts))
+    assert not left
+    return told
+
+
+def test_a_first_start_that_fails_of_what_may_pass_is_tried_again() -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert first_told_of([StartError("no room; end of n0.log:\nlong"), full, None]) == [
+        "n0 did not come up: no room: it is started again in 0.5 s",
+        f"n0 did not come up: {full}: it is started again in 1 s",
+    ]
+
+
+def test_a_first_start_that_is_killed_says_nothing_of_the_next_one() -> None:
+    killed = StartKilled("n0 ended with status -9 before it said 'node ready'")
+    assert len(first_told_of([killed] * 20 + [None])) == 20
+
+
+def test_a_first_start_that_is_refused_ends_at_once() -> None:
+    with pytest.raises(StartRefused, match="no such directory"):
+        first_told_of([StartKilled("n0"), StartRefused("no such directory"), None])
+
+
+def test_a_first_start_that_fails_by_itself_again_and_again_is_given_up_with_its_reason() -> None:
+    with pytest.raises(StartError, match="the third time"):
+        first_told_of([StartError("once"), StartError("twice"), StartError("the third time"), None])

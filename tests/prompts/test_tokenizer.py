@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from prompts.errors import TokenizerUnreadable
 from prompts.fair_cache import FairCache
@@ -184,3 +185,22 @@ def test_a_blueprint_makes_an_equal_tokenizer() -> None:
     assert copy.render(messages) == text
     assert copy.encode_rendered(text).tolist() == original.encode_rendered(text).tolist() == whole(text)
     assert copy.encode("hello").tolist() == original.encode("hello").tolist()
+
+
+def twin(first: bytes, second: bytes) -> str:
+    """A text whose hash by XXH3 does not depend on two of its digits: beside each stands a part of XXH3's public secret."""
+    head = b"user\nOur price list, valid from today. "
+    body = (head + b"." * (448 - len(head))) + first + b"00\xc3" + bytes.fromhex("813a264c") + b" per unit. "
+    body += b"." * (896 - len(body)) + second + b"000" + bytes.fromhex("cdb45931")
+    body += b" in total. Thank you for your order, which we will ship as soon as it is paid. " * 8
+    return f"{body.decode()}<|im_end|>"
+
+
+def test_texts_that_were_made_to_have_equal_hashes_have_their_own_tokens() -> None:
+    texts = [twin(b"1", b"9"), twin(b"9", b"1")]
+    assert texts[0] != texts[1]
+    assert len({xxh3_128_digest(text.encode()) for text in texts}) == 1
+    assert len({xxh3_64_intdigest(text.encode()) for text in texts}) == 1
+    tokenizer = text_tokenizer()
+    for text in (*texts, *texts):
+        assert tokenizer.encode_rendered(f"<|im_start|>{text}").tolist() == whole(f"<|im_start|>{text}")

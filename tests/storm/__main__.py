@@ -1,7 +1,8 @@
 """`python -m tests.storm --faults 500 --seconds 600`: a system under traffic and faults, and nobody who helps it.
 
-It passes if every greedy answer had the right tokens or an error, no request hung, everything was back and nothing was left
-within a minute after the last fault, no process grew, and everything ended when it was told to.
+Faults strike while it starts, too. Two tenants ask, some requests are for several answers. It passes if every greedy answer had
+the right tokens or an error, no request hung, everything was back and nothing was left within a minute after the last fault, no
+process grew, and everything ended when it was told to.
 """
 
 import argparse
@@ -9,55 +10,46 @@ import asyncio
 import random
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import aiohttp
 
 from engine.model.tiny import build_model
+from prfaas.keys import new_key
 from tests.storm.faults import Weather
-from tests.storm.system import POLL_S, StormSystem
+from tests.storm.system import POLL_S, Running, StormSystem
 from tests.storm.traffic import Traffic, questions
 
 WORKERS: Final = 4
 START_S: Final = 180.0
 CALM_S: Final = 60.0  # after the last fault everything must be back within this
 END_S: Final = 90.0
-RSS_EVERY_S: Final = 10.0
-RSS_SETTLED_S: Final = 60.0  # a process may grow for so long after its start
-RSS_GROWTH: Final = 1.25
-RSS_MARGIN_BYTES: Final = 48 << 20
+EARLY_S: Final = 20.0  # of the start, in which faults strike already
+EARLY_SHARE: Final = 0.1  # of the faults
+LEAST_EARLY: Final = 3
+GROWTH: Final = 1.2  # what a process may take, for what it took when all was quiet
+TENANTS: Final = ("acme", "beta")
 
 
 class Sizes:
-    """Resident memory of every process, when it had settled and when it was last seen."""
+    """What each process takes of memory when all is quiet, once everything has been asked."""
 
-    def __init__(self) -> None:
-        self._seen: dict[int, float] = {}
-        self._settled: dict[int, int] = {}
-        self._last: dict[int, tuple[str, int]] = {}
+    def __init__(self, quiet: Sequence[Running]) -> None:
+        self._of: dict[int, int] = {each.pid: each.own_bytes for each in quiet}
+        self._of_kind: dict[str, int] = {}
+        for each in quiet:
+            self._of_kind[each.kind] = max(each.own_bytes, self._of_kind.get(each.kind, 0))
 
-    def note(self, system: StormSystem, now: float) -> None:
-        for each in system.processes():
-            first = self._seen.setdefault(each.pid, now)
-            if now - first >= RSS_SETTLED_S:
-                self._settled.setdefault(each.pid, each.rss_bytes)
-                self._last[each.pid] = (f"{each.kind} {each.node}", each.rss_bytes)
-
-    def grown(self) -> list[str]:
-        """Processes that grew, one line each."""
+    def grown(self, now: Sequence[Running]) -> list[str]:
+        """Processes that take more than GROWTH allows, one line each; one that was started again beside its peers."""
         return [
-            f"{name} (pid {pid}) grew from {settled >> 20} to {last >> 20} MiB"
-            for pid, settled in self._settled.items()
-            for name, last in [self._last[pid]]
-            if last > settled * RSS_GROWTH + RSS_MARGIN_BYTES
+            f"{each.kind} {each.node} (pid {each.pid}) has {each.own_bytes >> 20} MiB, when it was quiet {quiet >> 20} MiB"
+            for each in now
+            for quiet in [self._of.get(each.pid, self._of_kind.get(each.kind, 0))]
+            if each.own_bytes > GROWTH * quiet
         ]
-
-    async def watch(self, system: StormSystem) -> None:
-        """Notes sizes until it is cancelled."""
-        while True:
-            self.note(system, asyncio.get_running_loop().time())
-            await asyncio.sleep(RSS_EVERY_S)
 
 
 async def main(arguments: argparse.Namespace) -> int:
@@ -68,23 +60,26 @@ async def main(arguments: argparse.Namespace) -> int:
     print(f"storm of {arguments.faults} faults in {arguments.seconds:.0f} s, seed {arguments.seed}; logs in {home}")
     asked = await asyncio.to_thread(questions, model, rng.getrandbits(32))
     failures: list[str] = []
-    async with StormSystem(model, home) as system, aiohttp.ClientSession() as session:
+    keys = {tenant: new_key() for tenant in TENANTS}
+    async with StormSystem(model, home, keys) as system, aiohttp.ClientSession() as session:
         if not system.isolated:
             print("not root: disk and shared memory are not filled")
+        weather = Weather(system, rng, lambda line: print(line, flush=True))
+        early = min(arguments.faults, max(LEAST_EARLY, round(EARLY_SHARE * arguments.faults)))
+        await weather.blow(early, min(EARLY_S, arguments.seconds))
         if not await system.until_ready(session, START_S):
             print((home / "up.log").read_text()[-2000:])
-            print("FAILED: the system did not start")
+            print("FAILED: the system did not start, or not again")
             return 1
-        traffic, sizes = Traffic(system.api_url, asked, rng), Sizes()
-        weather = Weather(system, rng, lambda line: print(line, flush=True))
+        traffic = Traffic(system.api_url, asked, rng, list(keys.values()))
+        failures += await _calm(session, traffic, "before the storm")
+        sizes = Sizes(system.processes())
         workers = [asyncio.create_task(traffic.worker(session)) for _ in range(WORKERS)]
-        watch = asyncio.create_task(sizes.watch(system))
-        await weather.blow(arguments.faults, arguments.seconds)
+        await weather.blow(arguments.faults - early, arguments.seconds)
         failures += await _after_the_storm(system, session, traffic, workers)
-        watch.cancel()
-        failures += sizes.grown()
+        if system.returncode is None:
+            failures += sizes.grown(system.processes())
         failures += await system.end(END_S)
-        await asyncio.gather(watch, return_exceptions=True)
     failures += [f"wrong tokens: {line}" for line in traffic.wrong]
     if traffic.outcomes["hung"]:
         failures.append(f"{traffic.outcomes['hung']} requests hung")
@@ -120,12 +115,16 @@ async def _after_the_storm(
         await asyncio.sleep(POLL_S)
         held = await system.held()
     failures += [f"{name}: {what} {CALM_S:.0f} s after the last fault" for name, what in held.items()]
-    calm = Traffic(system.api_url, traffic.asked, random.Random(0))
-    for question in traffic.asked:
-        await calm.ask(session, question)
-    failures += [f"wrong tokens after the storm: {line}" for line in calm.wrong]
-    failures += [f"{n} answers after the storm were {what}" for what, n in calm.outcomes.items() if what != "right"]
-    return failures
+    return [*failures, *await _calm(session, traffic, "after the storm")]
+
+
+async def _calm(session: aiohttp.ClientSession, traffic: Traffic, when: str) -> list[str]:
+    """Everything is asked while nothing happens, for one answer and for several; what is not right, one line each."""
+    calm = traffic.again()
+    await calm.ask_all(session)
+    await calm.ask_all(session, n=2)
+    failures = [f"wrong tokens {when}: {line}" for line in calm.wrong]
+    return failures + [f"{n} answers {when} were {what}" for what, n in calm.outcomes.items() if what != "right"]
 
 
 if __name__ == "__main__":

@@ -3,19 +3,23 @@
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Self
 
 import aiohttp
 import grpc.aio
 
+from gateway.keys import digest_of
+from prfaas.keys import new_key
 from prfaas.toml import dump_toml
 from tests.transport.proxy import Proxy
 from transport.control.proto import node_pb2 as pb
@@ -23,6 +27,7 @@ from transport.control.proto import node_pb2_grpc as rpc
 
 SHARED_MEMORY: Final = 1 << 30  # bytes of /dev/shm that the system has to itself, where it can
 DISK: Final = 96 << 20
+PORTS: Final = range(10_000, 32_768)  # below those that Linux gives to connections
 NODES: Final = {
     "far": ("east", "prefill"),
     "near": ("west", "prefill"),
@@ -34,12 +39,16 @@ POLL_S: Final = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A process of the system. `kind` is gateway, agent or engine; `node` is empty for the gateway."""
+    """A process of the system. `kind` is gateway, agent or engine; `node` is empty for the gateway.
+
+    `own_bytes` is what is resident beside shared memory: which pages of an arena a process has seen says nothing of it.
+    """
 
     pid: int
     kind: str
     node: str
     rss_bytes: int
+    own_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +64,11 @@ class NodePorts:
 class StormSystem:
     """Two clusters, four nodes and a gateway; KVCache from `far` to the decode nodes goes through relays that can be cut."""
 
-    def __init__(self, model: Path, home: Path) -> None:
+    def __init__(self, model: Path, home: Path, tenants: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`tenants`: keys by name. With them an operator's key, too, is needed for what is not for clients."""
         self.home = home
+        self._tenants = tenants
+        self._operator_key = new_key()
         self._model = model
         self._stack = ExitStack()
         self._ports = {name: NodePorts(*(free_port() for _ in range(4))) for name in NODES}
@@ -112,6 +124,7 @@ class StormSystem:
                 "metrics_port": self.operators_port,
                 "threshold_tokens": 300,
                 "routing": {"prefill_tokens_per_s": 1000.0},
+                **self._who_may_ask(),
             },
             "node": {"block_size": 64, "chunk_tokens": 128, "cache_bytes": 96 << 20, "lease_s": 20.0},
             "clusters": [
@@ -119,6 +132,12 @@ class StormSystem:
                 for cluster, kind in (("east", "prfaas"), ("west", "pd"))
             ],
         }
+
+    def _who_may_ask(self) -> dict[str, Any]:
+        if not self._tenants:
+            return {}
+        tenants = {name: {"keys": [digest_of(key)]} for name, key in self._tenants.items()}
+        return {"operator_keys": [digest_of(self._operator_key)], "tenants": tenants}
 
     def ports(self) -> dict[str, int]:
         """Everything that listens, by what and whose it is."""
@@ -161,8 +180,9 @@ class StormSystem:
 
     async def ready(self, session: aiohttp.ClientSession) -> bool:
         """Whether the gateway answers and sees every node ready."""
+        url, key = f"{self.api_url}/health", {"authorization": f"Bearer {self._operator_key}"} if self._tenants else {}
         try:
-            async with session.get(f"{self.api_url}/health", timeout=aiohttp.ClientTimeout(total=5.0)) as answer:
+            async with session.get(url, headers=key, timeout=aiohttp.ClientTimeout(total=5.0)) as answer:
                 states = (await answer.json()).get("nodes", {})
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return False
@@ -216,20 +236,27 @@ def described(pid: int) -> Running | None:
     """What a process of ours is; None for another one, and for one that has ended."""
     try:
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-        resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError):
+        sizes = _sizes(Path(f"/proc/{pid}/status").read_text())
+        resident, own = sizes["VmRSS"], sizes["RssAnon"] + sizes["RssFile"]
+    except (OSError, KeyError):  # gone, or as good as
         return None
     modules = list(_modules(arguments))
     line = " ".join(arguments)
     node = next((name for name in NODES if f"/{name}.toml" in line or f"node-id {name}" in line), "")
     if "gateway" in modules:
-        return Running(pid, "gateway", "", resident)
+        return Running(pid, "gateway", "", resident, own)
     if "pd_cluster" in modules or "prfaas_cluster" in modules:
-        return Running(pid, "agent", node, resident)
+        return Running(pid, "agent", node, resident, own)
     if "engine" in modules:
         parent = described(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]))
-        return Running(pid, "engine", parent.node if parent else "", resident)
+        return Running(pid, "engine", parent.node if parent else "", resident, own)
     return None
+
+
+def _sizes(status: str) -> dict[str, int]:
+    """Bytes by name, as the kernel counts them."""
+    lines = (line.split() for line in status.splitlines())
+    return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if words[-1:] == ["kB"]}
 
 
 def _modules(arguments: list[str]) -> Iterator[str]:
@@ -237,7 +264,8 @@ def _modules(arguments: list[str]) -> Iterator[str]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on right now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on right now, and that no outgoing connection is given before somebody does."""
+    while True:
+        port = secrets.choice(PORTS)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port

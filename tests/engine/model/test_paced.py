@@ -296,3 +296,15 @@ def test_on_an_event_loop_it_answers_and_ends_with_a_word_to_those_who_wait():
         assert not model.alive
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_chunks_below_a_block_fail_the_prompt_and_nobody_else(stages):
+    bench = Bench(chunk_tokens=16, stages=stages)
+    bench.add("long", 200)
+    bench.add("short", 16)
+    bench.run()
+    (failed,) = bench.of("long", Failed)
+    assert "chunk_tokens = 16: less than a block, block_size = 64" in str(failed.error)
+    assert len(bench.of("short", NewToken)) == 4
+    assert bench.scheduler.idle

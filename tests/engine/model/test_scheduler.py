@@ -346,3 +346,24 @@ def test_an_engine_that_dies_with_nothing_to_prefill_ends_its_scheduler_as_well(
     bench.engine.died = EngineError("stage 1 was ended by signal 9")
     with pytest.raises(EngineError, match="stage 1"):
         bench.scheduler.step()  # what the engine's news wake it up for
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 16, 63])
+def test_chunks_below_a_block_fail_the_prompts_that_need_a_second_one(chunk_tokens):
+    bench = Bench(chunk_tokens=chunk_tokens)
+    bench.add("short", chunk_tokens + 1)
+    bench.add("long", 200)
+    bench.run(rounds=100)
+    assert bench.scheduler.idle
+    assert len(bench.tokens("short")) == 4
+    (failed,) = bench.of("long", Failed)
+    assert f"chunk_tokens = {chunk_tokens}: less than a block, block_size = 64" in str(failed.error)
+
+
+@pytest.mark.parametrize("chunk_tokens", [64, 65, 96, 127, 200])
+def test_chunks_of_a_block_or_more_always_end(chunk_tokens):
+    bench = Bench(chunk_tokens=chunk_tokens)
+    for length in (1, 64, 65, 500):
+        bench.add(str(length), length)
+    bench.run(rounds=100)
+    assert [len(bench.tokens(name)) for name in ("1", "64", "65", "500")] == [4] * 4

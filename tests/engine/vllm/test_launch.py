@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine.vllm import launch as vllm_launch
-from engine.vllm.launch import ServerOptions, complaint_about, environment, main, server_command
+from engine.vllm.launch import ServerOptions, complaint_about, complaint_about_chunks, environment, main, server_command
 from engine.vllm.version import is_tested, release
 
 
@@ -122,3 +122,10 @@ def test_it_becomes_the_server_and_warns_of_a_version_it_does_not_know(
     assert started[0][-3:] == ["--enforce-eager", "--seed", "3"]
     assert int(value_of(started[0], "--port")) > 0
     assert "vLLM 0.40.0+cpu has not been tested" in capsys.readouterr().err
+
+
+def test_chunks_below_a_block_are_refused() -> None:
+    assert complaint_about_chunks(options(chunk_tokens=128, block_size=None)) is None
+    assert complaint_about_chunks(options(chunk_tokens=128, block_size=128)) is None
+    refused = complaint_about_chunks(options(chunk_tokens=127, block_size=128))
+    assert refused == "chunk_tokens = 127: less than a block, block_size = 128"
