@@ -26,9 +26,10 @@ OWED_S: Final = 120.0  # a connection that stalled may take to say what it owes:
 class CallConnection(asyncio.Protocol):
     """One connection, from its opening to its end. Answers find their calls by number."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, holder: str = "") -> None:
         self.greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._address = address
+        self._holder = holder
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._outbox: Outbox
@@ -82,6 +83,8 @@ class CallConnection(asyncio.Protocol):
         keep_alive(transport.get_extra_info("socket"))
         self._transport.write(CALLER)
         self._outbox = Outbox(self._transport)
+        if self._holder:
+            self._outbox.say(pb.Call(introduce=pb.Introduce(holder=self._holder)).SerializeToString())
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -158,11 +161,12 @@ class CallConnection(asyncio.Protocol):
 class KeptCalls:
     """Keeps a connection to the agent at `address`, once that has said at which port it takes them."""
 
-    def __init__(self, address: str, connect_s: float, identity: Identity | None, name: str) -> None:
-        """`name` is what the agent's certificate must carry, where that is not the host of its address."""
+    def __init__(self, address: str, connect_s: float, identity: Identity | None, name: str, holder: str = "") -> None:
+        """`name` is what the agent's certificate must carry, where that is not the host of its address; `holder` who calls."""
         self._address = address
         self._host = address.rpartition(":")[0].strip("[]")
         self._connect_s = connect_s
+        self._holder = holder
         # gRPC looks at the name in the server's certificate whatever the files say; so do we.
         self._name = name or self._host
         self._identity = replace(identity, peer_name=self._name) if identity is not None else None
@@ -211,7 +215,7 @@ class KeptCalls:
 
     async def _connect(self, port: int) -> None:
         loop = asyncio.get_running_loop()
-        connection = CallConnection(self._address)
+        connection = CallConnection(self._address, self._holder)
         try:
             async with asyncio.timeout(self._connect_s):
                 await loop.create_connection(

@@ -1,18 +1,20 @@
 """Calls over kept connections: what gateways need for every request, without what gRPC takes for each call.
 
 The same calls as of the gRPC face, which serves whoever has no such connection. One that ends takes what it was waiting for with
-it; what it has been answered stays, until its lease ends.
+it; what it has been answered stays while its holder is there (see holders), or until its lease ends.
 """
 
 import asyncio
 import logging
 import ssl
+import time
 from dataclasses import replace
 from typing import Final, Protocol, cast
 
 from google.protobuf.message import DecodeError
 
 from node.errors import NodeRefusal
+from node.holders import Holders, checked_name
 from transport.control.calls import AGENT, CALLER, MAX_CALLS, CallBuffer, Outbox, keep_alive
 from transport.control.messages import MessageError
 from transport.control.proto import node_pb2 as pb
@@ -38,8 +40,10 @@ class Called(Protocol):
 class CallServer:
     """Listens for gateways that keep a connection."""
 
-    def __init__(self, called: Called, *, handshake_s: float = HANDSHAKE_S) -> None:
+    def __init__(self, called: Called, holders: Holders | None = None, *, handshake_s: float = HANDSHAKE_S) -> None:
+        """`holders` hears which callers are there."""
         self._called = called
+        self._holders = Holders(time.monotonic) if holders is None else holders
         self._handshake_s = handshake_s
         self._connections: set[_Connection] = set()
         self._server: asyncio.Server | None = None
@@ -73,7 +77,7 @@ class CallServer:
         await self._server.wait_closed()
 
     def _connection(self) -> "_Connection":
-        return _Connection(self._called, self._connections, self._handshake_s)
+        return _Connection(self._called, self._holders, self._connections, self._handshake_s)
 
 
 class _Connection(asyncio.Protocol):
@@ -81,9 +85,11 @@ class _Connection(asyncio.Protocol):
 
     _transport: asyncio.Transport
 
-    def __init__(self, called: Called, others: "set[_Connection]", handshake_s: float) -> None:
+    def __init__(self, called: Called, holders: Holders, others: "set[_Connection]", handshake_s: float) -> None:
         self.tasks: set[asyncio.Task[None]] = set()
         self._called = called
+        self._holders = holders
+        self._holder = ""  # who calls, once it has said so
         self._others = others
         self._handshake_s = handshake_s
         self._buffer = CallBuffer(CALLER)
@@ -109,6 +115,8 @@ class _Connection(asyncio.Protocol):
         self._silence.cancel()
         for task in self.tasks:
             task.cancel()
+        if self._holder:
+            self._holders.left(self._holder)
 
     def end(self) -> None:
         """Hangs up, once what has been said is sent."""
@@ -156,8 +164,23 @@ class _Connection(asyncio.Protocol):
                     self._read_on()
             case "abort":
                 self._say(pb.CallAnswer(id=call.id, done=self._called.abort(call.abort)))
+            case "introduce":
+                self._introduced(call)
             case _:  # of a later version
                 self._refuse(call, "unimplemented", "no such call")
+
+    def _introduced(self, call: pb.Call) -> None:
+        try:
+            name = checked_name(call.introduce.holder)
+        except NodeRefusal as exc:
+            self._refuse(call, exc.label, exc.detail)
+            return
+        if not name or self._holder:
+            self._refuse(call, "bad_request", "a caller has one name")
+            return
+        self._holder = name
+        self._holders.came(name)
+        self._say(pb.CallAnswer(id=call.id, done=pb.Done(ok=True)))
 
     async def _reserve(self, call: pb.Call) -> None:
         try:
