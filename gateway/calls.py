@@ -12,7 +12,7 @@ from typing import Final, cast
 from google.protobuf.message import DecodeError
 
 from gateway.errors import NodeError
-from transport.control.calls import AGENT, CALLER, MAX_CALLS, CallBuffer, Outbox, keep_alive
+from transport.control.calls import AGENT, CALLER, MAX_ANSWER_BYTES, MAX_CALLS, CallBuffer, Outbox, keep_alive
 from transport.control.messages import MessageError
 from transport.control.proto import node_pb2 as pb
 from transport.wire.identity import Identity
@@ -20,6 +20,7 @@ from transport.wire.identity import Identity
 log = logging.getLogger("prfaas.gateway.calls")
 
 BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0)  # between attempts to connect
+MAX_UNREAD_BYTES: Final = 8 << 20  # of calls that an agent does not take; the next ones go by gRPC
 OWED_S: Final = 120.0  # a connection that stalled may take to say what it owes: agents bound their calls by as much
 
 
@@ -33,12 +34,13 @@ class CallConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._outbox: Outbox
-        self._buffer = CallBuffer(AGENT)
+        self._buffer = CallBuffer(AGENT, MAX_ANSWER_BYTES)
         self._asked: dict[int, tuple[asyncio.Future[pb.CallAnswer], asyncio.TimerHandle]] = {}
         self._number = 0
         self._heard_until = 0  # the newest call that was asked when something was last heard
         self._end = ("unreachable", "the kept connection broke")
         self._is_retired = False
+        self.is_read = True  # what it says, by the agent
         self._owed: set[int] = set()  # calls that nobody waits for, of a connection that stalled
 
     def __len__(self) -> int:
@@ -81,6 +83,7 @@ class CallConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are none by class
         keep_alive(transport.get_extra_info("socket"))
+        self._transport.set_write_buffer_limits(high=MAX_UNREAD_BYTES)
         self._transport.write(CALLER)
         self._outbox = Outbox(self._transport)
         if self._holder:
@@ -97,6 +100,12 @@ class CallConnection(asyncio.Protocol):
             self._hang_up("garbled", str(error))
         self._heard_until = self._number
         self._unless_needed()
+
+    def pause_writing(self) -> None:
+        self.is_read = False
+
+    def resume_writing(self) -> None:
+        self.is_read = True
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.greeted.done():
@@ -189,7 +198,7 @@ class KeptCalls:
         """The connection if it can be used, else why not: `not_offered`, `not_connected` or `full`."""
         connection = self._connection
         if connection is not None and connection.is_open:
-            return connection if len(connection) < MAX_CALLS else "full"
+            return connection if len(connection) < MAX_CALLS and connection.is_read else "full"
         if not self._port:
             return "not_offered"
         self._connect_soon()

@@ -78,6 +78,7 @@ class NodeAgent:
         self.consumer: Consumer | None = None
         self.landings: Landings | None = None
         self.contexts: Contexts | None = None
+        self.calls_ended: Counter[str] = Counter()  # kept connections that the node ended, by why
         self.reloads = Counter(applied=0, unchanged=0, refused=0)
         self.calls_port = 0  # where calls are taken over kept connections; 0: nowhere
         self.draining = False
