@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from typing import Final
 
-from transport.errors import LocalProtocolError, RemoteProtocolError, TargetFailed
+from transport.errors import LocalProtocolError, PeerLost, RemoteProtocolError, TargetFailed
 from transport.receive.activity import Activity
 from transport.receive.landing import Claim, Ended, Landing, Notices, OnLanded, Rivals, SinkOf, few, places_of
 from transport.receive.segments import READ_PREFIX, SEGMENT_PREFIX, Segments
@@ -200,6 +200,8 @@ class Landings:
             return Rivals(tuple(rivals))
         try:
             places = places_of(landing, start, stop, sink_of)
+        except PeerLost:  # no memory for what has landed already: the connection ends, not the landing
+            raise
         except Exception as exc:
             raise TargetFailed(f"target: {exc!r}") from exc
         landing.inbox.begin(who, start, stop)

@@ -55,7 +55,7 @@ class TransferServer:
         self._bind = (host, port)
         self._listener: socket.socket | None = None
         self._serves_reads = on_read is not None
-        self._shared = SharedLandings(on_read, self.options.max_connections)
+        self._shared = SharedLandings(on_read, self.options.max_connections, self.options.buffer_bytes)
         self._sessions = Sessions(SESSION_LIFE_S)
         self._threads: list[threading.Thread] = []
         self._greeter: Greeter | None = None
@@ -168,6 +168,11 @@ class TransferServer:
     def bytes_received(self) -> int:
         """Payload bytes of all landings so far, repeated ones included."""
         return self._shared.received_bytes
+
+    @property
+    def buffers_lent_bytes(self) -> int:
+        """Memory of buffers that connections have at present."""
+        return self._shared.buffers.lent_bytes
 
     @property
     def num_connections(self) -> int:

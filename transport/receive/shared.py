@@ -13,6 +13,7 @@ from typing import Final, Protocol, TypeVar
 from transport.coding.choice import CodecAccounts
 from transport.coding.codec import Share
 from transport.errors import Closed, TargetFailed
+from transport.receive.buffers import BufferRoom
 from transport.receive.landing import Claim, Landing, Notices, Rivals, SinkOf
 from transport.receive.landings import Landings
 from transport.receive.seats import Crowded, Origin, Seats
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 NOTICE_TIMEOUT_S: Final = 0.5  # one thread tells all connections: one that takes nothing must not hold it up
 MAX_WAIT_S: Final = 60.0
 NUM_SEATS: Final = 4096
+BUFFER_BYTES: Final = 1 << 30
 T = TypeVar("T")
 
 
@@ -55,7 +57,12 @@ class Reader(Protocol):
 class SharedLandings:
     """All landings of a listener, and who reads the connections that fill them."""
 
-    def __init__(self, on_read: Callable[[ReadRequest], None] | None, num_seats: int = NUM_SEATS) -> None:
+    def __init__(
+        self,
+        on_read: Callable[[ReadRequest], None] | None,
+        num_seats: int = NUM_SEATS,
+        buffer_bytes: int = BUFFER_BYTES,
+    ) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)  # deadlines moved, or a connection left
         self.landings = Landings()
@@ -65,6 +72,7 @@ class SharedLandings:
         self._on_read = on_read  # sends what a one-sided read asks for (see batch)
         self._readers: dict[int, Reader] = {}
         self._seats = Seats(num_seats)
+        self.buffers = BufferRoom(buffer_bytes)
         self._next_reader = 0
         self._notices: Notices = []  # not said yet
 

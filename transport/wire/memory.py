@@ -22,6 +22,10 @@ class Memory:
         self._of[peer] += num_bytes
         return True
 
+    def is_tight(self, peer: str) -> bool:
+        """Whether more than half of it, or of what this peer may have, is lent."""
+        return 2 * self.lent_bytes > self.total_bytes or 2 * self._of[peer] > self.of_one_bytes
+
     def give_back(self, peer: str, num_bytes: int) -> None:
         """What was lent to that peer before."""
         self.lent_bytes -= num_bytes
