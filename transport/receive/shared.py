@@ -116,7 +116,8 @@ class SharedLandings:
                 return Code.TOO_MANY
             self._readers[who] = reader
             rival = self._readers.get(seat.instead_of) if seat.instead_of is not None else None
-            self.landings.counters["turned_away:idle"] += rival is not None
+            if rival is not None:
+                self.landings.counters["turned_away:idle"] += 1
         if rival is not None:
             rival.stop()
         return None
@@ -182,7 +183,8 @@ class SharedLandings:
             now = time.monotonic()
             self._notices += self.landings.expire(now)
             idle = self._seats.overdue(self.landings.activity.idle_since, now)
-            self.landings.counters["turned_away:idle"] += len(idle)
+            if idle:
+                self.landings.counters["turned_away:idle"] += len(idle)
             overdue = [self._readers[who] for who in {*self.landings.overdue(now), *idle} if who in self._readers]
         for reader in overdue:
             reader.stop()
