@@ -90,8 +90,9 @@ test-flips: $(STAMP)  ## Two hundred changes of role under a trace: no request l
 test-migration: $(STAMP)  ## Two hundred streams lose their decode node in the middle, over three architectures: every byte once, pauses told
 	$(BIN)/python -m tests.storm.migration --streams $(STREAMS)
 
-fuzz: $(STAMP)   ## A million inputs of strangers to the frame parser, the handshake and what is behind them
+fuzz: $(STAMP)   ## A million inputs of strangers to the frame parser, the handshake and what is behind them; calls and tickets
 	$(BIN)/python -m tests.transport.fuzz --inputs $(INPUTS)
+	$(BIN)/python -m tests.node.fuzz_calls --inputs $$(( $(INPUTS) / 20 ))
 
 soak: $(STAMP)   ## A thousand transfers while connections die at random: every byte right, no thread or file left
 	TRANSPORT_TRANSFERS=1000 $(BIN)/python -m pytest tests/transport/test_processes.py -k dying_at_random

@@ -149,14 +149,19 @@ class AgentClient:
         identity: Identity | None = None,
         name: str = "",
         by_grpc: Callable[[str], None] = lambda reason: None,
+        holder: str = "",
     ) -> None:
-        """`by_grpc` is told why a call that every request makes did not go over a kept connection."""
+        """`by_grpc` is told why a call that every request makes did not go over a kept connection.
+
+        `holder` names this process: the agent frees what it holds once its connections are gone. "": with the lease.
+        """
         self.address = address
         self.timeout_s = timeout_s
         self._identity = identity
         self._version = identity.version() if identity is not None else ()
         self._name = name
-        self.kept = KeptCalls(address, timeout_s, identity, name)
+        self.kept = KeptCalls(address, timeout_s, identity, name, holder)
+        self._holder = holder
         self._by_grpc = by_grpc
         self._channel = self._open()
         self._stub: Any = NodeAgentStub(self._channel)  # type: ignore[no-untyped-call]
@@ -211,26 +216,16 @@ class AgentClient:
     async def reserve(self, request_id: str, prompt: Prompt, ttl_s: float) -> TicketInfo:
         """Room for the KVCache of all but the last token of `prompt` on this decode node."""
         message = pb.ReserveRequest(
-            request_id=request_id,
-            num_tokens=prompt.transfer_tokens,
-            block_hashes=b"".join(prompt.hashes),
-            tokens_digest=prompt.digest,
-            ttl_s=ttl_s,
+            request_id=request_id, num_tokens=prompt.transfer_tokens, tokens_digest=prompt.digest, ttl_s=ttl_s
         )
-        return await self._reserve(message)
+        return await self._reserve(message, prompt.hashes)
 
     async def reserve_prefix(
         self, request_id: str, hashes: Sequence[bytes], num_tokens: int, ttl_s: float
     ) -> TicketInfo:
         """Room for a prefix of whole blocks that another node will send."""
-        message = pb.ReserveRequest(
-            request_id=request_id,
-            num_tokens=num_tokens,
-            block_hashes=b"".join(hashes),
-            ttl_s=ttl_s,
-            prefix_only=True,
-        )
-        return await self._reserve(message)
+        message = pb.ReserveRequest(request_id=request_id, num_tokens=num_tokens, ttl_s=ttl_s, prefix_only=True)
+        return await self._reserve(message, hashes)
 
     async def load(self, request_id: str, hashes: Sequence[bytes], ticket: TicketInfo, timeout_s: float) -> int:
         """Has this node send a prefix that it holds to the holder of `ticket`; returns the bytes sent."""
@@ -303,7 +298,7 @@ class AgentClient:
     async def watch(self, load_interval_s: float, silence_s: float) -> AsyncGenerator[NodeEvent, None]:
         """Events until the stream ends or is silent for `silence_s`. Raises NodeError, also on a lost event."""
         await self.renew()
-        stream = self._stub.Watch(pb.WatchRequest(load_interval_s=load_interval_s))
+        stream = self._stub.Watch(pb.WatchRequest(load_interval_s=load_interval_s, holder=self._holder))
         last_seq: int | None = None
         try:
             while True:
@@ -319,7 +314,8 @@ class AgentClient:
         finally:
             stream.cancel()
 
-    async def _reserve(self, message: pb.ReserveRequest) -> TicketInfo:
+    async def _reserve(self, message: pb.ReserveRequest, hashes: Sequence[bytes]) -> TicketInfo:
+        message.holder, message.block_hashes = self._holder, b"".join(hashes)
         if (answer := self._asked(pb.Call(reserve=message))) is not None:
             return ticket_info(_unless_refused(await answer, self.address).ticket)
         return ticket_info(await self._call(self._stub.Reserve, message))

@@ -12,7 +12,7 @@ from typing import Final, cast
 from google.protobuf.message import DecodeError
 
 from gateway.errors import NodeError
-from transport.control.calls import AGENT, CALLER, MAX_CALLS, CallBuffer, Outbox, keep_alive
+from transport.control.calls import AGENT, CALLER, MAX_ANSWER_BYTES, MAX_CALLS, CallBuffer, Outbox, keep_alive
 from transport.control.messages import MessageError
 from transport.control.proto import node_pb2 as pb
 from transport.wire.identity import Identity
@@ -20,24 +20,27 @@ from transport.wire.identity import Identity
 log = logging.getLogger("prfaas.gateway.calls")
 
 BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0)  # between attempts to connect
+MAX_UNREAD_BYTES: Final = 8 << 20  # of calls that an agent does not take; the next ones go by gRPC
 OWED_S: Final = 120.0  # a connection that stalled may take to say what it owes: agents bound their calls by as much
 
 
 class CallConnection(asyncio.Protocol):
     """One connection, from its opening to its end. Answers find their calls by number."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, holder: str = "") -> None:
         self.greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._address = address
+        self._holder = holder
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._outbox: Outbox
-        self._buffer = CallBuffer(AGENT)
+        self._buffer = CallBuffer(AGENT, MAX_ANSWER_BYTES)
         self._asked: dict[int, tuple[asyncio.Future[pb.CallAnswer], asyncio.TimerHandle]] = {}
         self._number = 0
         self._heard_until = 0  # the newest call that was asked when something was last heard
         self._end = ("unreachable", "the kept connection broke")
         self._is_retired = False
+        self.is_read = True  # what it says, by the agent
         self._owed: set[int] = set()  # calls that nobody waits for, of a connection that stalled
 
     def __len__(self) -> int:
@@ -80,8 +83,11 @@ class CallConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are none by class
         keep_alive(transport.get_extra_info("socket"))
+        self._transport.set_write_buffer_limits(high=MAX_UNREAD_BYTES)
         self._transport.write(CALLER)
         self._outbox = Outbox(self._transport)
+        if self._holder:
+            self._outbox.say(pb.Call(introduce=pb.Introduce(holder=self._holder)).SerializeToString())
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -94,6 +100,12 @@ class CallConnection(asyncio.Protocol):
             self._hang_up("garbled", str(error))
         self._heard_until = self._number
         self._unless_needed()
+
+    def pause_writing(self) -> None:
+        self.is_read = False
+
+    def resume_writing(self) -> None:
+        self.is_read = True
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.greeted.done():
@@ -158,11 +170,12 @@ class CallConnection(asyncio.Protocol):
 class KeptCalls:
     """Keeps a connection to the agent at `address`, once that has said at which port it takes them."""
 
-    def __init__(self, address: str, connect_s: float, identity: Identity | None, name: str) -> None:
-        """`name` is what the agent's certificate must carry, where that is not the host of its address."""
+    def __init__(self, address: str, connect_s: float, identity: Identity | None, name: str, holder: str = "") -> None:
+        """`name` is what the agent's certificate must carry, where that is not the host of its address; `holder` who calls."""
         self._address = address
         self._host = address.rpartition(":")[0].strip("[]")
         self._connect_s = connect_s
+        self._holder = holder
         # gRPC looks at the name in the server's certificate whatever the files say; so do we.
         self._name = name or self._host
         self._identity = replace(identity, peer_name=self._name) if identity is not None else None
@@ -185,7 +198,7 @@ class KeptCalls:
         """The connection if it can be used, else why not: `not_offered`, `not_connected` or `full`."""
         connection = self._connection
         if connection is not None and connection.is_open:
-            return connection if len(connection) < MAX_CALLS else "full"
+            return connection if len(connection) < MAX_CALLS and connection.is_read else "full"
         if not self._port:
             return "not_offered"
         self._connect_soon()
@@ -211,7 +224,7 @@ class KeptCalls:
 
     async def _connect(self, port: int) -> None:
         loop = asyncio.get_running_loop()
-        connection = CallConnection(self._address)
+        connection = CallConnection(self._address, self._holder)
         try:
             async with asyncio.timeout(self._connect_s):
                 await loop.create_connection(

@@ -133,8 +133,11 @@ async def running(
     strangers = config.strangers.divided(seat.workers)
     now = asyncio.get_running_loop().time
     chores, watches, afterwards, requests = (TaskSet(metrics.upkeep.unforeseen) for _ in range(4))
+    holder = uuid.uuid4().hex  # a name for what this process reserves: no worker's and no other start's
     agents = [
-        AgentClient(node.agent, config.timeouts.rpc_s, config.identity, node.name, metrics.upkeep.called_by_grpc)
+        AgentClient(
+            node.agent, config.timeouts.rpc_s, config.identity, node.name, metrics.upkeep.called_by_grpc, holder
+        )
         for node in config.nodes
     ]
     steps = LearnedSteps()

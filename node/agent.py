@@ -29,6 +29,7 @@ from node.engine_cache import EngineCache
 from node.engine_socket import EngineConnection, EngineSocket
 from node.errors import ArenaError, ConfigError, EngineError, EngineRefused, LayoutMismatch, NodeRefusal, SecondEngine
 from node.headless import end_headless
+from node.holders import Holders
 from node.integrity import PacedCheck
 from node.kv_events import events_endpoint, follow
 from node.links import Links, rdma_of
@@ -60,6 +61,7 @@ class NodeAgent:
         self.role = role
         self.boot_id = uuid.uuid4().hex
         self.events = Broadcast()
+        self.holders = Holders(now)
         rdma = rdma_of(config)
         run_dir = Path(config.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -76,6 +78,7 @@ class NodeAgent:
         self.consumer: Consumer | None = None
         self.landings: Landings | None = None
         self.contexts: Contexts | None = None
+        self.calls_ended: Counter[str] = Counter()  # kept connections that the node ended, by why
         self.reloads = Counter(applied=0, unchanged=0, refused=0)
         self.calls_port = 0  # where calls are taken over kept connections; 0: nowhere
         self.draining = False
@@ -291,7 +294,7 @@ class NodeAgent:
                 self._now,
                 lambda: self.role.admit_leg(self.conversions.standing),
             )
-            self.consumer = Consumer(pages, self.links, self.config.lease_s, self._now)
+            self.consumer = Consumer(pages, self.links, self.config.lease_s, self._now, self.holders)
             self.landings = self.role.landings(self.consumer)
             self.contexts = Contexts(pages, self._now)
         return pages

@@ -4,6 +4,8 @@
                    │                        │                   │
                    └──── abort, lease over, transfer failed ────┴──► gone
 
+A gateway that is gone takes with it what it held and no engine has claimed (see holders).
+
 Committed to the prefix cache is only what landed completely. Pages go back when the transfer's threads have let go of them.
 """
 
@@ -11,13 +13,15 @@ import asyncio
 import logging
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
 from hybrid_cache.layout import transfer_ranges
 from hybrid_cache.reservation import Purpose, Reservation
 from node.errors import NodeRefusal
+from node.holders import Holders, checked_name
 from node.links import Landing, LandingResult, Links
 from node.pages import Pages, split_hashes
 from transport.control.proto import node_pb2 as pb
@@ -49,12 +53,15 @@ class Incoming:
     expires_at: float
     ttl_s: float
     landed: "asyncio.Future[str]"  # "" when complete, else the reason why it never will be
+    holder: str  # the gateway that reserved it; "": it did not say
+    reserved_at: float
     state: LandingState = LandingState.RESERVED
     landing: Landing | None = None
     receiving: bool = False
     prefix_only: bool = False  # no engine waits for it
     reusable: bool = True  # once it has landed: it is prefix cache, and so may be what is computed on top of it
     last_progress: int = 0
+    claims: int = 0  # engines that wait for it
 
 
 @dataclass(slots=True)
@@ -72,11 +79,12 @@ class ConsumerCounts:
 class Consumer:
     """All reservations of a node."""
 
-    def __init__(self, pages: Pages, links: Links, lease_s: float, now: Callable[[], float]) -> None:
+    def __init__(self, pages: Pages, links: Links, lease_s: float, now: Callable[[], float], holders: Holders) -> None:
         self._pages = pages
         self._links = links
         self._lease_s = lease_s
         self._now = now
+        self._holders = holders
         self.incoming: dict[str, Incoming] = {}  # by transfer id
         self._decodes_beginning = 0
         self._committed: deque[str] = deque(maxlen=MAX_REMEMBERED)  # Commit may be asked again
@@ -131,6 +139,7 @@ class Consumer:
         block_size = self._pages.layout.block_size
         if request.prefix_only and request.num_tokens % block_size:
             raise NodeRefusal("bad_request", f"a prefix has whole blocks of {block_size} tokens")
+        holder, now = checked_name(request.holder), self._now()
         transfer_id, secret = secrets.token_hex(16), secrets.token_bytes(SECRET_BYTES)
         ttl_s = self.granted_ttl_s(request)
         reservation = self._pages.reserve(
@@ -142,9 +151,11 @@ class Consumer:
                 transfer_id,
                 reservation,
                 request.tokens_digest,
-                self._now() + ttl_s,
+                now + ttl_s,
                 ttl_s,
                 landed,
+                holder,
+                now,
                 prefix_only=request.prefix_only,
             )
             self._expect(entry, secret, exact=self._wants_exact(request.prefix_only))
@@ -221,18 +232,27 @@ class Consumer:
         return True
 
     def expire(self) -> list[str]:
-        """Drops reservations whose lease is over; one that makes progress is renewed."""
+        """Drops reservations whose lease is over, or whose gateway is gone; one that makes progress has its lease renewed."""
         now = self._now()
         expired = []
         for entry in list(self.incoming.values()):
             progress = entry.landing.bytes_landed if entry.landing else 0
-            if progress > entry.last_progress or entry.state is LandingState.LOADING:
+            if self._is_abandoned(entry):
+                expired.append(entry.transfer_id)
+                log.warning("gateway gone transfer=%s state=%s", entry.transfer_id, entry.state.value)
+                self._drop(entry, "gateway_gone")
+            elif progress > entry.last_progress or entry.state is LandingState.LOADING:
                 entry.last_progress, entry.expires_at = progress, now + entry.ttl_s
             elif now >= entry.expires_at:
                 expired.append(entry.transfer_id)
                 log.warning("lease over transfer=%s state=%s", entry.transfer_id, entry.state.value)
                 self._drop(entry, "lease_expired")
         return expired
+
+    def _is_abandoned(self, entry: Incoming) -> bool:
+        """An engine that has it, or waits for it, may still answer: a gateway can lose its agent and not its engine."""
+        is_claimed = entry.claims > 0 or entry.state is LandingState.LOADING
+        return not is_claimed and self._holders.is_gone(entry.holder, entry.reserved_at)
 
     # For a role, whose engines may be lent what landed
 
@@ -242,6 +262,15 @@ class Consumer:
         if entry is None:
             raise NodeRefusal("unknown_transfer", "no such reservation: aborted, expired or of an earlier start")
         return entry
+
+    @contextmanager
+    def claimed(self, entry: Incoming) -> Iterator[None]:
+        """An engine waits for it inside the block: its gateway's end does not end it."""
+        entry.claims += 1
+        try:
+            yield
+        finally:
+            entry.claims -= 1
 
     def lend(self, entry: Incoming) -> None:
         """Its pages are the caller's until `give_back`: nothing else ends it. Raises NodeRefusal unless it has just landed."""

@@ -103,7 +103,8 @@ async def _start(
         server, bound = await serve(service, control.host, control.number, config.identity)
     stack.push_async_callback(server.stop, STOP_GRACE_S)
     agent.supervisor.control = f"{LOOPBACK.get(control.host, control.host)}:{bound}"
-    calls = CallServer(service)
+    calls = CallServer(service, agent.holders)
+    agent.calls_ended = calls.ended
     with _binding(kept := config.port("calls")):
         agent.calls_port = await calls.start(kept.host, kept.number, config.identity)
     stack.push_async_callback(calls.close, STOP_GRACE_S)

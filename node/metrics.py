@@ -63,6 +63,9 @@ class NodeCollector(Collector):
         yield _counter(
             "prfaas_node_internal_errors", "Errors of our own that were survived", "task", self._agent.failures
         )
+        yield _counter(
+            "prfaas_calls_ended", "Kept connections that the node ended, by why", "reason", self._agent.calls_ended
+        )
         yield _counter("prfaas_config_reloads", "SIGHUPs, by what came of them", "outcome", self._agent.reloads)
 
     def _requests(self) -> Iterator[Metric]:

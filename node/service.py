@@ -11,6 +11,7 @@ import grpc.aio
 from node.agent import NodeAgent
 from node.broadcast import WatcherTooSlow
 from node.errors import NodeRefusal
+from node.holders import checked_name
 from node.pages import in_parts, split_hashes
 from transport.control.credentials import server_credentials
 from transport.control.proto import node_pb2 as pb
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 DEFAULT_LOAD_INTERVAL_S = 0.25
 MIN_LOAD_INTERVAL_S = 0.02
 COMMIT_TIMEOUT_S = 120.0
+# A gateway whose machine is gone says nothing, and no end of its connection comes: it would be taken to be there for ever.
+KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS = 30_000, 20_000
 HANDSHAKE_S = 20.0  # gRPC's own limit is two minutes, in which a stranger holds a descriptor and 17 KiB
 STATUS_OF_REFUSAL = {
     "draining": grpc.StatusCode.UNAVAILABLE,
@@ -143,8 +146,12 @@ class NodeService(rpc.NodeAgentServicer):
         wished_s = request.load_interval_s or DEFAULT_LOAD_INTERVAL_S
         interval_s = wished_s if wished_s > MIN_LOAD_INTERVAL_S else MIN_LOAD_INTERVAL_S  # for NaN, too
         seq = 0
+        try:
+            holder = checked_name(request.holder)
+        except NodeRefusal as exc:
+            await _refuse(context, exc)
         # Snapshot and subscription happen in one step of the loop, so no event is missed or seen twice.
-        with self._agent.events.watch() as watcher:
+        with self._agent.holders.connected(holder), self._agent.events.watch() as watcher:
             first, snapshot = pb.NodeEvent(description=self._agent.describe()), self._agent.snapshot_event()
             for event in (first, *in_parts(snapshot)):
                 event.seq = seq = seq + 1
@@ -205,6 +212,8 @@ async def serve(
         ("grpc.max_send_message_length", MAX_CONTROL_BYTES),
         ("grpc.so_reuseport", 0),
         ("grpc.server_handshake_timeout_ms", int(handshake_s * 1000)),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ]
     server = grpc.aio.server(options=options)
     rpc.add_NodeAgentServicer_to_server(service, server)  # type: ignore[no-untyped-call]

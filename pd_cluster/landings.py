@@ -52,7 +52,8 @@ class DecodeLandings:
         if entry.tokens_digest != message.tokens_digest:
             self._consumer.give_up(entry, "digest_mismatch")
             raise NodeRefusal("digest_mismatch", "the reservation was made for other tokens")
-        await self._landed(entry, message.timeout_s)
+        with self._consumer.claimed(entry):
+            await self._landed(entry, message.timeout_s)
         self._consumer.lend(entry)
         self._loading[key] = entry
         return job_pages(message.job, entry.reservation, exact=entry.reusable)

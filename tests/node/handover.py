@@ -15,6 +15,7 @@ from node.arena import Arena, arena_directory, arena_path
 from node.broadcast import Broadcast
 from node.config import NodeConfig
 from node.consumer import Consumer
+from node.holders import Holders
 from node.links import Links
 from node.pages import Pages
 from node.producer import Producer
@@ -78,7 +79,8 @@ class HandNode:
         self.pages = Pages(LAYOUT, self.arena, config, Broadcast(), clock)
         self.links.open_memory(self.pages.memory())
         self.producer = Producer(self.pages, self.links, room_timeout_s, clock)
-        self.consumer = Consumer(self.pages, self.links, 0.5, clock)
+        self.holders = Holders(clock, grace_s=0.0)
+        self.consumer = Consumer(self.pages, self.links, 0.5, clock, self.holders)
         self.landings = DecodeLandings(self.consumer)
         self.inbox: asyncio.Queue[m.AgentMessage] = asyncio.Queue()
 

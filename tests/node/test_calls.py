@@ -12,6 +12,7 @@ import pytest
 
 from node.calls import CallServer
 from node.errors import NodeRefusal
+from node.holders import Holders
 from tests.gateway.worlds import on_both_loops, until
 from transport.control.calls import AGENT, CALLER, MAX_CALLS
 from transport.control.certificates import Authority
@@ -76,9 +77,9 @@ def reserve(number: int, name: str, timeout_s: float = 60.0) -> pb.Call:
 
 @asynccontextmanager
 async def serving(
-    room: Room, identity: Identity | None = None, handshake_s: float = 60.0
+    room: Room, identity: Identity | None = None, handshake_s: float = 60.0, holders: Holders | None = None
 ) -> AsyncIterator[tuple[CallServer, int]]:
-    server = CallServer(room, handshake_s=handshake_s)
+    server = CallServer(room, holders, handshake_s=handshake_s)
     port = await server.start("127.0.0.1", 0, identity)
     try:
         yield server, port

@@ -14,9 +14,9 @@ from transport.control.proto import node_pb2 as pb
 TOKENS = list(range(100, 161))
 
 
-async def landed(prefill: HandNode, decode: HandNode) -> m.TicketInfo:
+async def landed(prefill: HandNode, decode: HandNode, **options: object) -> m.TicketInfo:
     """A reservation that is complete."""
-    ticket = decode.reserve(TOKENS)
+    ticket = decode.reserve(TOKENS, **options)  # type: ignore[arg-type]
     prefill.compute(await lent(prefill, "job", TOKENS, ticket), TOKENS)
     delivered = await prefill.heard()
     assert isinstance(delivered, m.Delivered)

@@ -78,7 +78,7 @@ class RealInlets:
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         self._hang_up()
-        left = [server for server in self._servers if not _becomes_idle(server)]
+        left = [server for server in self._servers if not _becomes_idle(server) or server.buffers_lent_bytes]
         for server in self._servers:
             server.close()
         LOG.setLevel(self._log_level)
@@ -138,6 +138,8 @@ class RealInlets:
         for _ in range(self._rng.choice((1, 1, 2, 5))):
             with suppress(ValueError, struct.error):  # not one that can be said
                 data += self._said(stranger)
+        if self._rng.random() < 0.05:
+            data += bytes(data)  # said again
         return bytes(spoil(self._rng, data) if self._rng.random() < 0.2 else data)
 
     def _said(self, stranger: Stranger) -> bytes:

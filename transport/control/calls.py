@@ -14,13 +14,14 @@ import asyncio
 import socket
 from typing import Final
 
-from transport.control.messages import MessageBuffer, MessageError, frame
+from transport.control.messages import MAX_MESSAGE_BYTES, MessageBuffer, MessageError, frame
 
 # Whoever says something else first is a stranger, or has another version. Two greetings: on a loopback a connection to a port
 # that nobody listens on any more can meet itself (simultaneous open, RFC 9293 §3.5).
 CALLER: Final = b"prfaas caller 1\n"
 AGENT: Final = b"prfaas agent 1\n"
 MAX_CALLS: Final = 1024  # under way on one connection
+MAX_ANSWER_BYTES: Final = 1 << 20  # a ticket has some hundred bytes
 # A connection between requests is silent: keepalives tell middleboxes that it lives, and us that the other host is gone.
 KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 
@@ -28,11 +29,16 @@ KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (sock
 class CallBuffer:
     """Cuts what the other end says into frame bodies, after its greeting; sans-IO, feed it whatever arrived."""
 
-    def __init__(self, greeting: bytes) -> None:
+    def __init__(self, greeting: bytes, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self.greeted = False
         self._greeting = greeting
         self._first = b""
-        self._frames = MessageBuffer()
+        self._frames = MessageBuffer(max_bytes)
+
+    @property
+    def begun_bytes(self) -> int:
+        """Of the frame that has begun and is not whole; see MessageBuffer."""
+        return self._frames.begun_bytes
 
     def feed(self, data: bytes) -> list[bytes]:
         """The complete frame bodies so far. Raises MessageError for what is no greeting, and for a frame that is too long."""

@@ -247,17 +247,25 @@ def frame(body: bytes) -> bytes:
 class MessageBuffer:
     """Cuts a byte stream into frames; sans-IO, feed it whatever arrived."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._pending = bytearray()
 
+    @property
+    def begun_bytes(self) -> int:
+        """Of the frame that has begun and is not whole: all that it will have, as far as that is known. 0: there is none."""
+        if len(self._pending) < _LENGTH_BYTES:
+            return len(self._pending)
+        return _LENGTH_BYTES + int.from_bytes(self._pending[:_LENGTH_BYTES], "little")
+
     def feed(self, data: bytes) -> list[bytes]:
-        """The complete frame bodies so far. Raises MessageError for a frame beyond MAX_MESSAGE_BYTES."""
+        """The complete frame bodies so far. Raises MessageError for a frame that is too long."""
         self._pending += data
         bodies = []
         while len(self._pending) >= _LENGTH_BYTES:
             length = int.from_bytes(self._pending[:_LENGTH_BYTES], "little")
-            if length > MAX_MESSAGE_BYTES:
-                raise MessageError(f"frame of {length} bytes, the limit is {MAX_MESSAGE_BYTES}")
+            if length > self._max_bytes:
+                raise MessageError(f"frame of {length} bytes, the limit is {self._max_bytes}")
             if len(self._pending) < _LENGTH_BYTES + length:
                 break
             bodies.append(bytes(self._pending[_LENGTH_BYTES : _LENGTH_BYTES + length]))

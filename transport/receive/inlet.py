@@ -14,6 +14,7 @@ from transport.path.shm import copy_extents, scatter
 from transport.path.tcp import peer_of, prepare, receive_now, wait_readable
 from transport.rdma.inlet import RailEnds
 from transport.receive.arenas import Arenas
+from transport.receive.buffers import Buffers, NoRoom
 from transport.receive.greeter import Begun
 from transport.receive.landing import Claim, Landing
 from transport.receive.options import ServerOptions
@@ -69,9 +70,9 @@ class Inlet(threading.Thread):
         self._connection = connection
         self._begun = begun
         self._replies = Replies(sock, connection)
-        self._payload = Payload(sock, connection, self._replies)
+        self._buffers = Buffers(shared.buffers, peer_of(sock).rpartition(":")[0])
+        self._payload = Payload(sock, connection, self._replies, self._buffers)
         self._decoder: Decoder | None = None  # made when first needed
-        self._opened = memoryview(b"")  # coded payloads out of their seal
         self._seeds: dict[int, int] = {}  # of the slots that were accepted, as are seals and arenas
         self._seals: dict[int, Seal] = {}
         self._refused: dict[int, None] = dict.fromkeys(begun.refused)
@@ -97,6 +98,10 @@ class Inlet(threading.Thread):
             self._serve()
         except RemoteProtocolError as exc:
             broken = exc
+        except NoRoom as exc:
+            log.warning("connection %d of %s ended: %s", self.who, peer_of(self._sock), exc)
+            self._shared.count("crowded:memory")
+            self._shared.count("lost_connections")
         except (OSError, PeerLost, ConnectionRefused, Closed) as exc:
             log.debug("connection %d ended: %s", self.who, exc)
             self._shared.count("lost_connections")
@@ -111,6 +116,7 @@ class Inlet(threading.Thread):
             self._shared.left(self.who)
             self._sock.close()
             self._arenas.close()
+            self._buffers.close()
 
     def _say_goodbye(self, exc: RemoteProtocolError) -> None:
         log.info("ended connection %d of %s: %s", self.who, peer_of(self._sock), exc)
@@ -123,6 +129,7 @@ class Inlet(threading.Thread):
             event = self._connection.next_event()
             if event is not None:
                 self._handle(event)
+                self._buffers.relax()
                 if self._replies.are_many:
                     self._replies.flush()
             elif not self._read():
@@ -146,8 +153,10 @@ class Inlet(threading.Thread):
     def _handle(self, frame: Frame) -> None:
         match frame:
             case Chunk():
+                self._payload.begins()
                 self._receive_chunk(frame)
             case CodedChunk():
+                self._payload.begins()
                 self._receive_coded(frame)
             case Reference():
                 self._copy_reference(frame)
@@ -272,6 +281,8 @@ class Inlet(threading.Thread):
             self._payload.skip()
             self._passed(chunk)
             return
+        lengths = {"carried": self._connection.payload_left, "plain": chunk.length}
+        self._buffers.prepare(lengths | ({"opened": chunk.coded_length} if chunk.sealed else {}))
         coded = self._checked(chunk, self._payload.whole())
         if coded is None:
             self._reject(chunk, Code.CHECKSUM)
@@ -294,9 +305,7 @@ class Inlet(threading.Thread):
             if self._options.integrity is Integrity.NONE:
                 return payload
             return payload if digest([payload], self._seeds[chunk.slot], chunk.offset) == chunk.checksum else None
-        if len(self._opened) < chunk.coded_length:
-            self._opened = memoryview(bytearray(chunk.coded_length))
-        opened = self._opened[: chunk.coded_length]
+        opened = self._buffers.of("opened", chunk.coded_length)[: chunk.coded_length]
         with self._sealing(chunk.slot):
             opening = self._connection.open_chunk(self._seals[chunk.slot])
             opening.update(payload[:-TAG_BYTES], opened)

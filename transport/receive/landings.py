@@ -12,7 +12,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from typing import Final
 
-from transport.errors import LocalProtocolError, RemoteProtocolError, TargetFailed
+from transport.errors import LocalProtocolError, PeerLost, RemoteProtocolError, TargetFailed
+from transport.receive.activity import Activity
 from transport.receive.landing import Claim, Ended, Landing, Notices, OnLanded, Rivals, SinkOf, few, places_of
 from transport.receive.segments import READ_PREFIX, SEGMENT_PREFIX, Segments
 from transport.wire.frames import Abort, Accept, Ack, Cancel, Code, Nack, Open, Refuse
@@ -22,6 +23,7 @@ from transport.wire.outcome import MAX_REJECTED_CHUNKS, Outcome
 # Ended landings are remembered, so that a sender whose last acknowledgement was lost hears "complete", not "unknown".
 MAX_REMEMBERED: Final = 4096
 MAX_SLOTS: Final = 1 << 16
+MAX_SLOTS_OF_TRANSFER: Final = 16  # of one connection: a sender has one, and leaves it before it opens another
 MAX_ACTIVE: Final = 1 << 14
 WRITE_DEADLINE_S: Final = 600.0
 WRITE_ORPHAN_S: Final = 30.0
@@ -37,6 +39,7 @@ class Landings:
         self._ended: OrderedDict[str, Ended] = OrderedDict()
         self._slots: dict[int, dict[int, Landing]] = {}  # connection -> slot -> landing
         self._unsettled: list[Landing] = []
+        self.activity = Activity()
         self._grants: dict[int, set[Landing]] = {}  # connection -> landings that its sender may write into by itself
         self.counters: Counter[str] = Counter()
 
@@ -123,6 +126,7 @@ class Landings:
 
     def disconnected(self, who: int, now: float) -> None:
         """The connection is gone: what it was writing does not count."""
+        self.activity.gone(who)
         for landing in self._grants.pop(who, set()):
             landing.inbox.granted.discard(who)
         for landing in set(self._slots.pop(who, {}).values()):
@@ -139,6 +143,7 @@ class Landings:
         if frame.slot in self._slots[who]:
             raise RemoteProtocolError(f"slot {frame.slot} is opened again")
         if frame.transfer_id.startswith(READ_PREFIX):
+            self.activity.opened(who, None, now)
             return self._read(frame, transcript)
         landing = self._landing_of(frame, transcript, now)
         if isinstance(landing, Code):
@@ -149,11 +154,14 @@ class Landings:
         slots = self._slots[who]
         if len(slots) >= MAX_SLOTS:
             raise RemoteProtocolError(f"more than {MAX_SLOTS} transfers on one connection")
+        if sum(other.transfer_id == frame.transfer_id for other in slots.values()) >= MAX_SLOTS_OF_TRANSFER:
+            raise RemoteProtocolError(f"more than {MAX_SLOTS_OF_TRANSFER} slots for one transfer")
         slots[frame.slot] = landing
         landing.senders.add(who)
         landing.orphaned_at = float("inf")
         if landing.inbox.complete:
             self._end(landing, Outcome(), now)
+        self.activity.opened(who, landing, now)
         return Accept(slot=frame.slot, missing=few(landing.missing()))
 
     def bound(self, who: int, slot: int) -> Landing | None:
@@ -168,6 +176,7 @@ class Landings:
         if landing not in self._slots[who].values():
             landing.senders.discard(who)
             self._revoke(who, landing)
+            self.activity.ended([who], landing, now)
         if not landing.senders:
             landing.orphaned_at = now
         if frame.leave or landing.outcome is not None:
@@ -191,6 +200,8 @@ class Landings:
             return Rivals(tuple(rivals))
         try:
             places = places_of(landing, start, stop, sink_of)
+        except PeerLost:  # no memory for what has landed already: the connection ends, not the landing
+            raise
         except Exception as exc:
             raise TargetFailed(f"target: {exc!r}") from exc
         landing.inbox.begin(who, start, stop)
@@ -320,6 +331,7 @@ class Landings:
         while len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
         self._unsettled.append(landing)
+        self.activity.ended(landing.senders, landing, now)
         if outcome.ok:  # the last chunk was announced: none of its writes, nor of those before it, is under way
             for who in set(landing.inbox.granted):
                 self._revoke(who, landing)

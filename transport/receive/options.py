@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from transport.coding.codec import Codec, decodable
 from transport.path.shm import DEFAULT_ARENA_DIRS
@@ -10,6 +11,8 @@ from transport.rdma.device import RdmaDevices
 from transport.wire.checksum import Integrity
 from transport.wire.frames import LEAST_CHUNK_LIMIT, MAX_CHUNK_BYTES
 from transport.wire.identity import Identity
+
+CHUNKS_OF_BUFFERS: Final = 8  # a coded chunk may need four times its length, of half of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +23,7 @@ class ServerOptions:
     identity: Identity | None = None  # needed for Integrity.AEAD
     max_chunk_bytes: int = 16 << 20
     max_connections: int = 4096
+    buffer_bytes: int = 1 << 30  # for sealed, coded and repeated bytes of all connections; one address has a half
     codecs: Codec = field(default_factory=lambda: decodable(lossy=False))  # that senders may use; RAW = none
     rdma: RdmaDevices | None = None  # NICs whose registered memory senders may write into by RDMA
     arena_dirs: Sequence[str] = DEFAULT_ARENA_DIRS  # where arenas of senders on this host may lie; () = TCP only
@@ -28,5 +32,10 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if not LEAST_CHUNK_LIMIT <= self.max_chunk_bytes <= MAX_CHUNK_BYTES:
             raise ValueError(f"max_chunk_bytes {self.max_chunk_bytes}: {LEAST_CHUNK_LIMIT} to {MAX_CHUNK_BYTES}")
+        if self.buffer_bytes < CHUNKS_OF_BUFFERS * self.max_chunk_bytes:
+            least = CHUNKS_OF_BUFFERS * self.max_chunk_bytes
+            raise ValueError(
+                f"buffer_bytes {self.buffer_bytes}: at least {least}, for max_chunk_bytes {self.max_chunk_bytes}"
+            )
         if self.integrity is Integrity.AEAD and self.identity is None:
             raise ValueError(f"integrity {self.integrity} needs an identity")

@@ -12,6 +12,7 @@ from typing import Final
 from transport.errors import PeerLost
 from transport.path.shm import advance, copy, parts_of, pour
 from transport.path.tcp import receive_some
+from transport.receive.buffers import Buffers
 from transport.receive.landing import Claim
 from transport.receive.replies import Replies
 from transport.wire.checksum import DIGEST_BYTES, HASHED_PART_BYTES, Digest
@@ -19,6 +20,8 @@ from transport.wire.connection import BULK_BYTES, Connection
 from transport.wire.seal import SEALED_PART_BYTES, SMALL_VIEW_BYTES, TAG_BYTES, Opening
 
 SINK_BYTES: Final = 64 << 10  # what has no place is read past in pieces of this size
+PAYLOAD_S: Final = 60.0  # for a chunk to come whole, and as long again as its bytes take at this rate
+LEAST_BYTES_PER_S: Final = 8 << 10
 MAX_VIEWS: Final = 256  # of one read
 
 
@@ -33,13 +36,16 @@ class Filled(Enum):
 class Payload:
     """Reads payloads; used by the thread that reads the connection."""
 
-    def __init__(self, sock: socket.socket, connection: Connection, replies: Replies) -> None:
+    def __init__(self, sock: socket.socket, connection: Connection, replies: Replies, buffers: Buffers) -> None:
         self._sock = sock
         self._connection = connection
         self._replies = replies
-        self._buffer = memoryview(b"")  # where parts of sealed payloads, and coded ones, lie until they are opened
-        self._plain = memoryview(b"")
-        self._sink = memoryview(b"")
+        self._buffers = buffers
+        self._due = float("inf")
+
+    def begins(self) -> None:
+        """A payload comes: from now on it has its time."""
+        self._due = time.monotonic() + PAYLOAD_S + self._connection.payload_left / LEAST_BYTES_PER_S
 
     def fill(self, claim: Claim) -> Filled:
         """Unchecked."""
@@ -69,7 +75,7 @@ class Payload:
         payload is not authentic: its place counts as missing then.
         """
         connection, places = self._connection, list(claim.views)
-        buffer = self._buffer_of(SEALED_PART_BYTES + TAG_BYTES)
+        buffer = self._buffers.of("carried", SEALED_PART_BYTES + TAG_BYTES)
         while True:
             left = connection.payload_left
             last = left <= SEALED_PART_BYTES + TAG_BYTES
@@ -84,31 +90,22 @@ class Payload:
     def whole(self) -> memoryview:
         """All that is left of it, in a buffer of ours: valid until the next one is read."""
         size = self._connection.payload_left
-        payload = self._buffer_of(size)[:size]
+        payload = self._buffers.of("carried", size)[:size]
         self._read_past([payload])
         return payload
 
     def skip(self) -> None:
         """Reads past what is left of it."""
         while left := self._connection.payload_left:
-            self._read_past([self.sink_of(SINK_BYTES)[: min(left, SINK_BYTES)]])
+            self._read_past([self._buffers.of("sink", SINK_BYTES)[: min(left, SINK_BYTES)]])
 
     def plain_of(self, size: int) -> memoryview:
         """Memory for what was opened or decoded. Not the sink: that may be a part of a chunk's place."""
-        if len(self._plain) < size:
-            self._plain = memoryview(bytearray(size))
-        return self._plain[:size]
+        return self._buffers.of("plain", size)[:size]
 
     def sink_of(self, size: int) -> memoryview:
-        """Memory for bytes that have no other place; allocated when first needed, at most one chunk long."""
-        if len(self._sink) < size:
-            self._sink = memoryview(bytearray(size))
-        return self._sink
-
-    def _buffer_of(self, size: int) -> memoryview:
-        if len(self._buffer) < size:
-            self._buffer = memoryview(bytearray(size))
-        return self._buffer
+        """Memory for bytes that have no other place, at most one chunk long. Never waits: the caller may have a lock."""
+        return self._buffers.of("sink", size, wait_s=0.0)
 
     def _open_into(self, opening: Opening, sealed: memoryview, places: list[memoryview]) -> None:
         """Into the first places, which are taken off the list."""
@@ -149,6 +146,8 @@ class Payload:
         into = views if alone else [*views, connection.receive_buffer()]
         size = receive_some(self._sock, into, socket.MSG_WAITALL if bulk else 0)
         now = time.monotonic()
+        if now > self._due:
+            raise PeerLost("a chunk that came too slowly")
         if size is None:
             connection.on_timer(now)
             return

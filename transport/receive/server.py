@@ -15,12 +15,13 @@ from typing import Final
 
 from transport.coding.choice import CodecAccounts
 from transport.errors import Closed
-from transport.path.tcp import format_address, listen, shut
+from transport.path.tcp import format_address, listen, peer_of, shut
 from transport.receive.few_lines import FewLines
 from transport.receive.greeter import Begun, Greeter
 from transport.receive.inlet import Inlet
 from transport.receive.landing import Landing, OnLanded
 from transport.receive.options import ServerOptions
+from transport.receive.seats import Origin
 from transport.receive.segments import ReadRequest, Segment, write_id
 from transport.receive.shared import SharedLandings
 from transport.wire.connection import Connection, Role
@@ -54,7 +55,7 @@ class TransferServer:
         self._bind = (host, port)
         self._listener: socket.socket | None = None
         self._serves_reads = on_read is not None
-        self._shared = SharedLandings(on_read)
+        self._shared = SharedLandings(on_read, self.options.max_connections, self.options.buffer_bytes)
         self._sessions = Sessions(SESSION_LIFE_S)
         self._threads: list[threading.Thread] = []
         self._greeter: Greeter | None = None
@@ -169,6 +170,11 @@ class TransferServer:
         return self._shared.received_bytes
 
     @property
+    def buffers_lent_bytes(self) -> int:
+        """Memory of buffers that connections have at present."""
+        return self._shared.buffers.lent_bytes
+
+    @property
     def num_connections(self) -> int:
         """Of senders that were let in, and of those who have shown no secret yet."""
         return self._shared.num_readers + (self._greeter.num_visitors if self._greeter is not None else 0)
@@ -208,7 +214,7 @@ class TransferServer:
     # for strangers: they have a greeter, whose host this is
 
     def arrive(self) -> int | Code:
-        return self._shared.arrive(self.options.max_connections)
+        return self._shared.arrive()
 
     def receiver(self) -> Connection:
         options = self.options
@@ -228,7 +234,7 @@ class TransferServer:
 
     def admit(self, who: int, sock: socket.socket, connection: Connection, begun: Begun) -> Code | None:
         inlet = Inlet(self._shared, self.options, sock, who, connection, begun)
-        refusal = self._shared.enter(who, inlet, self.options.max_connections)
+        refusal = self._shared.enter(who, inlet, Origin(peer_of(sock).rpartition(":")[0], begun.frame.transfer_id))
         if refusal is not None:
             return refusal
         try:

@@ -13,8 +13,10 @@ from typing import Final, Protocol, TypeVar
 from transport.coding.choice import CodecAccounts
 from transport.coding.codec import Share
 from transport.errors import Closed, TargetFailed
+from transport.receive.buffers import BufferRoom
 from transport.receive.landing import Claim, Landing, Notices, Rivals, SinkOf
 from transport.receive.landings import Landings
+from transport.receive.seats import Crowded, Origin, Seats
 from transport.receive.segments import ReadRequest
 from transport.wire.frames import (
     Abort,
@@ -34,7 +36,9 @@ from transport.wire.frames import (
 log = logging.getLogger(__name__)
 
 NOTICE_TIMEOUT_S: Final = 0.5  # one thread tells all connections: one that takes nothing must not hold it up
-MAX_WAIT_S: Final = 3600.0
+MAX_WAIT_S: Final = 60.0
+NUM_SEATS: Final = 4096
+BUFFER_BYTES: Final = 1 << 30
 T = TypeVar("T")
 
 
@@ -53,7 +57,12 @@ class Reader(Protocol):
 class SharedLandings:
     """All landings of a listener, and who reads the connections that fill them."""
 
-    def __init__(self, on_read: Callable[[ReadRequest], None] | None) -> None:
+    def __init__(
+        self,
+        on_read: Callable[[ReadRequest], None] | None,
+        num_seats: int = NUM_SEATS,
+        buffer_bytes: int = BUFFER_BYTES,
+    ) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)  # deadlines moved, or a connection left
         self.landings = Landings()
@@ -62,6 +71,8 @@ class SharedLandings:
         self.decoded = CodecAccounts()
         self._on_read = on_read  # sends what a one-sided read asks for (see batch)
         self._readers: dict[int, Reader] = {}
+        self._seats = Seats(num_seats)
+        self.buffers = BufferRoom(buffer_bytes)
         self._next_reader = 0
         self._notices: Notices = []  # not said yet
 
@@ -81,30 +92,35 @@ class SharedLandings:
         with self.lock:
             return len(self._readers)
 
-    def arrive(self, max_readers: int) -> int | Code:
+    def arrive(self) -> int | Code:
         """A number for a connection that has come; or why it may not."""
         with self.lock:
-            if (refusal := self._refusal(max_readers)) is not None:
-                return refusal
+            if self.closing:
+                return Code.CLOSING
+            if self._seats.is_full(self.landings.activity.idle_since):
+                return Code.TOO_MANY
             who = self._next_reader
             self._next_reader += 1
             self.landings.connected(who)
             return who
 
-    def enter(self, who: int, reader: Reader, max_readers: int) -> Code | None:
-        """From now on it reads that connection; or why not."""
+    def enter(self, who: int, reader: Reader, origin: Origin) -> Code | None:
+        """From now on it reads that connection; or why not. One that is idle may have to make room for it."""
         with self.lock:
-            refusal = self._refusal(max_readers)
-            if refusal is None:
-                self._readers[who] = reader
-            elif refusal is Code.TOO_MANY:
-                self.landings.counters[f"refused:{refusal}"] += 1
-        return refusal
-
-    def _refusal(self, max_readers: int) -> Code | None:
-        if self.closing:
-            return Code.CLOSING
-        return Code.TOO_MANY if len(self._readers) >= max_readers else None
+            if self.closing:
+                return Code.CLOSING
+            seat = self._seats.take(who, origin, self.landings.activity.idle_since)
+            if isinstance(seat, Crowded):
+                self.landings.counters[f"refused:{Code.TOO_MANY}"] += 1
+                self.landings.counters[f"crowded:{seat.what}"] += 1
+                return Code.TOO_MANY
+            self._readers[who] = reader
+            rival = self._readers.get(seat.instead_of) if seat.instead_of is not None else None
+            if rival is not None:
+                self.landings.counters["turned_away:idle"] += 1
+        if rival is not None:
+            rival.stop()
+        return None
 
     def gone(self, who: int) -> None:
         """It reads no more: whatever it had opened is left, and what it was writing does not count."""
@@ -117,6 +133,7 @@ class SharedLandings:
         """Nothing can be said to it any more."""
         with self.lock:
             self._readers.pop(who, None)
+            self._seats.leave(who)
 
     def close(self) -> list[Reader]:
         """Ends all landings and tells their senders; returns who reads, stopped."""
@@ -165,7 +182,10 @@ class SharedLandings:
             self.changed.wait(min(max(wait_s, 0.0), MAX_WAIT_S))
             now = time.monotonic()
             self._notices += self.landings.expire(now)
-            overdue = [self._readers[who] for who in self.landings.overdue(now) if who in self._readers]
+            idle = self._seats.overdue(self.landings.activity.idle_since, now)
+            if idle:
+                self.landings.counters["turned_away:idle"] += len(idle)
+            overdue = [self._readers[who] for who in {*self.landings.overdue(now), *idle} if who in self._readers]
         for reader in overdue:
             reader.stop()
         self.settle()

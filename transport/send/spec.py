@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import IntEnum, StrEnum
+from math import inf, isnan
 
 from transport.coding.choice import FormatOf
 
@@ -50,5 +51,7 @@ class TransferSpec:
     formats: FormatOf | None = None
 
     def __post_init__(self) -> None:
-        if self.weight <= 0:
-            raise ValueError(f"weight {self.weight} must be positive")
+        if not 0 < self.weight < inf:
+            raise ValueError(f"weight {self.weight} must be positive and finite")
+        if isnan(self.due_s) or isnan(self.deadline_s):
+            raise ValueError(f"due_s {self.due_s}, deadline_s {self.deadline_s}: not a time")

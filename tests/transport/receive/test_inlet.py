@@ -194,7 +194,10 @@ def test_an_error_of_ours_is_logged_and_counted(
 
 
 def test_one_connection_too_many_is_told() -> None:
-    with TransferServer(options=ServerOptions(max_connections=1)) as server, let_in(server):
+    with TransferServer(options=ServerOptions(max_connections=1)) as server, let_in(server) as sender:
+        server.expect("busy", SECRET, [1], Memory([1]))
+        sender.say(sender.opening(1, "busy", [1]))
+        sender.hear(Accept)
         with pytest.raises(ConnectionRefused, match="too_many_connections"):
             RawSender.to(server.address)
         with TransferClient(options=ClientOptions(connections=1, peer_timeout_s=0.5)) as client:

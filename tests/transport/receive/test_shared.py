@@ -4,11 +4,13 @@ import threading
 from dataclasses import dataclass, field
 
 from tests.transport.helpers import PATIENCE_S, SECRET, Memory
+from transport.receive.seats import Origin
 from transport.receive.shared import SharedLandings
 from transport.wire.frames import Accept, Cancel, Code, Frame, Open
 from transport.wire.manifest import Manifest, proof_of
 
 TRANSCRIPT = b"both greetings"
+ORIGIN = Origin("peer", "t")
 
 
 @dataclass
@@ -31,9 +33,9 @@ class BusyReader:
 
 def sending(shared: SharedLandings, reader: BusyReader) -> int:
     """A connection that has opened transfer t."""
-    who = shared.arrive(max_readers=9)
+    who = shared.arrive()
     assert isinstance(who, int)
-    assert shared.enter(who, reader, max_readers=9) is None
+    assert shared.enter(who, reader, ORIGIN) is None
     manifest = Manifest([10])
     proof = proof_of(SECRET, "t", manifest.digest, TRANSCRIPT)
     opening = Open(
@@ -49,8 +51,8 @@ def sending(shared: SharedLandings, reader: BusyReader) -> int:
     return who
 
 
-def expecting() -> SharedLandings:
-    shared = SharedLandings(None)
+def expecting(num_seats: int = 9) -> SharedLandings:
+    shared = SharedLandings(None, num_seats)
     shared.landings.expect("t", SECRET, [10], Memory([10]), on_done=None, deadline=float("inf"))
     return shared
 
@@ -83,13 +85,13 @@ def test_after_the_close_nobody_gets_in_and_who_was_there_is_stopped() -> None:
     assert shared.close() == [reader]
     assert reader.stopped
     assert reader.heard == [Cancel(slot=1, code="cancelled", detail="the receiver closes")]
-    assert shared.arrive(max_readers=9) is Code.CLOSING
-    assert shared.enter(7, BusyReader(), max_readers=9) is Code.CLOSING
+    assert shared.arrive() is Code.CLOSING
+    assert shared.enter(7, BusyReader(), ORIGIN) is Code.CLOSING
 
 
 def test_one_reader_too_many_is_refused_and_counted() -> None:
-    shared = expecting()
+    shared = expecting(num_seats=1)
     sending(shared, BusyReader())
-    assert shared.arrive(max_readers=1) is Code.TOO_MANY
-    assert shared.enter(7, BusyReader(), max_readers=1) is Code.TOO_MANY
+    assert shared.arrive() is Code.TOO_MANY
+    assert shared.enter(7, BusyReader(), ORIGIN) is Code.TOO_MANY
     assert shared.counters["refused:too_many_connections"] == 1

@@ -253,20 +253,22 @@ class PoolReport(_message.Message):
     def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_prefix: _Optional[int] = ..., pages_transfer: _Optional[int] = ..., pages_locked: _Optional[int] = ..., reservations: _Optional[int] = ..., page_bytes: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("request_id", "num_tokens", "block_hashes", "tokens_digest", "ttl_s", "prefix_only")
+    __slots__ = ("request_id", "num_tokens", "block_hashes", "tokens_digest", "ttl_s", "prefix_only", "holder")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     TOKENS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     PREFIX_ONLY_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     num_tokens: int
     block_hashes: bytes
     tokens_digest: bytes
     ttl_s: float
     prefix_only: bool
-    def __init__(self, request_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., tokens_digest: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., prefix_only: _Optional[bool] = ...) -> None: ...
+    holder: str
+    def __init__(self, request_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., tokens_digest: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., prefix_only: _Optional[bool] = ..., holder: _Optional[str] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("transfer_id", "secret", "num_tokens", "have_tokens", "tokens_digest", "endpoints", "ttl_s", "layout_fingerprint", "node_id", "cluster")
@@ -325,16 +327,24 @@ class Done(_message.Message):
     def __init__(self, ok: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Call(_message.Message):
-    __slots__ = ("id", "timeout_s", "reserve", "abort")
+    __slots__ = ("id", "timeout_s", "reserve", "abort", "introduce")
     ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    INTRODUCE_FIELD_NUMBER: _ClassVar[int]
     id: int
     timeout_s: float
     reserve: ReserveRequest
     abort: AbortRequest
-    def __init__(self, id: _Optional[int] = ..., timeout_s: _Optional[float] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ...) -> None: ...
+    introduce: Introduce
+    def __init__(self, id: _Optional[int] = ..., timeout_s: _Optional[float] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., introduce: _Optional[_Union[Introduce, _Mapping]] = ...) -> None: ...
+
+class Introduce(_message.Message):
+    __slots__ = ("holder",)
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    holder: str
+    def __init__(self, holder: _Optional[str] = ...) -> None: ...
 
 class CallAnswer(_message.Message):
     __slots__ = ("id", "ticket", "done", "refusal")
@@ -445,10 +455,12 @@ class Context(_message.Message):
     def __init__(self, context_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., ttl_s: _Optional[float] = ..., owner: _Optional[str] = ..., whole_ttl_s: _Optional[float] = ..., added_tokens: _Optional[int] = ..., owned_tokens: _Optional[int] = ..., ended: _Optional[bool] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("load_interval_s",)
+    __slots__ = ("load_interval_s", "holder")
     LOAD_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     load_interval_s: float
-    def __init__(self, load_interval_s: _Optional[float] = ...) -> None: ...
+    holder: str
+    def __init__(self, load_interval_s: _Optional[float] = ..., holder: _Optional[str] = ...) -> None: ...
 
 class NodeEvent(_message.Message):
     __slots__ = ("seq", "snapshot", "stored", "removed", "description", "load", "cleared", "context")

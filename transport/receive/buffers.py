@@ -1,0 +1,80 @@
+"""Buffers for what cannot go straight into its place: sealed, coded and repeated bytes. All of a listener share one budget.
+
+A thread waits a moment for its part; a connection that gets none ends, and its sender sends again over another one. Buffers are
+kept for the next chunk as long as less than half of the budget is lent.
+"""
+
+import threading
+from typing import Final
+
+from transport.errors import PeerLost
+from transport.wire.memory import Memory
+
+WAIT_S: Final = 5.0  # less than what a sender takes for the end of a silent connection
+ADDRESS_PART: Final = 2
+
+
+class NoRoom(PeerLost):
+    """The budget is lent to others."""
+
+
+class BufferRoom:
+    """The budget of one listener."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._memory = Memory(total_bytes, total_bytes // ADDRESS_PART)
+        self._changed = threading.Condition()
+
+    @property
+    def lent_bytes(self) -> int:
+        return self._memory.lent_bytes
+
+    def lend(self, peer: str, num_bytes: int, wait_s: float) -> None:
+        """Raises NoRoom when it is not there in time."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._memory.lend(peer, num_bytes), wait_s):
+                raise NoRoom(f"no {num_bytes} bytes for buffers within {wait_s} s")
+
+    def give_back(self, peer: str, num_bytes: int) -> None:
+        with self._changed:
+            self._memory.give_back(peer, num_bytes)
+            self._changed.notify_all()
+
+    def is_tight(self, peer: str) -> bool:
+        """Whether others may soon have to wait for what a connection keeps."""
+        with self._changed:
+            return self._memory.is_tight(peer)
+
+
+class Buffers:
+    """Those of one connection, by use; used by the thread that reads it."""
+
+    def __init__(self, room: BufferRoom, peer: str) -> None:
+        self._room = room
+        self._peer = peer
+        self._buffers: dict[str, memoryview] = {}
+
+    def prepare(self, sizes: dict[str, int], wait_s: float = WAIT_S) -> None:
+        """Makes all of these at least so long, or none: who had some and waited for others would keep others waiting."""
+        more = {use: size for use, size in sizes.items() if size > len(self._buffers.get(use, b""))}
+        if not more:
+            return
+        growth = sum(size - len(self._buffers.get(use, b"")) for use, size in more.items())
+        self._room.lend(self._peer, growth, wait_s)
+        for use, size in more.items():
+            self._buffers[use] = memoryview(bytearray(size))
+
+    def of(self, use: str, size: int, wait_s: float = WAIT_S) -> memoryview:
+        """At least `size` bytes, valid until the next of this use. Raises NoRoom."""
+        self.prepare({use: size}, wait_s)
+        return self._buffers[use]
+
+    def relax(self) -> None:
+        """After a chunk: gives all back if others may need it."""
+        if self._buffers and self._room.is_tight(self._peer):
+            self.close()
+
+    def close(self) -> None:
+        held, self._buffers = self._buffers, {}
+        if held:
+            self._room.give_back(self._peer, sum(map(len, held.values())))

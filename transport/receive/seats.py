@@ -1,0 +1,87 @@
+"""Who may read: the pure list of connections that have shown a secret, each of which has a thread.
+
+A connection is idle while no transfer that it opened is still expected: senders keep such ones for the next transfer. Where
+there are too many, of all, of one address or let in by one ticket, the one that has been idle longest makes room. Only busy ones
+stay, and the next one is refused. So one ticket takes a part of a listener at most, and nothing once its transfer is over.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+MAX_OF_TRANSFER: Final = 256  # a sender has at most 64, and another one may have the same ticket
+TRANSFER_PART: Final = 4  # a quarter of all at most
+ADDRESS_PART: Final = 2
+IDLE_S: Final = 900.0  # senders hang up after 300 s
+
+IdleSince = Callable[[int], float]  # of a connection; infinity while it is busy
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a connection comes from, and for which transfer it was let in."""
+
+    address: str
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seated:
+    """It may read; `instead_of` has to go."""
+
+    instead_of: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Crowded:
+    """It may not: too many of `what` are busy."""
+
+    what: str
+
+
+class Seats:
+    """The connections of one listener that are read."""
+
+    def __init__(self, num_seats: int) -> None:
+        self._limits = {
+            "all": num_seats,
+            "address": max(1, num_seats // ADDRESS_PART),
+            "transfer": max(1, min(MAX_OF_TRANSFER, num_seats // TRANSFER_PART)),
+        }
+        self._taken: dict[int, Origin] = {}
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def is_full(self, idle_since: IdleSince) -> bool:
+        """Whether nobody could be seated, wherever it comes from."""
+        return len(self._taken) >= self._limits["all"] and self._idlest(list(self._taken), idle_since) is None
+
+    def take(self, who: int, origin: Origin, idle_since: IdleSince) -> Seated | Crowded:
+        """Seats a connection, if there is room, or an idle one to give up its own."""
+        of_address = [other for other, theirs in self._taken.items() if theirs.address == origin.address]
+        of_transfer = [other for other, theirs in self._taken.items() if theirs.transfer_id == origin.transfer_id]
+        instead_of = None
+        for what, rivals in (("transfer", of_transfer), ("address", of_address), ("all", list(self._taken))):
+            if len(rivals) - (instead_of in rivals) < self._limits[what]:
+                continue
+            if (instead_of := self._idlest(rivals, idle_since)) is None:
+                return Crowded(what)
+        if instead_of is not None:
+            del self._taken[instead_of]
+        self._taken[who] = origin
+        return Seated(instead_of)
+
+    def leave(self, who: int) -> None:
+        self._taken.pop(who, None)
+
+    def overdue(self, idle_since: IdleSince, now: float) -> list[int]:
+        """Those that have been idle for too long, whatever room there is; each is named once."""
+        late = [who for who in self._taken if idle_since(who) + IDLE_S <= now]
+        for who in late:
+            del self._taken[who]
+        return late
+
+    def _idlest(self, rivals: list[int], idle_since: IdleSince) -> int | None:
+        first = min(rivals, key=idle_since, default=None)
+        return first if first is not None and idle_since(first) < float("inf") else None

@@ -1,0 +1,36 @@
+"""The bytes that all buffers of a listener may have together: the pure account, without those who wait for a part of it."""
+
+from collections import Counter
+
+
+class Memory:
+    """At most `total_bytes` are lent, and at most `of_one_bytes` of them to one peer."""
+
+    def __init__(self, total_bytes: int, of_one_bytes: int) -> None:
+        if not 0 < of_one_bytes <= total_bytes:
+            raise ValueError(f"of_one_bytes {of_one_bytes}: 1 to total_bytes, which is {total_bytes}")
+        self.total_bytes = total_bytes
+        self.of_one_bytes = of_one_bytes
+        self.lent_bytes = 0
+        self._of: Counter[str] = Counter()
+
+    def lend(self, peer: str, num_bytes: int) -> bool:
+        """False when so much is not there now; what is more than one peer may have never is."""
+        if self.lent_bytes + num_bytes > self.total_bytes or self._of[peer] + num_bytes > self.of_one_bytes:
+            return False
+        self.lent_bytes += num_bytes
+        self._of[peer] += num_bytes
+        return True
+
+    def is_tight(self, peer: str) -> bool:
+        """Whether more than half of it, or of what this peer may have, is lent."""
+        return 2 * self.lent_bytes > self.total_bytes or 2 * self._of[peer] > self.of_one_bytes
+
+    def give_back(self, peer: str, num_bytes: int) -> None:
+        """What was lent to that peer before."""
+        self.lent_bytes -= num_bytes
+        self._of[peer] -= num_bytes
+        assert self.lent_bytes >= 0
+        assert self._of[peer] >= 0
+        if not self._of[peer]:
+            del self._of[peer]
