@@ -22,6 +22,7 @@ from gateway.rules import (
     Stops,
     ToolChoice,
     check_best_of,
+    check_continued,
     check_format,
     check_stream,
     check_top_logprobs,
@@ -131,6 +132,8 @@ class ChatOptions(Options, frozen=True, kw_only=True):
         Options.check(self)
         if self.top_logprobs is not None:
             check_top_logprobs(self.logprobs)
+        if self.continue_final_message:
+            check_continued(self.add_generation_prompt)
 
     @property
     def output_tokens(self) -> int | None:

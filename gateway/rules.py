@@ -111,6 +111,12 @@ def check_top_logprobs(logprobs: bool | None) -> None:
         raise _invalid("top_logprobs", "it is only allowed when 'logprobs' is true")
 
 
+def check_continued(add_generation_prompt: bool | None) -> None:
+    """Raises BadRequest for an answer that is to go on in the last message, and to begin a new one."""
+    if add_generation_prompt:
+        raise _invalid("continue_final_message", "it does not go with 'add_generation_prompt'")
+
+
 def check_best_of(best_of: int, n: int) -> None:
     """Raises BadRequest unless every answer that is computed is one that is given: no engine here computes spare ones."""
     if best_of < n:

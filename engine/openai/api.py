@@ -201,7 +201,10 @@ def check_supported(request: OpenAIRequest) -> None:
         _refuse(bool(request.suffix), "suffix")
         return
     _refuse(bool(request.documents), "documents")
-    _refuse(bool(request.continue_final_message), "continue_final_message")
+    if request.continue_final_message and request.add_generation_prompt:
+        raise RequestError(
+            "continue_final_message: it does not go with add_generation_prompt", param="continue_final_message"
+        )
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestError("top_logprobs: only allowed when logprobs is true", param="top_logprobs")
 
@@ -226,6 +229,7 @@ def _tokens(request: OpenAIRequest, tokenizer: TextTokenizer) -> TokenArray:
     chat = Chat(
         messages=request.messages,
         add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
         chat_template_kwargs=request.chat_template_kwargs,
         reasoning_effort=request.reasoning_effort,
     )

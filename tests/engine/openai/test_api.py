@@ -111,7 +111,7 @@ def test_bad_completions_name_the_field(fields, param):
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"documents": [{"text": "x"}]}, "documents"),
-        ({"continue_final_message": True}, "continue_final_message"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"add_special_tokens": True}, "add_special_tokens"),
