@@ -16,7 +16,9 @@ from msgspec import Meta, Raw
 
 from gateway.errors import BadRequest
 from gateway.rules import (
+    LEAST_SEED,
     MAX_ANSWERS,
+    MOST_SEED,
     ResponseFormat,
     Stop,
     Stops,
@@ -73,7 +75,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
-    seed: int | None = None
+    seed: Annotated[int, Meta(ge=LEAST_SEED, le=MOST_SEED)] | None = None
     stop: Stop | Stops | None = None
     logit_bias: dict[str, float] | None = None
     user: str | None = None

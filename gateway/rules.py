@@ -16,6 +16,7 @@ MAX_STOPS: Final = 256  # OpenAI takes 4, vLLM as many as come
 MAX_STOP_CHARS: Final = 1024
 MAX_TOOLS: Final = 1024
 MAX_ANSWERS: Final = 128  # of one request: `n`, as OpenAI bounds it
+LEAST_SEED, MOST_SEED = -(1 << 63), (1 << 63) - 1  # vLLM's
 
 FUNCTION_NAME: Final = re.compile(
     r"[A-Za-z0-9_.:/-]{1,128}"

@@ -17,7 +17,7 @@ from gateway.dialects.chat import DONE, Cutter, error_of
 from gateway.errors import ApiError, BadRequest
 from gateway.openai import NOT_JSON, Call, Endpoint
 from gateway.reply import Reply
-from gateway.rules import MAX_ANSWERS
+from gateway.rules import LEAST_SEED, MAX_ANSWERS, MOST_SEED
 
 _FIELDS: Final = msgspec.json.Decoder(dict[str, Raw])
 _PROMPTS: Final = msgspec.json.Decoder(list[Raw])
@@ -25,6 +25,7 @@ _CHOICES: Final = msgspec.json.Decoder(list[dict[str, Raw]])
 _USAGE: Final = msgspec.json.Decoder(dict[str, Any] | None)
 _OF_SEVERAL: Final = ("n", "best_of")
 
+SHARED: Final = ("id", "object", "created", "model")  # by all events of one stream
 COMMENT: Final = b":\n\n"  # clients of SSE ignore it
 
 Begin = Callable[[Mapping[str, str], int | None], Reply]
@@ -50,7 +51,7 @@ def calls_of(call: Call) -> list[Call]:
         options = msgspec.structs.replace(options, best_of=None)
     if options.seed is None:
         return [replace(call, fields=fields, options=options)] * n
-    seeds = [options.seed + number for number in range(n)]
+    seeds = [_seed(options.seed + number) for number in range(n)]
     return [
         replace(
             call,
@@ -59,6 +60,11 @@ def calls_of(call: Call) -> list[Call]:
         )
         for seed in seeds
     ]
+
+
+def _seed(number: int) -> int:
+    """The seed that `number` is: after the greatest comes the least."""
+    return (number - LEAST_SEED) % (MOST_SEED - LEAST_SEED + 1) + LEAST_SEED
 
 
 def too_many(number: int, param: str) -> BadRequest:
@@ -80,7 +86,7 @@ class Merged:
         self._with_usage = with_usage
         self._begin = begin
         self._headers: Mapping[str, str] = {}
-        self._shared: dict[str, Raw] = {}  # what all events of a stream have in common: id, object, created, model
+        self._shared: dict[str, Raw] = {}  # what all events of a stream have in common
 
     def part(self, number: int, status: int, headers: Mapping[str, str]) -> "PartReply":
         """Where the answer to call `number` goes."""
@@ -93,15 +99,15 @@ class Merged:
         self._usages[number] = _USAGE.decode(fields.get("usage", Raw(b"null")))
 
     def event(self, number: int, data: bytes) -> bytes:
-        """What an event of the answer to call `number` becomes. Raises ApiError."""
+        """What an event of the answer to call `number` becomes. Raises ApiError for one that tells an error."""
         if data == DONE:
             return b""
         fields = _decoded(data)
         if "error" in fields:
-            return b"data: %b\n\n" % data
+            raise error_of(502, data)
         if usage := _USAGE.decode(fields.get("usage", Raw(b"null"))):
             self._usages[number] = usage
-        self._shared = self._shared or {name: fields[name] for name in ("id", "created") if name in fields}
+        self._shared = self._shared or {name: fields[name] for name in SHARED if name in fields}
         if bytes(fields.get("choices", b"[]")) == b"[]":
             return b""
         if self._with_usage:
@@ -123,7 +129,7 @@ class Merged:
         """Everything has come: the rest is said. Raises ConnectionResetError."""
         usage = self._usage()
         if self._streams:
-            last: dict[str, Any] = {"object": "text_completion", **self._shared, "choices": [], "usage": usage}
+            last: dict[str, Any] = {**self._shared, "choices": [], "usage": usage}
             told = b"data: %b\n\n" % msgspec.json.encode(last) if self._with_usage else b""
             self.offer(told + b"data: [DONE]\n\n")
             return await self._ended()
@@ -202,12 +208,20 @@ class PartReply(web.StreamResponse):
         """Who listens is found out for all parts together."""
 
     def offer(self, data: bytes) -> bool:
-        """Takes a part of the answer; whether the client is behind. Raises ConnectionResetError, ApiError."""
+        """Takes a part of the answer; whether the client is behind. Raises ConnectionResetError, ApiError.
+
+        An error ends all answers: it is told once the others have ended, as the last event.
+        """
         if not self._streams:
             self._held += data
             return False
-        events = b"".join(self._merged.event(self._number, each) for each in self._cutter.feed(data))
-        return self._merged.offer(events) if events else False
+        events = bytearray()
+        try:
+            for each in self._cutter.feed(data):
+                events += self._merged.event(self._number, each)
+        finally:
+            is_behind = self._merged.offer(bytes(events)) if events else False
+        return is_behind
 
     async def taken(self) -> None:
         """Waits until the client has taken what was offered, but for some bytes. Raises ConnectionResetError."""

@@ -23,6 +23,7 @@ from transport.control.messages import TicketInfo
 ANSWERED_HEADER: Final = "x-prfaas-answered"  # after how many tokens a stream goes on; who ignores them does not say so
 NOT_RESUMABLE_HEADER: Final = "x-prfaas-not-resumable"  # why a stream's tokens are not named, though that was asked for
 DEFAULT_COMPLETION_TOKENS: Final = 16  # as OpenAI's /v1/completions
+SEEDS: Final = 1 << 64  # those below 0 are others than those above
 MAX_STOPS: Final = 256
 MAX_STOP_CHARS: Final = 1024
 DEFAULT_LANDING_TIMEOUT_S: Final = 300.0
@@ -271,7 +272,7 @@ def sampling_params(
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
         top_k=max(0, request.top_k or 0),
-        seed=abs(seed if request.seed is None else request.seed),
+        seed=(seed if request.seed is None else request.seed) % SEEDS,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=_logit_bias(request.logit_bias, vocab_size),

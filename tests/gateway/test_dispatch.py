@@ -171,7 +171,8 @@ async def test_a_stream_is_the_decode_nodes_bytes() -> None:
         body = await response.read()
         assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
         assert response.headers["Cache-Control"] == "no-cache"
-        assert body.startswith(b'data: {"id": "x", "choices": [{"index": 0, "text": "one"}], "usage": null}\n\n')
+        head = b'data: {"id": "x", "object": "text_completion", "created": 0, "model": "scripted", '
+        assert body.startswith(head + b'"choices": [{"index": 0, "text": "one"}], "usage": null}\n\n')
         assert body.endswith(b"data: [DONE]\n\n")
 
 

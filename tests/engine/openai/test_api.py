@@ -245,3 +245,10 @@ def test_ticket_comes_back_as_bytes():
     assert transfer.ticket.endpoints == (("shm", "127.0.0.1:1", "host"),)
     broken = {"do_remote_decode": True, "ticket": TICKET | {"secret": "zz"}}
     assert refusal(completion, kv_transfer_params=broken).param == "kv_transfer_params.ticket.secret"
+
+
+def test_a_seed_below_nothing_is_another_one_than_above():
+    seeds = [sampling_params(completion(seed=seed), 3, 1024, 512, seed=5).seed for seed in (7, -7, 0, -1, 1)]
+    assert len(set(seeds)) == len(seeds)
+    assert seeds[0] == 7
+    assert min(seeds) >= 0
