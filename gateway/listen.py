@@ -78,8 +78,9 @@ class Listener:
         def connection() -> Connection:
             # Idle connections are the gate's to close; aiohttp's own timer stands behind it.
             return Connection(
-                gate, http, loop=loop, access_log=None, keepalive_timeout=2 * idle_s, lingering_time=LINGER_S
-            )
+                gate, http, loop=loop, access_log=None, keepalive_timeout=2 * idle_s, lingering_time=LINGER_S,
+                auto_decompress=False,
+            )  # fmt: skip
 
         try:
             server = await loop.create_server(connection, host, port, backlog=BACKLOG, reuse_port=is_shared or None)

@@ -45,8 +45,10 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
         "add_generation_prompt",
     ),
     ({"messages": [USER], "chat_template_kwargs": {"continue_final_message": True}}, "continue_final_message"),
-    ({"messages": [USER, BEGUN], "continue_final_message": True, "add_generation_prompt": True},
-     "continue_final_message"),
+    (
+        {"messages": [USER, BEGUN], "continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+    ),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": 1}]}, "role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
