@@ -196,8 +196,11 @@ class FrontDoor:
             if request.call.options.n in (None, 1):
                 return [request]
             requests = _for_each_answer(request, self.next_id)
-        if len(requests) > MAX_ANSWERS:
-            raise too_many(len(requests), "n")
+        most = min(MAX_ANSWERS, visit.tenant.limits.at_once or MAX_ANSWERS, self.rooms.admission.limit)
+        if len(requests) > most:  # they would never have a place
+            raise too_many(
+                len(requests), "n" if len(requests) > len({id(each.prompt) for each in requests}) else "prompt", most
+            )
         return requests
 
     async def _answer_all(self, visit: Visit) -> web.StreamResponse:
@@ -318,6 +321,7 @@ def _for_each_answer(request: Request, next_id: Callable[[], str]) -> list[Reque
             leg_id=f"{request.id}-{next_id()}",
             timeline=Timeline(request.timeline.arrived),
             fallbacks=[],
+            doubts=[],
             deaths=[],
             broken=[],
         )

@@ -174,6 +174,8 @@ OPTIONS: Final[dict[Endpoint, type[ChatOptions] | type[CompletionOptions]]] = {
 # Ours to set: a client that could name a transfer could read another client's prompt from its KVCache.
 RESERVED: Final = ("kv_transfer_params", "chat_template")
 
+NO_TOOLS: Final = (b"[]", b"[ ]")
+
 # msgspec maps neither text that is no UTF-8 nor nesting without end to an error of its own.
 NOT_JSON: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -233,6 +235,8 @@ def check_fields(endpoint: Endpoint, fields: dict[str, Raw]) -> None:
 
 def call_of(endpoint: Endpoint, fields: dict[str, Raw]) -> Call:
     """The call whose top-level fields are `fields`. Raises BadRequest."""
+    if bytes(fields.get("tools", b"")) in NO_TOOLS:
+        fields = _without_tools(fields)
     options_of = _KNOWN[endpoint]
     known = {name: raw for name, raw in fields.items() if name in options_of}
     for name, raw in known.items():
@@ -246,6 +250,13 @@ def call_of(endpoint: Endpoint, fields: dict[str, Raw]) -> Call:
         raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from error
     options.check()
     return Call(endpoint=endpoint, options=options, fields=fields)
+
+
+def _without_tools(fields: dict[str, Raw]) -> dict[str, Raw]:
+    """A call that lists no tools, as one that does not speak of them: frameworks list what they have."""
+    is_moot = bytes(fields.get("tool_choice", b"")) in (b'"auto"', b'"none"')
+    left_out = ("tools", "tool_choice") if is_moot else ("tools",)
+    return {name: raw for name, raw in fields.items() if name not in left_out}
 
 
 def bad_field(error: msgspec.ValidationError, within: str = "") -> BadRequest:

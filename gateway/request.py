@@ -116,6 +116,7 @@ class Request:
     is_remote: bool = False  # whether that node, which may not be the one first chosen, is in a PrfaaS cluster
     outcome: PrefillOutcome | None = None
     fallbacks: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)  # fallbacks, if it is not the client's mistake
     fetched_from: str = ""  # the node whose prefix was sent to the prefill node for this request
     events: int = 0  # SSE events relayed
     completion_tokens: int | None = None  # as the answer names them, or its usage says; a stream need not have either

@@ -73,7 +73,7 @@ class NamedTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
-Tools = Annotated[list[Tool], Meta(min_length=1, max_length=MAX_TOOLS)]
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 
 
 def check_format(given: ResponseFormat) -> None:

@@ -67,9 +67,9 @@ def _seed(number: int) -> int:
     return (number - LEAST_SEED) % (MOST_SEED - LEAST_SEED + 1) + LEAST_SEED
 
 
-def too_many(number: int, param: str) -> BadRequest:
+def too_many(number: int, param: str, most: int = MAX_ANSWERS) -> BadRequest:
     """The refusal of more answers than one request may ask for."""
-    what = f"{number} answers are more than {MAX_ANSWERS}"
+    what = f"{number} answers are more than the {most} that may be under way at once"
     return BadRequest(f"Invalid value for '{param}': {what}.", param=param, code="invalid_value")
 
 

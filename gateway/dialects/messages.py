@@ -18,7 +18,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from gateway.caching import CacheControl
-from gateway.dialects.marks import also_marked, check_number, content_of, marked
+from gateway.dialects.marks import also_marked, check_not_twice, check_number, content_of, marked
 from gateway.errors import BadRequest
 from gateway.openai import NOT_JSON, Tokens, bad_field
 from gateway.rules import MAX_TOOLS, Name, Stops
@@ -196,6 +196,7 @@ def _to_chat(body: bytes, *, is_counted: bool = False) -> bytes:
             chat |= CONTINUED
         elif not is_counted:
             raise why
+    check_not_twice(chat.keys() & rest.keys())
     return msgspec.json.encode(chat | rest)
 
 

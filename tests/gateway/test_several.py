@@ -149,7 +149,9 @@ async def test_an_error_is_the_last_event(fault: str) -> None:
 @on_loop
 async def test_each_answer_takes_a_place() -> None:
     async with world(max_in_flight=2) as w:
-        response = await w.complete(PROMPTS)
+        w.gateway.admission.take()
+        response = await w.complete(PROMPTS[:2])
+        w.gateway.admission.give_back()
         assert (response.status, (await response.json())["error"]["type"]) == (429, "rate_limit_error")
         assert 'prfaas_requests_total{reason="rate_limit_exceeded",route="none",status="429"} 1.0' in await w.metrics()
         assert (await w.complete(PROMPTS[:2])).status == 200
