@@ -198,6 +198,16 @@ class Request:
         return str(self.route.reason) if self.route else "none"
 
 
+def kept(request: Request) -> str:
+    """What came of a stream's promises; "" of what is no stream: nobody saw its tokens come."""
+    ttft_s, tbt_s, service = request.timeline.ttft_s, request.tbt_s, request.service
+    if not request.call.stream or ttft_s is None:
+        return ""
+    if ttft_s > min(service.ttft_s, service.deadline_s):
+        return "late_first_token"
+    return "slow_tokens" if tbt_s is not None and tbt_s > service.tbt_s else "kept"
+
+
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What is kept of a finished request: a line of `GET /prfaas/requests`."""
 
