@@ -55,7 +55,9 @@ class NodeConfig:
 
     def __post_init__(self) -> None:
         host, _, port = self.agent.rpartition(":")
-        require(bool(host) and port.isdigit() and 0 < int(port) < 65536, "agent", self.agent, "host:port")
+        is_whole = host.startswith("[") and host.endswith("]") if ":" in host else bool(host)
+        is_port = port.isdigit() and 0 < int(port) < 65536
+        require(is_whole and is_port, "agent", self.agent, "host:port, an IPv6 address in brackets")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from aiohttp import web
 from gateway.config import GatewayConfig
 from gateway.connections import Connection, Gate, Way, shaped
 from gateway.errors import CannotListen
+from transport.path.tcp import format_address
 
 log = logging.getLogger("prfaas.gateway.listen")
 
@@ -87,9 +88,11 @@ class Listener:
         except OSError as error:
             await runner.cleanup()
             reason = os.strerror(error.errno) if error.errno else str(error)
-            raise CannotListen(f"cannot listen on {host}:{port}: {reason}; choose another port") from error
+            raise CannotListen(
+                f"cannot listen on {format_address(host, port)}: {reason}; choose another port"
+            ) from error
         bound_host, bound_port = server.sockets[0].getsockname()[:2]
-        return cls(runner, server, f"http://{f'[{bound_host}]' if ':' in bound_host else bound_host}:{bound_port}")
+        return cls(runner, server, f"http://{format_address(bound_host, bound_port)}")
 
     def close_port(self) -> None:
         """Takes no more connections; those there are go on."""
