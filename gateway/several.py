@@ -5,7 +5,8 @@
 Engines see requests for one answer: of several that share a transfer of KVCache, only one could have it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -13,7 +14,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Raw
 
-from gateway.dialects.chat import DONE, Cutter, error_of
+from gateway.dialects.chat import DONE, Cutter, Usage, error_of
 from gateway.errors import ApiError, BadRequest
 from gateway.openai import NOT_JSON, Call, Endpoint
 from gateway.reply import Reply
@@ -96,16 +97,16 @@ class Merged:
     def whole(self, number: int, body: bytes) -> None:
         """The answer to call `number` is there. Raises ApiError."""
         fields = self._bodies[number] = _decoded(body)
-        self._usages[number] = _USAGE.decode(fields.get("usage", Raw(b"null")))
+        self._usages[number] = _usage_in(fields)
 
     def event(self, number: int, data: bytes) -> bytes:
         """What an event of the answer to call `number` becomes. Raises ApiError for one that tells an error."""
         if data == DONE:
             return b""
         fields = _decoded(data)
-        if "error" in fields:
+        if bytes(fields.get("error", b"null")) != b"null":
             raise error_of(502, data)
-        if usage := _USAGE.decode(fields.get("usage", Raw(b"null"))):
+        if usage := _usage_in(fields):
             self._usages[number] = usage
         self._shared = self._shared or {name: fields[name] for name in SHARED if name in fields}
         if bytes(fields.get("choices", b"[]")) == b"[]":
@@ -239,12 +240,28 @@ class PartReply(web.StreamResponse):
 
 
 def _decoded(data: bytes) -> dict[str, Raw]:
-    try:
+    with _of_engines():
         return _FIELDS.decode(data)
+
+
+def _usage_in(fields: Mapping[str, Raw]) -> dict[str, Any] | None:
+    with _of_engines():
+        usage: dict[str, Any] | None = _USAGE.decode(fields.get("usage", Raw(b"null")))
+        msgspec.convert(usage, Usage | None)  # its numbers are added up
+        return usage
+
+
+@contextmanager
+def _of_engines() -> Iterator[None]:
+    """What does not decode inside is an engine's answer. Raises ApiError."""
+    try:
+        yield
     except NOT_JSON as error:
         raise ApiError(502, "The engine's answer makes no sense.", type="server_error", code="bad_answer") from error
 
 
 def _numbered(fields: Mapping[str, Raw], number: int) -> list[dict[str, Any]]:
     """The choices of an answer, of which each is choice `number` of all."""
-    return [choice | {"index": Raw(b"%d" % number)} for choice in _CHOICES.decode(fields.get("choices", Raw(b"[]")))]
+    with _of_engines():
+        choices = _CHOICES.decode(fields.get("choices", Raw(b"[]")))
+    return [choice | {"index": Raw(b"%d" % number)} for choice in choices]
