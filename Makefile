@@ -36,6 +36,7 @@ sampled = $(if $(SAMPLE),--sample $(SAMPLE) --sample-seed $(SEED) $(LIMITS))
 SPREAD := -n auto --maxprocesses 4 --dist loadfile
 
 INPUTS       ?= 1000000
+BODIES       ?= 5000
 STORM_FAULTS ?= 500
 STORM_S      ?= 600
 CROWD        ?= 10000
@@ -90,9 +91,10 @@ test-flips: $(STAMP)  ## Two hundred changes of role under a trace: no request l
 test-migration: $(STAMP)  ## Two hundred streams lose their decode node in the middle, over three architectures: every byte once, pauses told
 	$(BIN)/python -m tests.storm.migration --streams $(STREAMS)
 
-fuzz: $(STAMP)   ## A million inputs of strangers to the frame parser, the handshake and what is behind them; calls and tickets
+fuzz: $(STAMP)   ## A million inputs of strangers: frames, handshakes, calls and tickets; bodies and streams of all dialects
 	$(BIN)/python -m tests.transport.fuzz --inputs $(INPUTS)
 	$(BIN)/python -m tests.node.fuzz_calls --inputs $$(( $(INPUTS) / 20 ))
+	$(BIN)/python -m tests.gateway.fuzz --inputs $(BODIES) --seed $$((0x$$(echo $(SEED) | tr -cd 0-9a-f | cut -c1-7)))
 
 soak: $(STAMP)   ## A thousand transfers while connections die at random: every byte right, no thread or file left
 	TRANSPORT_TRANSFERS=1000 $(BIN)/python -m pytest tests/transport/test_processes.py -k dying_at_random

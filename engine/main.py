@@ -37,6 +37,7 @@ from prompts.errors import TokenizerUnreadable
 from prompts.tokenizer import TextTokenizer
 from transport.control.last_words import CANNOT_SERVE
 from transport.control.messages import Welcome
+from transport.path.tcp import format_address
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.closing(model.engine), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(model, args))
     except OSError as exc:
-        print(f"engine: cannot listen on {args.host}:{args.port}: {exc.strerror or exc}", file=sys.stderr)
+        print(
+            f"engine: cannot listen on {format_address(args.host, args.port)}: {exc.strerror or exc}", file=sys.stderr
+        )
         return EXIT_USAGE
 
 
@@ -167,7 +170,7 @@ async def _listen(runner: web.AppRunner, host: str, port: int) -> str:
     site = web.TCPSite(runner, host, port)
     await site.start()
     bound_port = runner.addresses[0][1]
-    return f"http://{host}:{bound_port}"
+    return f"http://{format_address(host, bound_port)}"
 
 
 @contextlib.asynccontextmanager

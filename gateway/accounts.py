@@ -68,6 +68,17 @@ class Accounts:
         self._metrics.fallback(reason)
         log.warning("fallback id=%s reason=%s%s", request.id, reason, f" ({error})" if error else "")
 
+    def doubted(self, request: Request, reason: str, error: Exception | None = None) -> None:
+        """A node refused what the client wrote: that is the client's mistake, unless the decode node answers it."""
+        request.doubts.append(reason)
+        log.info("refused id=%s reason=%s%s", request.id, reason, f" ({error})" if error else "")
+
+    def _settle_doubts(self, request: Request, status: int) -> None:
+        doubts, request.doubts = request.doubts, []
+        if status < 400 or status >= 500:
+            for reason in doubts:
+                self.fell_back(request, reason)
+
     def prefilling(self, request: Request, node: Node) -> None:
         """`node` computes the prompt, be it the one that was chosen or another one."""
         request.prefilling_since = self._clock()
@@ -115,8 +126,9 @@ class Accounts:
         note = "others like it are refused" if is_refused else "others like it have been answered, and are not refused"
         log.error("poison id=%s engines of %s died: %s (%s)", request.id, ", ".join(request.deaths), note, shape)
 
-    def answering(self, request: Request) -> None:
+    def answering(self, request: Request, status: int) -> None:
         """The decode node has begun to answer."""
+        self._settle_doubts(request, status)
         request.timeline.first_token = self._clock()
 
     def relayed(self, request: Request) -> None:
@@ -130,6 +142,7 @@ class Accounts:
         """
         if (broken := request.broken_off) is not None:
             status, error, code = broken.status, broken.detail, broken.reason
+        self._settle_doubts(request, status)
         request.wasted_prefill_s = self._wasted_s(request)
         record = self._records.add(request, status, error)
         if self._on_ended:

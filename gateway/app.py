@@ -28,6 +28,7 @@ from gateway.dialects.translation import error_told, telling_of
 from gateway.dispatch import Dispatcher
 from gateway.engine_reading import EngineReadings
 from gateway.errors import ApiError, InternalError, Unavailable
+from gateway.hosts import check_host
 from gateway.keys import EVERYBODY, Keyring
 from gateway.metrics import Metrics
 from gateway.oidc import Tokens
@@ -49,6 +50,7 @@ from gateway.visits import CLIENT_CLOSED, Visit, Visits
 
 log = logging.getLogger("prfaas.gateway.http")
 
+OPERATORS_PATHS: Final = ("/metrics", "/prfaas/", "/console")
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -100,6 +102,18 @@ class FrontDoor:
     def next_id(self) -> str:
         """An id that no other request of any gateway has."""
         return f"{self._boot}{next(self._numbers):06x}"
+
+    def check_host(self, http: web.Request) -> None:
+        """Raises ApiError for a request that a stranger's page may have a browser send to a gateway without keys."""
+        if self.keyring.has_tenants or (self.config.open and not self.config.hosts):
+            return
+        if self.keyring.has_operators and http.path.startswith(OPERATORS_PATHS):
+            return
+        try:
+            check_host(http.headers.get("Host", ""), self.config.hosts)
+        except ApiError as error:
+            self.metrics.rejected("foreign_host", error.status)
+            raise
 
     def ways(self) -> dict[Endpoint, Handler]:
         """What handles a POST that generates, by path."""
@@ -182,8 +196,11 @@ class FrontDoor:
             if request.call.options.n in (None, 1):
                 return [request]
             requests = _for_each_answer(request, self.next_id)
-        if len(requests) > MAX_ANSWERS:
-            raise too_many(len(requests), "n")
+        most = min(MAX_ANSWERS, visit.tenant.limits.at_once or MAX_ANSWERS, self.rooms.admission.limit)
+        if len(requests) > most:  # they would never have a place
+            raise too_many(
+                len(requests), "n" if len(requests) > len({id(each.prompt) for each in requests}) else "prompt", most
+            )
         return requests
 
     async def _answer_all(self, visit: Visit) -> web.StreamResponse:
@@ -304,6 +321,7 @@ def _for_each_answer(request: Request, next_id: Callable[[], str]) -> list[Reque
             leg_id=f"{request.id}-{next_id()}",
             timeline=Timeline(request.timeline.arrived),
             fallbacks=[],
+            doubts=[],
             deaths=[],
             broken=[],
         )
@@ -429,6 +447,7 @@ async def _framed(door: FrontDoor, http: web.Request, handler: Handler) -> web.S
     """Gives every request its id, and every failure OpenAI's shape."""
     http[REQUEST_ID] = request_id_or(http.headers.get("x-request-id"), f"req-{door.next_id()}")
     try:
+        door.check_host(http)
         response = await handler(http)
     except ApiError as error:
         response = error_response(error, tie_of(http[REQUEST_ID]), error_told(http.path, error))

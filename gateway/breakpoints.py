@@ -43,10 +43,19 @@ T = TypeVar("T")
 
 
 class _Mark(msgspec.Struct, frozen=True):
+    """As a client of chats says it."""
+
     mode: Literal["explicit"]
     ttl: Ttl | None = None
-    said: str | None = None  # ours: the field by which the client knows it
-    end: Annotated[int, Meta(ge=1)] | None = None  # and characters of a text that were blocks of its own
+
+
+class _Translated(msgspec.Struct, frozen=True):
+    """As `gateway.dialects.marks` says it; of clients' bodies these fields are never read."""
+
+    mode: Literal["explicit"]
+    ttl: Ttl | None = None
+    said: str | None = None  # the field by which the client knows it
+    end: Annotated[int, Meta(ge=1)] | None = None  # characters of a text that were blocks of its own
 
 
 class _Options(msgspec.Struct, frozen=True):
@@ -76,6 +85,7 @@ class Marks(msgspec.Struct, frozen=True):
 
 
 NO_MARKS: Final = Marks()
+_Taken = Callable[[Any, str, Mark], Iterator[Mark]]
 
 _MESSAGES: Final = msgspec.json.Decoder(list[dict[str, Any]])
 _TOOLS: Final = msgspec.json.Decoder(list[dict[str, Any]])
@@ -107,20 +117,21 @@ def unmarked(call: Call, *, may_be_marked: bool = True) -> tuple[Call, Marks]:
     kept = {name: raw for name, raw in fields.items() if name not in (OPTIONS, CONTROL)}
     control = _decoded(_CONTROL, fields, CONTROL)
     ttl = options.ttl if options is not None else DEFAULT_TTL
+    taken = _taken if call.dialect is None else _taken_of_dialect
     marks: list[Mark] = []
     if _bears(call, "tools"):
         tools = _decoded(_TOOLS, fields, "tools")
         for number, tool in enumerate(tools):
             end = Mark("", ttl, tools=number + 1)
             for where, bearer in ((f"tools[{number}]", tool), (f"tools[{number}].function", tool.get("function"))):
-                marks += _taken(bearer, where, end)
+                marks += taken(bearer, where, end)
         kept["tools"] = Raw(msgspec.json.encode(tools))
     implicit = options is not None and options.mode == "implicit"
     last = 0
     if call.endpoint is Endpoint.CHAT and (implicit or control is not None or _bears(call, "messages")):
         messages = _decoded(_MESSAGES, fields, "messages")
         for number, message in enumerate(messages):
-            marks += _in_message(message, number, ttl)
+            marks += _in_message(message, number, ttl, taken)
         kept["messages"] = Raw(msgspec.json.encode(messages))
         last = len(messages) - 1
     if implicit and last >= 0:
@@ -136,32 +147,40 @@ def unmarked(call: Call, *, may_be_marked: bool = True) -> tuple[Call, Marks]:
     )
 
 
-def _in_message(message: dict[str, Any], number: int, ttl: str) -> list[Mark]:
+def _in_message(message: dict[str, Any], number: int, ttl: str, taken: _Taken) -> list[Mark]:
     """The marks in a message, which are taken out of it."""
     where, whole = f"messages[{number}]", Mark("", ttl, message=number)
-    found = [*_taken(message, where, whole)]
+    found = [*taken(message, where, whole)]
     for index, called in enumerate(_list(message.get("tool_calls"))):
-        found += _taken(called, f"{where}.tool_calls[{index}]", whole)  # a part of its message's end
+        found += taken(called, f"{where}.tool_calls[{index}]", whole)  # a part of its message's end
     parts = _list(message.get("content"))
     for index, part in enumerate(parts):
         # After the last part it is the end of the message that is marked, with what the template puts there.
         end = msgspec.structs.replace(whole, end=index + 1) if index + 1 < len(parts) else whole
-        found += _taken(part, f"{where}.content[{index}]", end)
+        found += taken(part, f"{where}.content[{index}]", end)
     return found
 
 
 def _taken(bearer: Any, where: str, end: Mark) -> Iterator[Mark]:
-    """The marks of `bearer`, which it loses; they are where `end` is, unless they say so themselves. Raises BadRequest."""
+    """The marks of `bearer`, which it loses; they are where `end` is. Raises BadRequest."""
     if not isinstance(bearer, dict):
         return
-    said = bearer.pop(MARK, None)
-    for each in [] if said is None else said if isinstance(said, list) else [said]:
-        mark = _converted(each, _Mark, f"{where}.{MARK}")
-        field = mark.said or f"{where}.{MARK}"
-        yield msgspec.structs.replace(end, field=field, ttl=mark.ttl or end.ttl, end=mark.end or end.end)
+    if (said := bearer.pop(MARK, None)) is not None:
+        mark = _converted(said, _Mark, f"{where}.{MARK}")
+        yield msgspec.structs.replace(end, field=f"{where}.{MARK}", ttl=mark.ttl or end.ttl)
     if (said := bearer.pop(CONTROL, None)) is not None:
         control = _converted(said, CacheControl, f"{where}.{CONTROL}")
         yield msgspec.structs.replace(end, field=f"{where}.{CONTROL}", ttl=control.ttl)
+
+
+def _taken_of_dialect(bearer: Any, where: str, end: Mark) -> Iterator[Mark]:
+    """As `_taken`, of what a dialect has become: such marks may be several, and say themselves where they are."""
+    said = bearer.pop(MARK, ()) if isinstance(bearer, dict) else ()
+    for each in said if isinstance(said, list | tuple) else [said]:
+        mark = msgspec.convert(each, _Translated)
+        yield msgspec.structs.replace(
+            end, field=mark.said or f"{where}.{MARK}", ttl=mark.ttl or end.ttl, end=mark.end or end.end
+        )
 
 
 def _converted(said: Any, kind: type[T], field: str) -> T:

@@ -11,6 +11,7 @@ threshold_tokens = 16384
 agent = "127.0.0.1:7001"      # cluster, role and URLs are asked of the agent
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from ipaddress import ip_address
@@ -39,6 +40,7 @@ from transport.wire.identity import Identity
 
 MAX_BODY_BYTES: Final = 10 * 1024 * 1024
 MAX_WORKERS: Final = 64
+HOST: Final = re.compile(r"[a-z0-9._-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,9 @@ class NodeConfig:
 
     def __post_init__(self) -> None:
         host, _, port = self.agent.rpartition(":")
-        require(bool(host) and port.isdigit() and 0 < int(port) < 65536, "agent", self.agent, "host:port")
+        is_whole = host.startswith("[") and host.endswith("]") if ":" in host else bool(host)
+        is_port = port.isdigit() and 0 < int(port) < 65536
+        require(is_whole and is_port, "agent", self.agent, "host:port, an IPv6 address in brackets")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +215,8 @@ class GatewayConfig:
     and as much by each of its processes for long bodies.
     `drained_dir` remembers which links are drained when the gateway is started anew.
     `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS.
-    Without `tenants` nobody needs a key; a gateway that other machines reach then starts only if it is `open`.
+    Without `tenants` nobody needs a key; a gateway that other machines reach then starts only if it is `open`. Such a gateway
+    answers at addresses, at names without a dot and at those of `hosts`; an `open` one without `hosts` answers at any name.
     """
 
     tokenizer_dir: Path
@@ -250,6 +255,7 @@ class GatewayConfig:
     operator_keys: tuple[str, ...] = ()
     oidc: OidcConfig = field(default_factory=OidcConfig)
     open: bool = False
+    hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("port", "metrics_port"):
@@ -279,6 +285,8 @@ class GatewayConfig:
         check_tenants(self.tenants, names_of(self.classes), has_tokens=bool(self.oidc.issuer))
         for key in self.operator_keys:
             check_digest("operator_keys", key)
+        for name in self.hosts:
+            require(bool(HOST.fullmatch(name)), "hosts", name, "a list of names, in lower case and without a port")
         if not (self.tenants or self.open or is_loopback(self.host)):
             raise SettingsError(
                 f"host = {self.host!r}: others than this machine reach it, and nobody needs a key: "

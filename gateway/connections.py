@@ -9,6 +9,7 @@ connections. The operators' listener has a gate, and descriptors, of its own.
 
 import asyncio
 import logging
+import re
 import socket
 import sys
 from collections import Counter, OrderedDict
@@ -22,6 +23,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from gateway.config import Strangers
+from gateway.dialects.translation import error_told
 from gateway.errors import ApiError, Overloaded, Unauthorised
 from gateway.metrics import Metrics
 from planner.decisions.admission import spread_s
@@ -34,6 +36,10 @@ PORTS: Final = 1 << 16
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 TCP_CLOSE: Final = 7  # include/net/tcp_states.h
 BYTES_RECEIVED: Final = 128  # in struct tcp_info, include/uapi/linux/tcp.h
+# A head's offer of another protocol, which is never taken: aiohttp would lose what follows such a request in one packet.
+# No JSON has these bytes in it.
+UPGRADE: Final = re.compile(rb"\r\n(?i:upgrade)(?=[ \t]*:)")
+NOT_TAKEN: Final = b"\r\nx-offer"
 MOMENT_S: Final = 0.005
 FIRST_LOOK_S: Final = 0.0005  # after asking; the next ones after twice as long each
 LAST_LOOK_S: Final = 1.0
@@ -175,6 +181,9 @@ class Connection(RequestHandler):
         if self._looking is not None:
             self._looking.cancel()
         self._gate.closed(self)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(UPGRADE.sub(NOT_TAKEN, data))
 
     def serving(self, http: web.BaseRequest) -> None:
         """A request's head is there."""
@@ -336,7 +345,7 @@ def http_error_response(http: web.BaseRequest, error: web.HTTPException) -> web.
             shape = ApiError(417, "The only expectation that is met is 100-continue.", code="expectation_failed")
         case _:
             shape = ApiError(error.status, error.reason, code=error.reason.lower().replace(" ", "_"))
-    response = error_response(shape)
+    response = error_response(shape, body=error_told(http.path, shape))
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     return response

@@ -20,7 +20,7 @@ from gateway.keys import Tenant
 from gateway.legs import Legs
 from gateway.metrics import Metrics
 from gateway.node import Node
-from gateway.openai import NOT_JSON, RESERVED, Endpoint
+from gateway.openai import NOT_JSON, RESERVED, Endpoint, check_text
 from gateway.openapi import DETOKENISE, PASSED_ON, TOKENISE, document
 from gateway.prompts import Model
 from gateway.read import Reader
@@ -160,6 +160,7 @@ def _for_engine(body: bytes, model: Model) -> bytes:
     """The client's body, with the name that engines know the model by. Raises ApiError."""
     try:
         fields = _FIELDS.decode(body)
+        check_text(body)
         name = msgspec.json.decode(fields.get("model", Raw(b"null")), type=str | None)
     except msgspec.ValidationError as error:
         raise BadRequest("The body must be a JSON object, and 'model' a string.", param="model") from error

@@ -125,7 +125,7 @@ class Dispatcher:
             all_held.callback(self._refusals.left, request)
             all_held.callback(self._judge, request, shape)
             attempt = await self._first_answer(request, held)
-            self._accounts.answering(request)
+            self._accounts.answering(request, attempt.answer.status)
             if request.route is not None:  # whoever computed the prompt
                 self._refusals.decoding(request, request.route.decode_node)
             answering = Answering(self, request, attempt, held)

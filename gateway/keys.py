@@ -144,6 +144,11 @@ class Keyring:
         return bool(self._named)
 
     @property
+    def has_operators(self) -> bool:
+        """Whether operators' pages need a key of theirs."""
+        return bool(self._operators)
+
+    @property
     def tenants(self) -> tuple[str, ...]:
         """Their names."""
         return tuple(sorted(self._named))

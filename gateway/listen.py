@@ -13,6 +13,7 @@ from aiohttp import web
 from gateway.config import GatewayConfig
 from gateway.connections import Connection, Gate, Way, shaped
 from gateway.errors import CannotListen
+from transport.path.tcp import format_address
 
 log = logging.getLogger("prfaas.gateway.listen")
 
@@ -78,17 +79,20 @@ class Listener:
         def connection() -> Connection:
             # Idle connections are the gate's to close; aiohttp's own timer stands behind it.
             return Connection(
-                gate, http, loop=loop, access_log=None, keepalive_timeout=2 * idle_s, lingering_time=LINGER_S
-            )
+                gate, http, loop=loop, access_log=None, keepalive_timeout=2 * idle_s, lingering_time=LINGER_S,
+                auto_decompress=False,
+            )  # fmt: skip
 
         try:
             server = await loop.create_server(connection, host, port, backlog=BACKLOG, reuse_port=is_shared or None)
         except OSError as error:
             await runner.cleanup()
             reason = os.strerror(error.errno) if error.errno else str(error)
-            raise CannotListen(f"cannot listen on {host}:{port}: {reason}; choose another port") from error
+            raise CannotListen(
+                f"cannot listen on {format_address(host, port)}: {reason}; choose another port"
+            ) from error
         bound_host, bound_port = server.sockets[0].getsockname()[:2]
-        return cls(runner, server, f"http://{f'[{bound_host}]' if ':' in bound_host else bound_host}:{bound_port}")
+        return cls(runner, server, f"http://{format_address(bound_host, bound_port)}")
 
     def close_port(self) -> None:
         """Takes no more connections; those there are go on."""

@@ -1,5 +1,6 @@
 """What Prometheus is told. Values are handed in; no other module of the gateway knows the library."""
 
+import json
 import os
 from collections import Counter as Tally
 from collections import defaultdict
@@ -10,12 +11,14 @@ from typing import Final, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.mmap_dict import MmapedDict
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from prometheus_client.registry import Collector
 
+from gateway.added_up import added_up
 from gateway.links import LinkStatus
 from gateway.node import Node
-from gateway.request import Request, cached_tokens
+from gateway.request import Request, cached_tokens, kept
 from gateway.spent import Spent, spent_by
 from planner.decisions.accuracy import Error
 from planner.decisions.plan import LivePlan
@@ -28,6 +31,7 @@ TOKEN_BUCKETS: Final = tuple(float(2**power) for power in range(21))  # to 1M; w
 GAP_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
 LAG_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5)
 OVERLOADED: Final = 429
+MOST_SERIES: Final = 16_384  # of one metric: so many tenants, with reloads in between, as nobody can look at
 WASTED: Final = {OVERLOADED: "refused", 499: "left"}  # by status; else the request failed
 
 
@@ -36,25 +40,17 @@ L = TypeVar("L", bound=tuple[str, ...])
 
 
 class Children(dict[tuple[str, ...], M]):
-    """The children of a metric by the values of its labels, each looked up in the library once. For labels of few values."""
+    """The children of a metric by the values of its labels, each looked up once; from `MOST_SERIES` on one for all."""
 
     def __init__(self, metric: M) -> None:
         super().__init__()
         self._metric = metric
 
     def __missing__(self, values: tuple[str, ...]) -> M:
+        if len(self) >= MOST_SERIES:
+            values = ("other",) * len(values)
         child = self[values] = self._metric.labels(*values)
         return child
-
-
-def kept(request: Request) -> str:
-    """What came of a stream's promises; "" of what is no stream: nobody saw its tokens come."""
-    ttft_s, tbt_s, service = request.timeline.ttft_s, request.tbt_s, request.service
-    if not request.call.stream or ttft_s is None:
-        return ""
-    if ttft_s > min(service.ttft_s, service.deadline_s):
-        return "late_first_token"
-    return "slow_tokens" if tbt_s is not None and tbt_s > service.tbt_s else "kept"
 
 
 def keep_in(directory: Path, worker: int) -> None:
@@ -191,7 +187,7 @@ class Metrics:
         self._page = registry
         if directory is not None:
             self._page = CollectorRegistry()
-            MultiProcessCollector(self._page, str(directory))  # type: ignore[no-untyped-call]
+            self._page.register(_AddedUp(directory))
         self.upkeep = Upkeep(registry)
         self._seen = _Seen()
         self._page.register(self._seen)
@@ -466,6 +462,23 @@ class Metrics:
         family = CounterMetricFamily("prfaas_worker_restarts", "Workers that died and were started again")
         family.add_metric((), restarts)
         self._seen.families["prfaas_worker_restarts"] = family
+
+
+class _AddedUp(Collector):
+    """The instruments of all workers, out of their files. Each gauge here is a sum ("livesum")."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def collect(self) -> Iterable[Metric]:
+        found: dict[str, Metric] = {}
+        for kind, values_of in added_up(self._directory, MmapedDict.read_all_values_from_file).items():
+            for key, value in values_of.items():
+                family, name, labels, what = json.loads(key)
+                metric = found.setdefault(family, Metric(family, what, kind))
+                metric._multiprocess_mode = "livesum"  # type: ignore[attr-defined]
+                metric.add_sample(name, tuple(sorted(labels.items())), value)  # type: ignore[arg-type]
+        return MultiProcessCollector._accumulate_metrics(found, True)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Seen(Collector):

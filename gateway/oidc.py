@@ -52,6 +52,7 @@ MAX_TRIED: Final = 8  # keys of one name, or of none, that a token is tried with
 REFRESH_S: Final = 600.0
 SOONEST_S: Final = 10.0  # between two questions, however many tokens name keys that nobody knows
 TIMEOUT_S: Final = 10.0
+THIS_MACHINE: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 LEEWAY_S: Final = 30.0  # that two clocks may differ
 
 
@@ -72,8 +73,18 @@ class OidcConfig:
         require(bool(self.tenant_claim), "oidc.tenant_claim", self.tenant_claim, "the name of a claim")
         for name in ("issuer", "jwks_url"):
             url = getattr(self, name)
-            is_safe = url.startswith(("https://", "http://127.0.0.1", "http://localhost", "http://[::1]"))
-            require(not url or is_safe, f"oidc.{name}", url, "an https URL; http on this machine only")
+            require(not url or _is_safe(url), f"oidc.{name}", url, "an https URL; http on this machine only")
+
+
+def _is_safe(url: str) -> bool:
+    """Whether nobody on the way can answer instead of the host that `url` names."""
+    try:
+        parsed = URL(url)
+    except ValueError:
+        return False
+    if parsed.scheme == "https":
+        return bool(parsed.host)
+    return parsed.scheme == "http" and parsed.host in THIS_MACHINE
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,15 @@ from msgspec import Meta, Raw
 
 from gateway.errors import BadRequest
 from gateway.rules import (
+    LEAST_SEED,
     MAX_ANSWERS,
+    MOST_SEED,
     ResponseFormat,
     Stop,
     Stops,
     ToolChoice,
     check_best_of,
+    check_continued,
     check_format,
     check_stream,
     check_top_logprobs,
@@ -72,7 +75,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
-    seed: int | None = None
+    seed: Annotated[int, Meta(ge=LEAST_SEED, le=MOST_SEED)] | None = None
     stop: Stop | Stops | None = None
     logit_bias: dict[str, float] | None = None
     user: str | None = None
@@ -131,6 +134,8 @@ class ChatOptions(Options, frozen=True, kw_only=True):
         Options.check(self)
         if self.top_logprobs is not None:
             check_top_logprobs(self.logprobs)
+        if self.continue_final_message:
+            check_continued(self.add_generation_prompt)
 
     @property
     def output_tokens(self) -> int | None:
@@ -168,6 +173,8 @@ OPTIONS: Final[dict[Endpoint, type[ChatOptions] | type[CompletionOptions]]] = {
 }
 # Ours to set: a client that could name a transfer could read another client's prompt from its KVCache.
 RESERVED: Final = ("kv_transfer_params", "chat_template")
+
+NO_TOOLS: Final = (b"[]", b"[ ]")
 
 # msgspec maps neither text that is no UTF-8 nor nesting without end to an error of its own.
 NOT_JSON: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -207,12 +214,19 @@ def parse(endpoint: Endpoint, body: bytes) -> Call:
     """The call that `body` makes. Raises BadRequest."""
     try:
         fields = _FIELDS.decode(body)
+        check_text(body)
     except msgspec.ValidationError as error:
         raise BadRequest("The body must be a JSON object.") from error
     except NOT_JSON as error:
         raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from error
     check_fields(endpoint, fields)
     return call_of(endpoint, fields)
+
+
+def check_text(body: bytes) -> None:
+    """Raises UnicodeDecodeError for what is no UTF-8, in fields, too, that nobody here reads, and an engine could not."""
+    if not body.isascii():
+        body.decode()
 
 
 def check_fields(endpoint: Endpoint, fields: dict[str, Raw]) -> None:
@@ -228,6 +242,8 @@ def check_fields(endpoint: Endpoint, fields: dict[str, Raw]) -> None:
 
 def call_of(endpoint: Endpoint, fields: dict[str, Raw]) -> Call:
     """The call whose top-level fields are `fields`. Raises BadRequest."""
+    if bytes(fields.get("tools", b"")) in NO_TOOLS:
+        fields = _without_tools(fields)
     options_of = _KNOWN[endpoint]
     known = {name: raw for name, raw in fields.items() if name in options_of}
     for name, raw in known.items():
@@ -241,6 +257,13 @@ def call_of(endpoint: Endpoint, fields: dict[str, Raw]) -> Call:
         raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from error
     options.check()
     return Call(endpoint=endpoint, options=options, fields=fields)
+
+
+def _without_tools(fields: dict[str, Raw]) -> dict[str, Raw]:
+    """A call that lists no tools, as one that does not speak of them: frameworks list what they have."""
+    is_moot = bytes(fields.get("tool_choice", b"")) in (b'"auto"', b'"none"')
+    left_out = ("tools", "tool_choice") if is_moot else ("tools",)
+    return {name: raw for name, raw in fields.items() if name not in left_out}
 
 
 def bad_field(error: msgspec.ValidationError, within: str = "") -> BadRequest:

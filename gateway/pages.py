@@ -19,6 +19,7 @@ from gateway.keys import Keyring
 from gateway.links import Links
 from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.offered import LoadReport
+from gateway.page_thread import PageThread
 from gateway.seat import Alone, Seat
 from gateway.siblings import Kept, Siblings, lines_of
 from gateway.spent import as_csv
@@ -68,6 +69,7 @@ class Pages:
         self._clock = clock
         self._keyring = keyring
         self._started_at = started_at
+        self._page_thread = PageThread()
 
     def for_clients(self) -> dict[str, Page]:
         """By path."""
@@ -142,22 +144,19 @@ class Pages:
         if workers := self._seat.states():
             by_name = {state.name.lower(): count for state, count in workers.items()}
             self._metrics.observe_workers(by_name, self._seat.restarts)
-        return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+        body = await self._page_thread.has(self._metrics.render)
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
     async def _all_links(self, http: web.Request) -> web.Response:
         return json_response({"data": self._links.status()})
 
     async def _usage(self, http: web.Request) -> web.Response:
         """What each tenant has been served; `?format=csv` gives a table."""
-        match http.query.get("format", "json"):
-            case "json":
-                return json_response({"data": self._metrics.spent()})
-            case "csv":
-                return web.Response(text=as_csv(self._metrics.spent()), content_type="text/csv")
-            case other:
-                raise BadRequest(
-                    f"format must be json or csv, not {other[:40]!r}.", param="format", code="invalid_value"
-                )
+        wanted = http.query.get("format", "json")
+        if wanted not in ("json", "csv"):
+            raise BadRequest(f"format must be json or csv, not {wanted[:40]!r}.", param="format", code="invalid_value")
+        spent = await self._page_thread.has(self._metrics.spent)
+        return json_response({"data": spent}) if wanted == "json" else _csv(as_csv(spent))
 
     async def _all_load(self, http: web.Request) -> web.Response:
         """What was asked for since `?boot=ID&uncached=SEQ&outputs=SEQ`, and the clusters as they are."""
@@ -203,6 +202,10 @@ def _sequence(http: web.Request, name: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 20):
         raise BadRequest(f"{name} must be a sequence number.", param=name, code="invalid_value")
     return int(text)
+
+
+def _csv(text: str) -> web.Response:
+    return web.Response(text=text, content_type="text/csv")
 
 
 def json_response(value: object) -> web.Response:

@@ -152,7 +152,8 @@ class Pairing:
     ) -> Route:
         """Who prefills after node `failing`, for the same decode node. Raises ApiError when nobody does: decode cannot go on
         alone."""
-        self._accounts.fell_back(request, f"prefill_{error.reason}", error)
+        noted = self._accounts.doubted if error.failure is Failure.REQUEST else self._accounts.fell_back
+        noted(request, f"prefill_{error.reason}", error)
         rule = self._retries.rule_after(request, Stage.PREFILL, failing, failed)
         if rule.next is Next.REFUSE:
             raise KillsEngines(request.deaths)

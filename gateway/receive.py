@@ -12,11 +12,13 @@ from typing import Final
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from gateway.codings import CODINGS, coding_of, decoded
 from gateway.config import Strangers
 from gateway.connections import Connection
 from gateway.errors import ApiError, BadRequest, Overloaded
 
 JSON: Final = "application/json"
+CHUNKED: Final = "chunked"
 NO_TYPE: Final = "application/octet-stream"  # what aiohttp calls a body without a Content-Type
 
 
@@ -27,10 +29,21 @@ def too_large(limit: int) -> ApiError:
 
 def check_head(http: web.Request, max_bytes: int) -> None:
     """Raises ApiError for a body that need not come at all."""
-    if http.content_type not in (JSON, NO_TYPE):
+    if http.content_type != JSON and (http.content_type != NO_TYPE or "Origin" in http.headers):
         raise ApiError(415, f"Content-Type must be {JSON}, not {http.content_type}.", code="unsupported_media_type")
+    if http.headers.get("Transfer-Encoding", CHUNKED).lower() != CHUNKED:
+        raise ApiError(501, f"The only Transfer-Encoding here is {CHUNKED}.", code="unknown_transfer_coding")
+    if (coding := _coding(http)) and coding not in CODINGS:
+        known = ", ".join(CODINGS)
+        error = ApiError(415, f"Content-Encoding must be one of {known}, not {coding!r}.", code="unsupported_coding")
+        error.headers = {"Accept-Encoding": known}  # RFC 9110 §15.5.16
+        raise error
     if (http.content_length or 0) > max_bytes:
         raise too_large(max_bytes)
+
+
+def _coding(http: web.Request) -> str:
+    return coding_of(http.headers.getall("Content-Encoding", []))
 
 
 def _already_here(http: web.Request) -> bytes | None:
@@ -55,12 +68,31 @@ class Receiver:
     async def receive(self, http: web.Request) -> bytes:
         """All of the body. Raises ApiError."""
         check_head(http, self._max_bytes)
-        if (whole := _already_here(http)) is not None:
+        coding = _coding(http)
+        if not coding and (whole := _already_here(http)) is not None:
             return whole
         connection = http.protocol
         assert isinstance(connection, Connection)
         with connection.receiving(), self._one_of(connection.address):
-            return await self._body(http)
+            return await (self._decoded_body(http, coding) if coding else self._body(http))
+
+    async def _decoded_body(self, http: web.Request, coding: str) -> bytes:
+        body, whole = await self._body(http), bytearray()
+        self._hold(len(body))
+        held = len(body)
+        try:
+            for piece in decoded(coding, body):
+                self._hold(len(piece))
+                held += len(piece)
+                whole += piece
+                if len(whole) > self._max_bytes:
+                    raise too_large(self._max_bytes)
+                await asyncio.sleep(0)
+        except ValueError as error:
+            raise BadRequest(f"The body cannot be decoded from {coding}: {error}.", code="invalid_body") from error
+        finally:
+            self._held_bytes -= held
+        return bytes(whole)
 
     async def _body(self, http: web.Request) -> bytes:
         body, began = bytearray(), self._now()

@@ -69,17 +69,11 @@ class Relay:
         """Relays all of the answer."""
         attempt = answering.attempt
         answer = attempt.answer
-        headers = {
-            "x-request-id": request.id,
-            "Content-Type": answer.content_type,
-            "x-prfaas-route": route_header(request),
-            **request.allowance.headers,
-        }
-        if request.telling is not None:
-            headers |= request.telling.headers
+        self._accounts.notice_recompute(request, answer.first)
         if answer.status == 200 and request.call.stream:
-            return await self._stream(listener, request, answering, headers)
+            return await self._stream(listener, request, answering, _headers(request, attempt))
         body = answer.first if answer.status != 200 else await self._whole(request, attempt)
+        headers = _headers(request, attempt)
         request.completion_tokens = completion_tokens(body)
         if request.telling is not None:
             body = request.telling.whole(answer.status, body)
@@ -92,7 +86,6 @@ class Relay:
         return reply
 
     async def _whole(self, request: Request, attempt: Attempt) -> bytes:
-        self._accounts.notice_recompute(request, attempt.answer.first)
         body, cached = attempt.answer.first, await cached_tokens(attempt)
         if request.details is None:
             return with_cached_tokens(body, cached)
@@ -312,13 +305,23 @@ async def cached_tokens(attempt: Attempt) -> int | None:
     return outcome.cached_tokens if outcome else None
 
 
-def route_header(request: Request) -> str:
-    """Where the prompt was computed, and why there: `local; node=p0; uncached=812; reason=short`."""
-    uncached = request.route.uncached_tokens if request.route else 0
+def _headers(request: Request, attempt: Attempt) -> dict[str, str]:
+    headers = {
+        "x-request-id": request.id,
+        "Content-Type": attempt.answer.content_type,
+        "x-prfaas-route": route_header(request, attempt.decode.id),
+        **request.allowance.headers,
+    }
+    return headers if request.telling is None else headers | dict(request.telling.headers)
+
+
+def route_header(request: Request, decode_node: str) -> str:
+    """Where the prompt was computed, by what is known now, and why there: `local; node=p0; uncached=812; reason=short`."""
+    is_recomputed = request.is_recomputed
     parts = [
-        request.route_label,
-        f"node={request.prefill_node}",
-        f"uncached={uncached}",
+        "local" if is_recomputed else request.route_label,
+        f"node={decode_node if is_recomputed else request.prefill_node}",
+        f"uncached={request.asked.num_tokens - known_cached_tokens(request)}",
         f"reason={request.reason_label}",
     ]
     parts += [f"fallback={reason}" for reason in request.fallbacks]

@@ -116,6 +116,7 @@ class Request:
     is_remote: bool = False  # whether that node, which may not be the one first chosen, is in a PrfaaS cluster
     outcome: PrefillOutcome | None = None
     fallbacks: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)  # fallbacks, if it is not the client's mistake
     fetched_from: str = ""  # the node whose prefix was sent to the prefill node for this request
     events: int = 0  # SSE events relayed
     completion_tokens: int | None = None  # as the answer names them, or its usage says; a stream need not have either
@@ -195,6 +196,16 @@ class Request:
     @property
     def reason_label(self) -> str:
         return str(self.route.reason) if self.route else "none"
+
+
+def kept(request: Request) -> str:
+    """What came of a stream's promises; "" of what is no stream: nobody saw its tokens come."""
+    ttft_s, tbt_s, service = request.timeline.ttft_s, request.tbt_s, request.service
+    if not request.call.stream or ttft_s is None:
+        return ""
+    if ttft_s > min(service.ttft_s, service.deadline_s):
+        return "late_first_token"
+    return "slow_tokens" if tbt_s is not None and tbt_s > service.tbt_s else "kept"
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):

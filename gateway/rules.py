@@ -16,6 +16,7 @@ MAX_STOPS: Final = 256  # OpenAI takes 4, vLLM as many as come
 MAX_STOP_CHARS: Final = 1024
 MAX_TOOLS: Final = 1024
 MAX_ANSWERS: Final = 128  # of one request: `n`, as OpenAI bounds it
+LEAST_SEED, MOST_SEED = -(1 << 63), (1 << 63) - 1  # vLLM's
 
 FUNCTION_NAME: Final = re.compile(
     r"[A-Za-z0-9_.:/-]{1,128}"
@@ -72,7 +73,7 @@ class NamedTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
-Tools = Annotated[list[Tool], Meta(min_length=1, max_length=MAX_TOOLS)]
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 
 
 def check_format(given: ResponseFormat) -> None:
@@ -109,6 +110,12 @@ def check_top_logprobs(logprobs: bool | None) -> None:
     """Raises BadRequest for alternatives to tokens whose log probabilities are not asked for."""
     if not logprobs:
         raise _invalid("top_logprobs", "it is only allowed when 'logprobs' is true")
+
+
+def check_continued(add_generation_prompt: bool | None) -> None:
+    """Raises BadRequest for an answer that is to go on in the last message, and to begin a new one."""
+    if add_generation_prompt:
+        raise _invalid("continue_final_message", "it does not go with 'add_generation_prompt'")
 
 
 def check_best_of(best_of: int, n: int) -> None:

@@ -169,7 +169,8 @@ class Runner:
         self, request: Request, chosen: Route, failing: str, error: NodeFailure, failed: dict[str, Failure]
     ) -> Route | None:
         """Who prefills after node `failing`, None for nobody. Raises KillsEngines."""
-        self._accounts.fell_back(request, f"prefill_{error.reason}", error)
+        noted = self._accounts.doubted if error.failure is Failure.REQUEST else self._accounts.fell_back
+        noted(request, f"prefill_{error.reason}", error)
         match self._retries.rule_after(request, Stage.PREFILL, failing, failed).next:
             case Next.ELSEWHERE:
                 return self._decider.other_prefill(request, chosen, failed)
@@ -211,7 +212,8 @@ class Runner:
 
     async def _stop_waiting(self, request: Request, chosen: Route, hold: Hold, booking: Booking) -> None:
         """Tells the decode node that nothing will come; its engine then recomputes, and the answer goes on."""
-        self._accounts.fell_back(request, "recompute_no_prefill")
+        noted = self._accounts.doubted if request.doubts else self._accounts.fell_back
+        noted(request, "recompute_no_prefill")
         request.is_recomputed = True
         booking.prefill(hold.nodes[0], chosen)
         self._accounts.prefilling(request, hold.nodes[0])

@@ -5,7 +5,8 @@
 Engines see requests for one answer: of several that share a transfer of KVCache, only one could have it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -13,11 +14,11 @@ import msgspec
 from aiohttp import web
 from msgspec import Raw
 
-from gateway.dialects.chat import DONE, Cutter, error_of
+from gateway.dialects.chat import DONE, Cutter, Usage, error_of
 from gateway.errors import ApiError, BadRequest
 from gateway.openai import NOT_JSON, Call, Endpoint
 from gateway.reply import Reply
-from gateway.rules import MAX_ANSWERS
+from gateway.rules import LEAST_SEED, MAX_ANSWERS, MOST_SEED
 
 _FIELDS: Final = msgspec.json.Decoder(dict[str, Raw])
 _PROMPTS: Final = msgspec.json.Decoder(list[Raw])
@@ -25,6 +26,7 @@ _CHOICES: Final = msgspec.json.Decoder(list[dict[str, Raw]])
 _USAGE: Final = msgspec.json.Decoder(dict[str, Any] | None)
 _OF_SEVERAL: Final = ("n", "best_of")
 
+SHARED: Final = ("id", "object", "created", "model")  # by all events of one stream
 COMMENT: Final = b":\n\n"  # clients of SSE ignore it
 
 Begin = Callable[[Mapping[str, str], int | None], Reply]
@@ -50,7 +52,7 @@ def calls_of(call: Call) -> list[Call]:
         options = msgspec.structs.replace(options, best_of=None)
     if options.seed is None:
         return [replace(call, fields=fields, options=options)] * n
-    seeds = [options.seed + number for number in range(n)]
+    seeds = [_seed(options.seed + number) for number in range(n)]
     return [
         replace(
             call,
@@ -61,9 +63,14 @@ def calls_of(call: Call) -> list[Call]:
     ]
 
 
-def too_many(number: int, param: str) -> BadRequest:
+def _seed(number: int) -> int:
+    """The seed that `number` is: after the greatest comes the least."""
+    return (number - LEAST_SEED) % (MOST_SEED - LEAST_SEED + 1) + LEAST_SEED
+
+
+def too_many(number: int, param: str, most: int = MAX_ANSWERS) -> BadRequest:
     """The refusal of more answers than one request may ask for."""
-    what = f"{number} answers are more than {MAX_ANSWERS}"
+    what = f"{number} answers are more than the {most} that may be under way at once"
     return BadRequest(f"Invalid value for '{param}': {what}.", param=param, code="invalid_value")
 
 
@@ -80,7 +87,7 @@ class Merged:
         self._with_usage = with_usage
         self._begin = begin
         self._headers: Mapping[str, str] = {}
-        self._shared: dict[str, Raw] = {}  # what all events of a stream have in common: id, object, created, model
+        self._shared: dict[str, Raw] = {}  # what all events of a stream have in common
 
     def part(self, number: int, status: int, headers: Mapping[str, str]) -> "PartReply":
         """Where the answer to call `number` goes."""
@@ -90,18 +97,18 @@ class Merged:
     def whole(self, number: int, body: bytes) -> None:
         """The answer to call `number` is there. Raises ApiError."""
         fields = self._bodies[number] = _decoded(body)
-        self._usages[number] = _USAGE.decode(fields.get("usage", Raw(b"null")))
+        self._usages[number] = _usage_in(fields)
 
     def event(self, number: int, data: bytes) -> bytes:
-        """What an event of the answer to call `number` becomes. Raises ApiError."""
+        """What an event of the answer to call `number` becomes. Raises ApiError for one that tells an error."""
         if data == DONE:
             return b""
         fields = _decoded(data)
-        if "error" in fields:
-            return b"data: %b\n\n" % data
-        if usage := _USAGE.decode(fields.get("usage", Raw(b"null"))):
+        if bytes(fields.get("error", b"null")) != b"null":
+            raise error_of(502, data)
+        if usage := _usage_in(fields):
             self._usages[number] = usage
-        self._shared = self._shared or {name: fields[name] for name in ("id", "created") if name in fields}
+        self._shared = self._shared or {name: fields[name] for name in SHARED if name in fields}
         if bytes(fields.get("choices", b"[]")) == b"[]":
             return b""
         if self._with_usage:
@@ -123,7 +130,7 @@ class Merged:
         """Everything has come: the rest is said. Raises ConnectionResetError."""
         usage = self._usage()
         if self._streams:
-            last: dict[str, Any] = {"object": "text_completion", **self._shared, "choices": [], "usage": usage}
+            last: dict[str, Any] = {**self._shared, "choices": [], "usage": usage}
             told = b"data: %b\n\n" % msgspec.json.encode(last) if self._with_usage else b""
             self.offer(told + b"data: [DONE]\n\n")
             return await self._ended()
@@ -202,12 +209,20 @@ class PartReply(web.StreamResponse):
         """Who listens is found out for all parts together."""
 
     def offer(self, data: bytes) -> bool:
-        """Takes a part of the answer; whether the client is behind. Raises ConnectionResetError, ApiError."""
+        """Takes a part of the answer; whether the client is behind. Raises ConnectionResetError, ApiError.
+
+        An error ends all answers: it is told once the others have ended, as the last event.
+        """
         if not self._streams:
             self._held += data
             return False
-        events = b"".join(self._merged.event(self._number, each) for each in self._cutter.feed(data))
-        return self._merged.offer(events) if events else False
+        events = bytearray()
+        try:
+            for each in self._cutter.feed(data):
+                events += self._merged.event(self._number, each)
+        finally:
+            is_behind = self._merged.offer(bytes(events)) if events else False
+        return is_behind
 
     async def taken(self) -> None:
         """Waits until the client has taken what was offered, but for some bytes. Raises ConnectionResetError."""
@@ -225,12 +240,28 @@ class PartReply(web.StreamResponse):
 
 
 def _decoded(data: bytes) -> dict[str, Raw]:
-    try:
+    with _of_engines():
         return _FIELDS.decode(data)
+
+
+def _usage_in(fields: Mapping[str, Raw]) -> dict[str, Any] | None:
+    with _of_engines():
+        usage: dict[str, Any] | None = _USAGE.decode(fields.get("usage", Raw(b"null")))
+        msgspec.convert(usage, Usage | None)  # its numbers are added up
+        return usage
+
+
+@contextmanager
+def _of_engines() -> Iterator[None]:
+    """What does not decode inside is an engine's answer. Raises ApiError."""
+    try:
+        yield
     except NOT_JSON as error:
         raise ApiError(502, "The engine's answer makes no sense.", type="server_error", code="bad_answer") from error
 
 
 def _numbered(fields: Mapping[str, Raw], number: int) -> list[dict[str, Any]]:
     """The choices of an answer, of which each is choice `number` of all."""
-    return [choice | {"index": Raw(b"%d" % number)} for choice in _CHOICES.decode(fields.get("choices", Raw(b"[]")))]
+    with _of_engines():
+        choices = _CHOICES.decode(fields.get("choices", Raw(b"[]")))
+    return [choice | {"index": Raw(b"%d" % number)} for choice in choices]

@@ -41,7 +41,8 @@ async def with_details(body: bytes, cached_tokens: int | None, details: Details)
         usage = _USAGE.decode(body).usage
     except NOT_JSON:
         return body
-    known = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0 if usage else 0
+    told = usage.get("prompt_tokens_details") if usage else None
+    known = (told.get("cached_tokens") or 0) if isinstance(told, dict) else 0
     if cached_tokens is None or RECOMPUTED in body:
         cached_tokens = known
     return with_cached_tokens(body, cached_tokens, await details(cached_tokens))
@@ -56,17 +57,24 @@ def with_cached_tokens(body: bytes, cached_tokens: int | None, details: Mapping[
         fields = _FIELDS.decode(body)
     except NOT_JSON:
         return body  # no object of ours to change
-    params = fields.pop("kv_transfer_params", None)
-    recomputed = params is not None and bool((msgspec.json.decode(params) or {}).get("recomputed"))
-    if cached_tokens is not None and (details or not recomputed) and "usage" in fields:
-        usage: dict[str, Any] | None = msgspec.json.decode(fields["usage"])
-        if usage:
-            usage["prompt_tokens_details"] = (usage.get("prompt_tokens_details") or {}) | {
-                "cached_tokens": cached_tokens,
-                **(details or {}),
-            }
-            fields["usage"] = msgspec.Raw(msgspec.json.encode(usage))
+    recomputed = bool(_object(fields.pop("kv_transfer_params", None)).get("recomputed"))
+    if cached_tokens is not None and (details or not recomputed) and (usage := _object(fields.get("usage"))):
+        told = usage.get("prompt_tokens_details")
+        usage["prompt_tokens_details"] = (told if isinstance(told, dict) else {}) | {
+            "cached_tokens": cached_tokens,
+            **(details or {}),
+        }
+        fields["usage"] = msgspec.Raw(msgspec.json.encode(usage))
     return msgspec.json.encode(fields)
+
+
+def _object(raw: msgspec.Raw | None) -> dict[str, Any]:
+    """The fields of an object that an engine tells; none of what is no object."""
+    try:
+        value = msgspec.json.decode(raw or b"null")
+    except NOT_JSON:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def completion_tokens(body: bytes | None) -> int | None:

@@ -32,6 +32,7 @@ from gateway.tally import Tally
 from node.children import Child, kill_group
 from node.owned import OwnedDirectory, sweep_directories
 from node.restarts import Restarts
+from transport.path.tcp import format_address
 
 log = logging.getLogger("prfaas.gateway.workers")
 
@@ -206,9 +207,8 @@ async def serve_with_workers(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, workers.stop)
         loop.add_signal_handler(signal.SIGHUP, workers.reload)
-        host = f"[{address[0]}]" if ":" in address[0] else address[0]
         try:
-            await workers.run(lambda: announce(f"gateway ready url=http://{host}:{address[1]}"))
+            await workers.run(lambda: announce(f"gateway ready url=http://{format_address(address[0], address[1])}"))
         except WorkersFail as error:
             log.error("%s", error)
             return BAD_CONFIG if error.status == BAD_CONFIG else 1
@@ -267,4 +267,4 @@ def _held(host: str, port: int) -> socket.socket:
         return holding
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        raise CannotListen(f"cannot listen on {host}:{port}: {reason}; choose another port") from error
+        raise CannotListen(f"cannot listen on {format_address(host, port)}: {reason}; choose another port") from error

@@ -23,6 +23,7 @@ from node.metrics import serve_metrics
 from node.ports import UNUSABLE, Port, wait_free
 from node.role import Role
 from node.service import NodeService, serve
+from transport.path.tcp import format_address
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 STOP_GRACE_S = 0.5
 PREDECESSOR_MARGIN_S = 10.0
-LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # where a listener on any address is reached from its own machine
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where a listener on any address is reached from its own machine
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
 EXIT_ENGINE_FAILED = 3
@@ -102,7 +103,7 @@ async def _start(
     with _binding(control := config.port("control")):
         server, bound = await serve(service, control.host, control.number, config.identity)
     stack.push_async_callback(server.stop, STOP_GRACE_S)
-    agent.supervisor.control = f"{LOOPBACK.get(control.host, control.host)}:{bound}"
+    agent.supervisor.control = format_address(LOOPBACK.get(control.host, control.host), bound)
     calls = CallServer(service, agent.holders)
     agent.calls_ended = calls.ended
     with _binding(kept := config.port("calls")):
@@ -111,7 +112,7 @@ async def _start(
     with _binding(config.port("transfer")):
         await agent.start()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, agent.reconfigure, read_again)
-    _say(f"node listening id={config.node_id} agent={control.host}:{bound} metrics={metrics.url}")
+    _say(f"node listening id={config.node_id} agent={format_address(control.host, bound)} metrics={metrics.url}")
     return agent
 
 

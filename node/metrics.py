@@ -12,6 +12,7 @@ from node.agent import NodeAgent
 from node.config import NodeConfig
 from transport.control.certificates import expires_at
 from transport.control.proto import node_pb2 as pb
+from transport.path.tcp import format_address
 
 
 class InCluster(Collector):
@@ -251,4 +252,4 @@ async def serve_metrics(agent: NodeAgent, host: str, port: int) -> MetricsServer
         await runner.cleanup()
         raise
     bound = runner.addresses[0][1]
-    return MetricsServer(runner, f"http://{host}:{bound}")
+    return MetricsServer(runner, f"http://{format_address(host, bound)}")

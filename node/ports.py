@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from node.errors import ConfigError, PortHeld
+from transport.path.tcp import family_of, format_address
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,9 @@ class Port:
     def refused(self, exc: OSError) -> ConfigError:
         """An address that is not to be had is the fault of a key."""
         reason = os.strerror(exc.errno) if exc.errno else str(exc)
-        return ConfigError(f"{self.key} = {self.number}: cannot listen on {self.host}:{self.number}: {reason}")
+        return ConfigError(
+            f"{self.key} = {self.number}: cannot listen on {format_address(self.host, self.number)}: {reason}"
+        )
 
 
 async def wait_free(port: Port, node_id: str, timeout_s: float, now: Callable[[], float]) -> None:
@@ -57,7 +60,7 @@ async def wait_free(port: Port, node_id: str, timeout_s: float, now: Callable[[]
 
 def _try(port: Port) -> OSError | None:
     try:
-        socket.create_server((port.host, port.number)).close()
+        socket.create_server((port.host, port.number), family=family_of(port.host)).close()
     except OSError as exc:
         if exc.errno not in UNUSABLE:
             raise

@@ -17,6 +17,7 @@ from transport.control.credentials import server_credentials
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
 from transport.control.tickets import MAX_CONTROL_BYTES, REASON_KEY, ticket_info
+from transport.path.tcp import format_address
 from transport.wire.identity import Identity
 
 log = logging.getLogger(__name__)
@@ -219,10 +220,10 @@ async def serve(
     rpc.add_NodeAgentServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     try:
         if identity is None:
-            bound = server.add_insecure_port(f"{host}:{port}")
+            bound = server.add_insecure_port(format_address(host, port))
         else:
-            bound = server.add_secure_port(f"{host}:{port}", server_credentials(identity))
+            bound = server.add_secure_port(format_address(host, port), server_credentials(identity))
     except RuntimeError as exc:
-        raise OSError(errno.EADDRINUSE, f"cannot listen on {host}:{port}") from exc
+        raise OSError(errno.EADDRINUSE, f"cannot listen on {format_address(host, port)}") from exc
     await server.start()
     return server, bound

@@ -26,6 +26,7 @@ from prfaas.errors import CheckError
 from prfaas.findings import Certificate, Described, Finding, Level, Port, Seen, Silent, Way, findings, worst
 from transport.control.certificates import expires_at
 from transport.control.messages import TicketInfo
+from transport.path.tcp import format_address
 
 RPC_S: Final = 5.0
 ROOM_S: Final = 5.0  # a lease of the block, should we die before we give it back
@@ -118,7 +119,7 @@ def _ports(node: Described) -> list[tuple[str, str, str, int]]:
 
 
 async def _try(node_id: str, name: str, host: str, port: int) -> Port:
-    address = f"{host}:{port}"
+    address = format_address(host, port)
     try:
         async with asyncio.timeout(RPC_S):
             _, writer = await asyncio.open_connection(host, port)

@@ -13,6 +13,7 @@ from gateway.keys import digest_of
 from prfaas.certificates import GATEWAY_NAME, Holder, issue
 from prfaas.errors import InitError
 from prfaas.keys import new_key
+from transport.path.tcp import format_address
 
 HERE: Final = "127.0.0.1"
 ENGINES: Final = ("embedded", "vllm", "sglang")
@@ -225,7 +226,11 @@ def _gateway_file(site: Site, nodes: Sequence[Member], key_digest: str) -> str:
             _pair_of_keys("keys", key_digest, "digests: the key itself was shown once"),
         ]
     for node in nodes:
-        lines += ["", "[[gateway.nodes]]", _pair("agent", f"{node.host}:{PORTS['control_port'][0] + node.nth}")]
+        lines += [
+            "",
+            "[[gateway.nodes]]",
+            _pair("agent", format_address(node.host, PORTS["control_port"][0] + node.nth)),
+        ]
         lines += [_pair("name", node.name, "what its certificate must carry")] if site.tls else []
     return "\n".join(lines) + "\n"
 

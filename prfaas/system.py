@@ -28,6 +28,7 @@ from prfaas.toml import dump_toml
 from prfaas.topology import Topology
 from prfaas.upkeep import first_start, keep_up
 from transport.control.credentials import channel_credentials, channel_options
+from transport.path.tcp import family_of, format_address
 from transport.wire.identity import Identity
 
 NODE_MODULES = {"prfaas": "prfaas_cluster", "pd": "pd_cluster"}
@@ -76,11 +77,11 @@ class RunLock:
 def require_free_port(host: str, port: int) -> None:
     """Says now what the gateway would find out only after all engines have started. Raises TopologyError."""
     try:
-        socket.create_server((host, port)).close()
+        socket.create_server((host, port), family=family_of(host)).close()
     except OSError as exc:
         reason = os.strerror(exc.errno) if exc.errno else str(exc)
         raise TopologyError(
-            f"[gateway]: port = {port}: cannot listen on {host}:{port}: {reason}; choose another port"
+            f"[gateway]: port = {port}: cannot listen on {format_address(host, port)}: {reason}; choose another port"
         ) from exc
 
 

@@ -23,6 +23,7 @@ from transport.control.messages import TicketInfo
 ANSWERED_HEADER: Final = "x-prfaas-answered"  # after how many tokens a stream goes on; who ignores them does not say so
 NOT_RESUMABLE_HEADER: Final = "x-prfaas-not-resumable"  # why a stream's tokens are not named, though that was asked for
 DEFAULT_COMPLETION_TOKENS: Final = 16  # as OpenAI's /v1/completions
+SEEDS: Final = 1 << 64  # those below 0 are others than those above
 MAX_STOPS: Final = 256
 MAX_STOP_CHARS: Final = 1024
 DEFAULT_LANDING_TIMEOUT_S: Final = 300.0
@@ -201,7 +202,10 @@ def check_supported(request: OpenAIRequest) -> None:
         _refuse(bool(request.suffix), "suffix")
         return
     _refuse(bool(request.documents), "documents")
-    _refuse(bool(request.continue_final_message), "continue_final_message")
+    if request.continue_final_message and request.add_generation_prompt:
+        raise RequestError(
+            "continue_final_message: it does not go with add_generation_prompt", param="continue_final_message"
+        )
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestError("top_logprobs: only allowed when logprobs is true", param="top_logprobs")
 
@@ -226,6 +230,7 @@ def _tokens(request: OpenAIRequest, tokenizer: TextTokenizer) -> TokenArray:
     chat = Chat(
         messages=request.messages,
         add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
         chat_template_kwargs=request.chat_template_kwargs,
         reasoning_effort=request.reasoning_effort,
     )
@@ -267,7 +272,7 @@ def sampling_params(
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
         top_k=max(0, request.top_k or 0),
-        seed=abs(seed if request.seed is None else request.seed),
+        seed=(seed if request.seed is None else request.seed) % SEEDS,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=_logit_bias(request.logit_bias, vocab_size),

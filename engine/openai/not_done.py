@@ -18,7 +18,6 @@ _HARMLESS: Final[dict[str, tuple[Any, ...]]] = {
     "echo": (),
     "suffix": (),
     "documents": (),
-    "continue_final_message": (),
 }
 
 

@@ -56,6 +56,7 @@ from engine.sglang.rendezvous import (
 from engine.sglang.settings import CONTROL, REVISION, SOCKET
 from engine.sglang.version import is_tested, untested
 from transport.control.messages import Rooms, TicketInfo
+from transport.path.tcp import format_address
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class PrfaasKVManager(CommonKVManager):  # type: ignore[misc]
             layout_of(identity, pools),
             model_id=server_args.served_model_name or Path(server_args.model_path).name,
             max_model_len=server_args.context_length,
-            http_url=f"http://{server_args.host}:{server_args.port}",
+            http_url=f"http://{format_address(server_args.host, server_args.port)}",
             notice=notice,
             not_done_json=not_done_json(),
             rooms=Rooms() if decodes else Rooms(server_args.host, server_args.disaggregation_bootstrap_port),

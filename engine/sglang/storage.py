@@ -25,6 +25,7 @@ from engine.sglang.identity import kv_identity
 from engine.sglang.layout import KV_POOL, HostPool, Ranks, layout_of, names_of, refusal_of
 from engine.sglang.store import BlockStore
 from engine.sglang.version import is_tested, untested
+from transport.path.tcp import format_address
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class PrfaasStorage(HiCacheStorage):  # type: ignore[misc]
             layout,
             model_id=arguments.served_model_name or Path(arguments.model_path).name,
             max_model_len=arguments.context_length,
-            http_url=f"http://{arguments.host}:{arguments.port}",
+            http_url=f"http://{format_address(arguments.host, arguments.port)}",
             notice=notice,
         )
         self._store.start()

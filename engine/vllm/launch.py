@@ -19,6 +19,7 @@ from typing import Final
 from engine.vllm.servable import complaint_about_model, complaint_about_parallelism
 from engine.vllm.version import is_tested, untested
 from transport.control.last_words import CANNOT_SERVE
+from transport.path.tcp import format_address
 
 CONNECTOR: Final = "PrfaasConnector"
 CONNECTOR_MODULE: Final = "engine.vllm.connector"
@@ -167,7 +168,7 @@ def _kv_transfer(options: ServerOptions) -> dict[str, object]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "agent_socket": str(options.agent_socket),
-            "http_url": f"http://{options.host}:{options.port}",
+            "http_url": f"http://{format_address(options.host, options.port)}",
             "model_revision": options.model_revision,
         },
     }

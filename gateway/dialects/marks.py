@@ -1,5 +1,6 @@
 """Marks of where a prefix of the prompt ends, as a chat says them: what becomes one text has them at characters of it."""
 
+from collections.abc import Collection
 from typing import Any
 
 from gateway.caching import CONTROL, MARK, MAX_MARKS, Ttl
@@ -17,6 +18,13 @@ def check_number(controls: int) -> None:
     if controls > MAX_MARKS:
         what = f"{controls} blocks are marked, {MAX_MARKS} may be"
         raise BadRequest(f"Invalid value for '{CONTROL}': {what}.", param=CONTROL, code="invalid_value")
+
+
+def check_not_twice(names: Collection[str]) -> None:
+    """Raises BadRequest for fields of a chat that a client sets, though the dialect says the same by fields of its own."""
+    for name in sorted(names):
+        what = "a field of this endpoint says the same"
+        raise BadRequest(f"'{name}' is not supported here: {what}.", param=name, code="unsupported")
 
 
 def content_of(parts: list[dict[str, Any]]) -> dict[str, Any]:

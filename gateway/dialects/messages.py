@@ -5,7 +5,8 @@
     tools, tool_choice             functions; any → required               stop_sequences  stop
     thinking.type                  chat_template_kwargs.enable_thinking     metadata.user_id  user
 
-    cache_control                  prompt_cache_breakpoint
+    cache_control                  prompt_cache_breakpoint            a last message of the      continue_final_message
+                                                                  assistant's
 
 Fields that are not Anthropic's go to the engine as they are. Each message becomes the same bytes whatever follows it, so a
 conversation that goes on begins with the prompt it had.
@@ -17,7 +18,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from gateway.caching import CacheControl
-from gateway.dialects.marks import also_marked, check_number, content_of, marked
+from gateway.dialects.marks import also_marked, check_not_twice, check_number, content_of, marked
 from gateway.errors import BadRequest
 from gateway.openai import NOT_JSON, Tokens, bad_field
 from gateway.rules import MAX_TOOLS, Name, Stops
@@ -158,6 +159,9 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
 UNHEARD: Final = frozenset({"service_tier", "inference_geo", "betas", "context_management"})
 REFUSED: Final = ("container", "mcp_servers", "fallbacks")  # somebody would have to do something about them
 
+# A last message of the assistant's is the beginning of the answer, as vLLM's chats are asked for that.
+CONTINUED: Final = {"continue_final_message": True, "add_generation_prompt": False}
+
 _REQUEST: Final = msgspec.json.Decoder(MessagesRequest)
 _FIELDS: Final = msgspec.json.Decoder(dict[str, Raw])
 _KNOWN: Final = frozenset(MessagesRequest.__struct_fields__)
@@ -165,18 +169,18 @@ _KNOWN: Final = frozenset(MessagesRequest.__struct_fields__)
 
 def to_chat(body: bytes) -> bytes:
     """The chat that a body of `/v1/messages` asks for. Raises BadRequest, which names the field by Anthropic's name."""
-    return _to_chat(body, {})
+    return _to_chat(body)
 
 
 def to_counted(body: bytes) -> bytes:
     """The same of a body of `/v1/messages/count_tokens`, which says nothing of an answer."""
-    return _to_chat(body, {"max_tokens": Raw(b"1")})
+    return _to_chat(body, is_counted=True)
 
 
-def _to_chat(body: bytes, said: dict[str, Raw]) -> bytes:
+def _to_chat(body: bytes, *, is_counted: bool = False) -> bytes:
     try:
-        fields = _FIELDS.decode(body) | said
-        asked = _REQUEST.decode(msgspec.json.encode(fields) if said else body)
+        fields = _FIELDS.decode(body) | ({"max_tokens": Raw(b"1")} if is_counted else {})
+        asked = _REQUEST.decode(msgspec.json.encode(fields) if is_counted else body)
     except msgspec.ValidationError as error:
         raise bad_field(error) from error
     except NOT_JSON as error:
@@ -186,7 +190,25 @@ def _to_chat(body: bytes, said: dict[str, Raw]) -> bytes:
             raise _unsupported(name)
     _check_marks(asked)
     rest = {name: raw for name, raw in fields.items() if name not in _KNOWN and name not in UNHEARD}
-    return msgspec.json.encode(_chat_fields(asked) | rest)
+    chat = _chat_fields(asked)
+    if asked.messages[-1].role == "assistant" and not rest.keys() & set(CONTINUED):
+        if (why := _why_not_continued(asked)) is None:
+            chat |= CONTINUED
+        elif not is_counted:
+            raise why
+    check_not_twice(chat.keys() & rest.keys())
+    return msgspec.json.encode(chat | rest)
+
+
+def _why_not_continued(asked: MessagesRequest) -> BadRequest | None:
+    """Why the answer cannot go on where the last message, the assistant's, ends."""
+    last = f"messages[{len(asked.messages) - 1}]"
+    content = asked.messages[-1].content
+    if not isinstance(content, str) and any(isinstance(block, ToolUse) for block in content):
+        return _unsupported(last, "an answer cannot go on after a call of a tool; its result has to follow")
+    if asked.thinking is not None and asked.thinking.type == "enabled":
+        return _unsupported(last, "an answer that goes on from there begins with no thoughts; disable 'thinking'")
+    return None
 
 
 def _chat_fields(asked: MessagesRequest) -> dict[str, Any]:
@@ -236,15 +258,21 @@ def _messages(asked: MessagesRequest) -> list[dict[str, Any]]:
 
 def _system(system: str | list[SystemText] | None) -> dict[str, Any]:
     if isinstance(system, str):
-        return {} if system.startswith(BILLING) or not system else {"content": system}
-    blocks = [(index, block) for index, block in enumerate(system or ()) if not block.text.startswith(BILLING)]
+        return {"content": text} if (text := _unbilled(system)) else {}
+    texts = [(index, block, _unbilled(block.text)) for index, block in enumerate(system or ())]
     content = content_of(
         [
-            {"type": "text", "text": block.text} | _marked(block.cache_control, f"system[{index}].cache_control")
-            for index, block in blocks
+            {"type": "text", "text": text} | _marked(block.cache_control, f"system[{index}].cache_control")
+            for index, block, text in texts
+            if text or not block.text
         ]
     )
     return content if content["content"] else {}
+
+
+def _unbilled(text: str) -> str:
+    """The text without a first line that is `BILLING`'s."""
+    return text.partition("\n")[2] if text.startswith(BILLING) else text
 
 
 def _marked(control: CacheControl | None, field: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from gateway.caching import MARK, Ttl
-from gateway.dialects.marks import content_of, marked
+from gateway.dialects.marks import check_not_twice, content_of, marked
 from gateway.errors import BadRequest
 from gateway.openai import NOT_JSON, Tokens, bad_field
 from gateway.rules import MAX_TOOLS, Name
@@ -164,7 +164,9 @@ def to_chat(body: bytes) -> tuple[bytes, bytes]:
     echo = msgspec.json.encode({name: fields[name] for name in ECHOED if name in fields})
     if len(echo) > MAX_ECHO_BYTES:
         raise _invalid("tools", f"what the answer is to repeat is longer than {MAX_ECHO_BYTES} bytes")
-    return msgspec.json.encode(_chat_fields(asked) | rest), echo
+    chat = _chat_fields(asked)
+    check_not_twice(chat.keys() & rest.keys())
+    return msgspec.json.encode(chat | rest), echo
 
 
 def _check(asked: ResponsesRequest) -> None:

@@ -1,8 +1,6 @@
 """Which dialect a path speaks: how its bodies become calls, how answers and errors are told."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
 
 from gateway.dialects import messages, messages_answer, responses
 from gateway.dialects.messages_answer import MessagesTelling
@@ -10,11 +8,6 @@ from gateway.dialects.responses_answer import ResponsesTelling
 from gateway.dialects.telling import Telling
 from gateway.errors import ApiError
 from gateway.openai import Call, Endpoint, parse
-
-_ERRORS: Final[dict[str, Callable[[ApiError], bytes]]] = {
-    Endpoint.MESSAGES: messages_answer.error_body,
-    Endpoint.COUNT_TOKENS: messages_answer.error_body,
-}
 
 
 def call_in(endpoint: Endpoint, body: bytes) -> Call:
@@ -45,5 +38,6 @@ def telling_of(call: Call, answer_id: str, num_tokens: int, unix_s: int) -> Tell
 
 def error_told(path: str, error: ApiError) -> bytes:
     """The body that tells `error` to who asked at `path`."""
-    tell = _ERRORS.get(path)
-    return error.body() if tell is None else tell(error)
+    if path == Endpoint.MESSAGES or path.startswith(f"{Endpoint.MESSAGES}/"):
+        return messages_answer.error_body(error)
+    return error.body()

@@ -21,6 +21,7 @@ from planner.service.conversions import AgentConverter, Converter
 from planner.service.gateways import Gateways
 from planner.service.keeper import Keeper
 from planner.service.store import Lock, Store
+from transport.path.tcp import format_address
 
 log = logging.getLogger("prfaas.plan")
 
@@ -76,7 +77,7 @@ async def leading(
         for name, work in {"looking": lambda: keeper.run(http), "converting": keeper.convert_nodes}.items():
             task = asyncio.create_task(_for_ever(name, work, keeper.failures))
             stack.push_async_callback(_ended, task)
-        yield Service(keeper, f"http://{host}:{runner.addresses[0][1]}")
+        yield Service(keeper, f"http://{format_address(host, runner.addresses[0][1])}")
 
 
 async def serve(

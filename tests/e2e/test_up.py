@@ -157,3 +157,20 @@ def test_what_is_killed_comes_back_by_itself(up: Up) -> None:
         with contextlib.suppress(OSError, http.client.HTTPException):
             assert b"data: [DONE]" not in stream.read()
     up.until_gone(children)
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+def test_a_system_on_ipv6_answers(tmp_path: Path) -> None:
+    port, path = free_port(), tmp_path / "topology.toml"
+    text = TOPOLOGY.format(port=port).replace("[gateway]\n", '[gateway]\nhost = "::1"\nthreshold_tokens = 1000\n')
+    text = text.replace("[node]\n", '[node]\nhost = "::1"\n')
+    path.write_text(text.replace("nodes = [{", 'nodes = [{ node_id = "p0", role = "prefill" }, {'))
+    command = [sys.executable, "-m", "prfaas", "up", "-c", str(path), "--state-dir", str(tmp_path / "state")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        running = Up(process, f"http://[::1]:{port}")
+        try:
+            running.wait_for("Ctrl-C ends it")
+            assert running.until_answered() == 4
+        finally:
+            process.terminate()
+        assert process.wait(60) == 0

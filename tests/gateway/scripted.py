@@ -399,7 +399,8 @@ class ScriptedNode(NodeAgentServicer):
             response.headers["x-prfaas-answered"] = str(len(answered))
         await response.prepare(http)
         is_chat = "messages" in body
-        chunk = {"object": "chat.completion.chunk", "created": 0, "model": "scripted"} if is_chat else {}
+        kind = "chat.completion.chunk" if is_chat else "text_completion"
+        chunk = {"object": kind, "created": 0, "model": "scripted"}
         is_resumed = script.is_resumable and params.get("resumable")
         if is_resumed:
             chunk["created"] = self.created_s
@@ -429,7 +430,7 @@ class ScriptedNode(NodeAgentServicer):
             last = {"index": 0, "delta": {}, "finish_reason": self.script.finish_reason}
             await response.write(_event({"id": "x", **chunk, "choices": [last], "usage": None}))
         if (body.get("stream_options") or {}).get("include_usage"):
-            await response.write(_event({"id": "x", "choices": [], "usage": usage, **extra}))
+            await response.write(_event({"id": "x", **chunk, "choices": [], "usage": usage, **extra}))
         await response.write(b"data: [DONE]\n\n")
         return response
 

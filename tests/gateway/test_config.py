@@ -7,6 +7,7 @@ import pytest
 from gateway.cli import main
 from gateway.config import NodeConfig, load
 from gateway.errors import ConfigError
+from transport.control.settings import SettingsError
 
 GOOD = """
 [gateway]
@@ -149,3 +150,10 @@ def test_help_names_the_file_option(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert end.value.code == 0
     assert "--config" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("agent", ["::1:7001", "2001:db8::1:7001", "[::1:7001", ":7001"])
+def test_an_agents_ipv6_address_is_in_brackets(agent: str) -> None:
+    with pytest.raises(SettingsError, match="in brackets"):
+        NodeConfig(agent=agent)
+    assert NodeConfig(agent="[::1]:7001").agent == "[::1]:7001"

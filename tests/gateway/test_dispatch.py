@@ -107,6 +107,7 @@ async def test_a_prefix_known_to_be_cached_makes_a_long_prompt_local() -> None:
             w.nodes.local[0].tell(event)
         clusters = w.gateway.clusters
         await until(lambda: clusters.index and clusters.index.match("p0", hashes, 16 * len(hashes)).num_tokens)
+        w.nodes.local[0].script.cached_tokens = 16 * len(hashes)
         response = await w.complete(LONG)
         assert response.headers["x-prfaas-route"].startswith("local; node=p0; uncached=")
         assert response.headers["x-prfaas-route"].endswith("reason=short")
@@ -171,7 +172,8 @@ async def test_a_stream_is_the_decode_nodes_bytes() -> None:
         body = await response.read()
         assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
         assert response.headers["Cache-Control"] == "no-cache"
-        assert body.startswith(b'data: {"id": "x", "choices": [{"index": 0, "text": "one"}], "usage": null}\n\n')
+        head = b'data: {"id": "x", "object": "text_completion", "created": 0, "model": "scripted", '
+        assert body.startswith(head + b'"choices": [{"index": 0, "text": "one"}], "usage": null}\n\n')
         assert body.endswith(b"data: [DONE]\n\n")
 
 
@@ -448,3 +450,34 @@ async def test_too_many_in_flight_is_a_429() -> None:
         assert (await second.json())["error"]["type"] == "rate_limit_error"
         gate.set()
         assert (await first).status == 200
+
+
+@on_loop
+async def test_what_every_engine_refuses_is_no_nodes_failure() -> None:
+    async with world() as w:
+        for node in w.nodes.nodes:
+            node.script.prefill = node.script.decode = ["400 bad_bias"] * 3
+        response = await w.complete(LONG, logit_bias={"100000": 1})
+        assert (response.status, (await response.json())["error"]["code"]) == (400, "bad_bias")
+        await w.settled()
+        assert await w.fallbacks() == {}
+        assert (await w.records())[-1]["fallbacks"] == []
+
+
+@on_loop
+async def test_the_route_header_says_where_the_prompt_was_computed_in_the_end() -> None:
+    async with world(decode=1) as w:
+        (decode,) = w.nodes.decode
+        for stream in (True, False):
+            for node in (*w.nodes.remote, *w.nodes.local):
+                node.script.prefill = ["400 odd"]
+            response = await w.complete(LONG, stream=stream)
+            route = response.headers["x-prfaas-route"]
+            assert response.status == 200
+            assert route.startswith(f"local; node={decode.node_id}; uncached=361;")
+            assert route.endswith("; fallback=prefill_odd; fallback=recompute_no_prefill")
+        await w.settled()
+        decode.script.landing_failure = "digest"  # of which a stream tells later
+        response = await w.complete(LONG)
+        assert response.headers["x-prfaas-route"].startswith(f"local; node={decode.node_id}; uncached=361;")
+        assert response.headers["x-prfaas-route"].endswith("; fallback=recompute_digest")

@@ -177,6 +177,12 @@ def test_only_tokens_look_like_tokens() -> None:
     "wrong",
     [
         {"issuer": "http://login.example.com", "audience": "x"},
+        {"issuer": "http://127.0.0.1.evil.example", "audience": "x"},
+        {"issuer": "http://localhost.evil.example", "audience": "x"},
+        {"issuer": "http://127.0.0.1@evil.example/", "audience": "x"},
+        {"issuer": "http://[::1", "audience": "x"},
+        {"issuer": "https://", "audience": "x"},
+        {"issuer": ISSUER, "audience": "x", "jwks_url": "http://127.0.0.1.evil.example/keys"},
         {"issuer": ISSUER},
         {"issuer": ISSUER, "audience": "x", "jwks_url": "file:///etc/passwd"},
         {"issuer": ISSUER, "audience": "x", "tenant_claim": ""},
@@ -185,6 +191,11 @@ def test_only_tokens_look_like_tokens() -> None:
 def test_what_a_file_may_not_say(wrong: dict[str, str]) -> None:
     with pytest.raises(SettingsError, match="oidc"):
         OidcConfig(**wrong)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8080", "http://localhost", "http://[::1]:80/", "https://a.example"])
+def test_urls_whose_answers_nobody_on_the_way_can_change(url: str) -> None:
+    assert OidcConfig(issuer=url, audience="x", jwks_url=url).issuer == url
 
 
 class Login:

@@ -2,17 +2,22 @@
 
 import io
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from gateway.breakpoints import unmarked
+from gateway.dialects import messages, responses
 from gateway.errors import BadRequest
+from gateway.keys import TenantConfig, digest_of
 from gateway.openai import Endpoint, parse, request_id_or
 from tests.gateway.worlds import on_loop, world
 
 CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": "scripted", "prompt": "hi"}
 
+USER = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}
 
 
@@ -56,7 +61,9 @@ BAD_CHAT = [
         "response_format.json_schema.name",
         "missing_required_parameter",
     ),
-    bad({"tools": []}, "tools"),
+    bad({"tools": [], "tool_choice": "required"}, "tool_choice"),
+    bad({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    bad({"seed": 2**63}, "seed"),
     bad({"tools": [5]}, "tools[0]"),
     bad({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     bad({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
@@ -238,3 +245,72 @@ async def test_a_path_spelled_otherwise_gets_the_same_answer_through_the_applica
                 assert response.headers["x-request-id"] == "mine"
                 answers.append((response.status, set(response.headers), json.loads(await response.read()).keys()))
         assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}])
+def test_no_tools_at_all_are_no_tools(choice: dict[str, Any]) -> None:
+    call = parse(Endpoint.CHAT, json.dumps(CHAT | {"tools": []} | choice).encode())
+    assert not call.fields.keys() & {"tools", "tool_choice"}
+    assert (
+        "tool_choice"
+        in parse(Endpoint.CHAT, json.dumps(CHAT | {"tools": [], "tool_choice": "required"}).encode()).fields
+    )
+
+
+MARK = {"mode": "explicit", "end": 3, "said": "SPOOFED"}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [], "prompt_cache_breakpoint": MARK}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        CALLING,
+        {"role": "user", "prompt_cache_breakpoint": MARK},
+        {"role": "user", "content": "a", "prompt_cache_breakpoint": MARK},
+    ],
+)
+def test_what_translations_say_of_marks_no_client_says(message: dict[str, Any]) -> None:
+    asked = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}, message]}).encode()
+    _, marks = unmarked(parse(Endpoint.CHAT, asked))
+    assert [(mark.field, mark.end) for mark in marks.marks] == [("messages[1].prompt_cache_breakpoint", None)]
+
+
+def test_a_list_of_marks_is_no_mark() -> None:
+    message = {"role": "user", "content": "hi", "prompt_cache_breakpoint": [{"mode": "explicit"}]}
+    with pytest.raises(BadRequest) as refused:
+        unmarked(parse(Endpoint.CHAT, json.dumps({"model": "m", "messages": [message]}).encode()))
+    assert refused.value.param == "messages[0].prompt_cache_breakpoint"
+
+
+@pytest.mark.parametrize(
+    ("translate", "fields", "param"),
+    [
+        (messages.to_chat, {"max_tokens": 3, "messages": USER, "stop_sequences": ["a"], "stop": "b"}, "stop"),
+        (messages.to_chat, {"max_tokens": 3, "messages": USER, "stream": True, "stream_options": {}}, "stream_options"),
+        (responses.to_chat, {"input": "hi", "messages": USER}, "messages"),
+        (responses.to_chat, {"input": "hi", "stream": True, "stream_options": {"include_usage": False}}, None),
+    ],
+)
+def test_a_chats_field_does_not_say_otherwise_what_a_dialects_says(
+    translate: Callable[[bytes], Any], fields: dict[str, Any], param: str | None
+) -> None:
+    body = json.dumps({"model": "m"} | fields).encode()
+    if param is None:
+        translate(body)
+        return
+    with pytest.raises(BadRequest) as refused:
+        translate(body)
+    assert (refused.value.param, refused.value.code) == (param, "unsupported")
+
+
+@on_loop
+async def test_more_answers_than_may_ever_be_at_once_are_a_mistake() -> None:
+    tenants = {"few": TenantConfig(keys=(digest_of("sk-few"),), concurrent_requests=2)}
+    async with world(tenants=tenants) as w:
+        key = {"Authorization": "Bearer sk-few"}
+        for fields, param in (({"n": 3}, "n"), ({"prompt": ["a", "b", "c"]}, "prompt")):
+            response = await w.complete(**({"prompt": "a"} | fields), headers=key)
+            assert (response.status, (await response.json())["error"]["param"]) == (400, param)
+        assert (await w.complete("a", n=2, headers=key)).status == 200
+    async with world(max_in_flight=2) as w:
+        assert (await w.complete("a", n=3)).status == 400

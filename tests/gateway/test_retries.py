@@ -224,10 +224,8 @@ async def test_an_error_of_ours_in_the_prefills_leg_is_told_at_once(monkeypatch:
 
 @on_loop
 async def test_an_error_of_ours_in_a_stream_is_its_last_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Accounts, "notice_recompute", _fails)
+    monkeypatch.setattr("gateway.relay._notice_error", _fails)
     async with world() as w:
-        for node in w.nodes.decode:
-            node.script.landing_failure = "landing_timeout"
         response = await w.complete(LONG, stream=True)
         last = (await response.read()).split(b"\n\n")[-2]
         assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "internal_error"

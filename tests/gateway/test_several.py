@@ -41,6 +41,16 @@ def test_of_several_answers_each_has_a_seed_of_its_own() -> None:
     assert [json.loads(each.body({})) for each in calls_of(call)] == [{"model": "m", "prompt": "x"}] * 2
 
 
+@pytest.mark.parametrize("seed", [-1, -64, 2**63 - 2])
+def test_seeds_below_nothing_and_at_the_end_are_different_ones(seed: int) -> None:
+    body = json.dumps({"model": "m", "prompt": "a", "n": 128, "seed": seed}).encode()
+    seeds = [json.loads(call.body({}))["seed"] for call in calls_of(parse(Endpoint.COMPLETIONS, body))]
+    assert (seeds[0], len(set(seeds))) == (seed, 128)
+    assert all(-(2**63) <= each < 2**63 for each in seeds)
+    with pytest.raises(BadRequest):
+        parse(Endpoint.COMPLETIONS, json.dumps({"model": "m", "prompt": "a", "seed": 2**63}).encode())
+
+
 @on_loop
 async def test_prompts_of_a_list_are_routed_by_themselves_and_answered_in_order() -> None:
     async with world() as w:
@@ -87,6 +97,12 @@ async def test_streams_of_several_answers_are_one_stream() -> None:
         assert said[-1]["usage"]["prompt_tokens"] == 21
         plain = await events(w, Endpoint.CHAT, **CHAT, n=2)
         assert {choice["index"] for event in plain for choice in event["choices"]} == {0, 1}
+        for path, asked, kind in (
+            (Endpoint.CHAT, CHAT, "chat.completion.chunk"),
+            (Endpoint.COMPLETIONS, {"model": "scripted", "prompt": LONG}, "text_completion"),
+        ):
+            said = await events(w, path, **asked, n=2, **options)
+            assert {(event["object"], event["model"]) for event in said} == {(kind, "scripted")}
         await w.settled()
 
 
@@ -112,9 +128,30 @@ async def test_one_that_fails_fails_all_and_nothing_is_left() -> None:
 
 
 @on_loop
+@pytest.mark.parametrize("fault", ["die_after 2", "error_after 2", "die_after_first", "cut_after 2"])
+async def test_an_error_is_the_last_event(fault: str) -> None:
+    async with world(decode=2) as w:
+        left = [fault, "", ""]
+        for node in w.nodes.decode:
+            node.script.decode, node.script.word_interval_s = left, 0.01
+        body = {"model": "scripted", "prompt": LONG, "n": 3, "stream": True, "stream_options": {"include_usage": True}}
+        async with w.http.post(Endpoint.COMPLETIONS, json=body) as got:
+            said = [event.removeprefix("data: ") for event in (await got.text()).split("\n\n") if event]
+        if got.status == 200:
+            assert '"error"' in said[-1]
+        assert sum('"error"' in event for event in said) == 1
+        records = [(record["status"], record["error"]) for record in await w.records()]
+        assert sum(status == 502 for status, _ in records) == 1
+        assert not w.gateway.admission.in_flight
+        await w.settled()
+
+
+@on_loop
 async def test_each_answer_takes_a_place() -> None:
     async with world(max_in_flight=2) as w:
-        response = await w.complete(PROMPTS)
+        w.gateway.admission.take()
+        response = await w.complete(PROMPTS[:2])
+        w.gateway.admission.give_back()
         assert (response.status, (await response.json())["error"]["type"]) == (429, "rate_limit_error")
         assert 'prfaas_requests_total{reason="rate_limit_exceeded",route="none",status="429"} 1.0' in await w.metrics()
         assert (await w.complete(PROMPTS[:2])).status == 200

@@ -137,7 +137,7 @@ def test_connections_of_clients_leave_descriptors_for_everything_else() -> None:
         (HEAD + b"Content-Length: 99999999999\r\nExpect: 100-continue\r\n\r\n", 413),
         (HEAD + b"Content-Length: 99999999999\r\n\r\n", 413),
         (HEAD + b"Content-Length: 4\r\nContent-Encoding: gzip\r\n\r\nabcd", 400),
-        (HEAD + b"Content-Length: 4\r\nContent-Encoding: nonsense\r\n\r\nabcd", 400),
+        (HEAD + b"Content-Length: 4\r\nContent-Encoding: nonsense\r\n\r\nabcd", 415),
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
     ],
 )

@@ -6,8 +6,10 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -95,3 +97,12 @@ def test_any_free_port_is_free() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         number = probe.getsockname()[1]
     asyncio.run(wait_free(Port("control_port", "127.0.0.1", number), "n0", 0.0, lambda: 0.0))
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+def test_an_address_of_ipv6_is_free_or_taken_as_any_other() -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as listener:
+        number = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"\[::1\]:{number}"):
+            asyncio.run(wait_free(Port("control_port", "::1", number), "n", 0.0, time.monotonic))
+    asyncio.run(wait_free(Port("control_port", "::1", number), "n", 0.0, time.monotonic))

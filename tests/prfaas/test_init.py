@@ -114,3 +114,13 @@ def test_only_what_is_not_known_is_asked() -> None:
     site = site_of(asked({"model": "m", "remote": "-"}, ask), tls=False)
     assert len(questions) == len(QUESTIONS) - 2
     assert (site.model, site.remote, site.is_one_machine) == ("m", (), True)
+
+
+def test_addresses_of_ipv6_are_in_brackets_beside_ports(tmp_path: Path) -> None:
+    write(
+        Site(model="models/m", gateway="2001:db8::9", remote=("2001:db8::2",), decode=("2001:db8::1", "d.lan")),
+        tmp_path,
+    )
+    gateway = load_gateway(tmp_path / "gateway.toml")
+    assert {node.agent for node in gateway.nodes} == {"[2001:db8::1]:7001", "[2001:db8::2]:7001", "d.lan:7001"}
+    assert load_node_config(tmp_path / "home-d0.toml").host == "2001:db8::1"

@@ -23,10 +23,13 @@ CALLING = {
     "reasoning_content": "hm",
     "tool_calls": [{"id": "1", "type": "function", "function": FUNCTION}],
 }
+BEGUN = {"role": "assistant", "content": "So it "}
 CHATS: list[dict[str, Any]] = [
     *({"messages": [{"role": "system", "content": text}, USER]} for text in TEXTS),
     {"messages": [PARTS, {"role": "assistant", "content": None}]},
     {"messages": [USER], "add_generation_prompt": False},
+    {"messages": [USER, BEGUN], "continue_final_message": True},
+    {"messages": [USER, BEGUN], "continue_final_message": True, "add_generation_prompt": False},
     {"messages": [USER], "add_generation_prompt": True, "chat_template_kwargs": {"thinking": True}},
     {"messages": [USER], "chat_template_kwargs": {"bos_token": "<pad>"}},
     {"messages": [USER], "chat_template_kwargs": {"thinking": None, "reasoning_effort": "auto"}},
@@ -42,6 +45,10 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
         "add_generation_prompt",
     ),
     ({"messages": [USER], "chat_template_kwargs": {"continue_final_message": True}}, "continue_final_message"),
+    (
+        {"messages": [USER, BEGUN], "continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+    ),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": 1}]}, "role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),

@@ -10,6 +10,7 @@ from typing import Any
 from transport.batch.engine import Batches, Request, SegmentRef, TaskState, TaskStatus, Write
 from transport.batch.registered import Region, Regions, address_of, check_open
 from transport.errors import BackendMissing, TransportError
+from transport.path.tcp import format_address
 
 
 class _Task:
@@ -46,7 +47,7 @@ class MooncakeBatch(Batches[_Task]):
         self._engine: Any = TransferEngine()
         if code := self._engine.initialize(host, "P2PHANDSHAKE", protocol, device):
             raise TransportError(f"Mooncake's Transfer Engine did not start on {host} over {protocol}: {code}")
-        self._address = f"{host}:{self._engine.get_rpc_port()}"
+        self._address = format_address(host, self._engine.get_rpc_port())
         self._regions = Regions()
 
     @property

@@ -48,6 +48,11 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def family_of(host: str) -> socket.AddressFamily:
+    """What a listener at this address, or name, is of."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def dial(address: str, options: TcpOptions) -> socket.socket:
     """A connected socket. Raises OSError."""
     sock = socket.create_connection(parse_address(address), timeout=options.connect_timeout_s)
@@ -60,8 +65,7 @@ def dial(address: str, options: TcpOptions) -> socket.socket:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=1024)
+    return socket.create_server((host, port), family=family_of(host), backlog=1024)
 
 
 def prepare(sock: socket.socket, options: TcpOptions) -> None:

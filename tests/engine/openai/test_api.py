@@ -111,7 +111,7 @@ def test_bad_completions_name_the_field(fields, param):
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"documents": [{"text": "x"}]}, "documents"),
-        ({"continue_final_message": True}, "continue_final_message"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"add_special_tokens": True}, "add_special_tokens"),
@@ -245,3 +245,10 @@ def test_ticket_comes_back_as_bytes():
     assert transfer.ticket.endpoints == (("shm", "127.0.0.1:1", "host"),)
     broken = {"do_remote_decode": True, "ticket": TICKET | {"secret": "zz"}}
     assert refusal(completion, kv_transfer_params=broken).param == "kv_transfer_params.ticket.secret"
+
+
+def test_a_seed_below_nothing_is_another_one_than_above():
+    seeds = [sampling_params(completion(seed=seed), 3, 1024, 512, seed=5).seed for seed in (7, -7, 0, -1, 1)]
+    assert len(set(seeds)) == len(seeds)
+    assert seeds[0] == 7
+    assert min(seeds) >= 0

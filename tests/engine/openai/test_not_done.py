@@ -10,14 +10,13 @@ from engine.openai.api import ChatRequest, CompletionRequest, check_supported, p
 from engine.openai.not_done import not_done_json
 
 FIELDS: dict[str, list[Any]] = json.loads(not_done_json())
-OF_CHATS = ("documents", "continue_final_message")
+OF_CHATS = ("documents",)
 OF_TEXTS = ("echo", "suffix")
 ASKS: dict[str, Any] = {
     "tools": [{}],
     "response_format": {"type": "json_object"},
     "documents": ["x"],
     "echo": True,
-    "continue_final_message": True,
     "min_p": 0.5,
     "skip_special_tokens": False,
     "spaces_between_special_tokens": False,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.dialects.messages import to_chat
+from gateway.dialects.messages import to_chat, to_counted
 from gateway.dialects.messages_answer import MessagesTelling, error_body
 from gateway.errors import ApiError, BadRequest, Overloaded
 from gateway.openai import Endpoint
@@ -118,6 +118,56 @@ def test_a_line_of_a_clients_books_is_no_part_of_the_prompt() -> None:
         {"type": "text", "text": "You are."},
     ]
     assert chat(system=system)["messages"][0]["content"] == "You are."
+    line = "x-anthropic-billing-header: cc_version=1"
+    assert chat(system=f"{line}\nYou are.\nBe brief.")["messages"][0]["content"] == "You are.\nBe brief."
+    block = {"type": "text", "text": f"{line}\nYou are."}
+    assert chat(system=[block])["messages"][0]["content"] == "You are."
+    assert [each["role"] for each in chat(system=line)["messages"]] == ["user"]
+
+
+BEGUN = {"role": "assistant", "content": [{"type": "text", "text": "The answer"}]}
+CONTINUED = {"continue_final_message": True, "add_generation_prompt": False}
+
+
+@pytest.mark.parametrize("begun", [BEGUN, {"role": "assistant", "content": "The answer"}])
+def test_an_answer_that_has_begun_goes_on(begun: dict[str, Any]) -> None:
+    said = chat(messages=[*ASKED["messages"], begun])
+    assert said["messages"][-1] == {"role": "assistant", "content": "The answer"}
+    assert {name: said[name] for name in CONTINUED} == CONTINUED
+    assert not chat(messages=[*ASKED["messages"], begun, {"role": "user", "content": "?"}]).keys() & CONTINUED.keys()
+    otherwise = chat(messages=[*ASKED["messages"], begun], continue_final_message=False)
+    assert (otherwise["continue_final_message"], "add_generation_prompt" in otherwise) == (False, False)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "assistant", "content": [CALLED]}]},
+        {"messages": [BEGUN], "thinking": {"type": "enabled", "budget_tokens": 2048}},
+    ],
+)
+def test_what_cannot_go_on_is_refused_and_counted_all_the_same(fields: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest) as refused:
+        chat(**fields)
+    assert (refused.value.param, refused.value.code) == ("messages[0]", "unsupported")
+    body = json.dumps({"model": "scripted"} | fields).encode()
+    assert not json.loads(to_counted(body)).keys() & CONTINUED.keys()
+
+
+@on_loop
+async def test_an_answer_goes_on_with_the_tokens_of_its_beginning() -> None:
+    async with world() as w:
+        for content, more in (("hi", []), ("hi", [BEGUN])):
+            asked = ASKED | {"messages": [{"role": "user", "content": content}, *more]}
+            async with w.http.post("/v1/messages/count_tokens", json=asked) as response:
+                counted = (await response.json())["input_tokens"]
+            async with w.http.post("/v1/messages", json=asked) as response:
+                assert response.status == 200
+            fields: dict[str, Any] = CONTINUED if more else {}
+            chats = {"messages": json.loads(to_chat(json.dumps(asked).encode()))["messages"]} | fields
+            async with w.http.post("/tokenize", json=chats) as response:
+                assert (await response.json())["count"] == counted
+            assert (await w.records())[-1]["total"] == counted
 
 
 @pytest.mark.parametrize(

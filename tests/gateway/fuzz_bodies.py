@@ -1,0 +1,107 @@
+"""A whole body for each path that takes one: what the fuzzer changes."""
+
+from typing import Any
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+MARK = {"prompt_cache_breakpoint": {"mode": "explicit", "ttl": "5m"}}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "model": "scripted",
+        "max_tokens": 4,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "n": 2,
+        "seed": 1,
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "hi"} | MARK]},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c", "content": "5"},
+        ],
+        "tools": [TOOL],
+        "tool_choice": "auto",
+        "logit_bias": {"5": 1.0},
+        "stop": ["x"],
+        "temperature": 0.5,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}},
+        "chat_template_kwargs": {"thinking": True},
+        "prompt_cache_options": {"mode": "implicit"},
+        "prompt_cache_key": "k",
+    },
+    "/v1/completions": {
+        "model": "scripted",
+        "prompt": ["hello there", [5, 6, 7]],
+        "max_tokens": 4,
+        "n": 1,
+        "best_of": 1,
+        "logprobs": 1,
+        "echo": False,
+        "stop": "x",
+        "seed": 3,
+        "user": "u",
+        "stream": False,
+        "min_tokens": 1,
+        "cache_salt": "s",
+        "truncate_prompt_tokens": 50,
+    },
+    "/v1/messages": {
+        "model": "scripted",
+        "max_tokens": 4,
+        "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": "hi"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "s"},
+                    {"type": "text", "text": "So"},
+                    {"type": "tool_use", "id": "c", "name": "look", "input": {"at": [1]}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "5"}]}],
+            },
+        ],
+        "tools": [{"name": "look", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "auto"},
+        "stream": True,
+        "stop_sequences": ["x"],
+        "metadata": {"user_id": "u"},
+        "thinking": {"type": "disabled"},
+        "top_k": 3,
+        "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
+    },
+    "/v1/responses": {
+        "model": "scripted",
+        "instructions": "Be brief.",
+        "max_output_tokens": 4,
+        "stream": True,
+        "store": False,
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "hi"} | MARK]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+            {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "5"},
+        ],
+        "tools": [{"type": "function", "name": "look", "parameters": {"type": "object"}}],
+        "tool_choice": "auto",
+        "text": {"format": {"type": "json_schema", "name": "a", "schema": {}}},
+        "include": ["message.output_text.logprobs"],
+        "metadata": {"a": "b"},
+        "reasoning": {"effort": "low"},
+        "top_logprobs": 1,
+    },
+    "/v1/messages/count_tokens": {"model": "scripted", "messages": [{"role": "user", "content": "hi"}], "tools": []},
+    "/tokenize": {
+        "messages": [{"role": "user", "content": "hi"}],
+        "add_generation_prompt": True,
+        "return_token_strs": True,
+    },
+    "/detokenize": {"tokens": [5, 6, 7]},
+    "/prfaas/explain": {"model": "scripted", "prompt": "hi", "max_tokens": 3},
+    "/v1/embeddings": {"model": "scripted", "input": "hi"},
+}
