@@ -12,25 +12,27 @@ from typing import Final
 
 from planner.decisions.admission import AdmissionPolicy
 from planner.decisions.placement import PLACERS
+from planner.model.reading import LEAST
 from planner.simulator.policies import POLICIES, Estimates
 from planner.solve.goals import Objective, Rule, TieBreak, Worst
 
+LARGEST: Final = 1e9  # of gigabytes, seconds, factors: whatever is measured
 MOST: Final = 10_000_000  # of whatever is counted: more requests than that do not fit into memory
 
 
 def above_zero(text: str) -> float:
     """A number above 0."""
     value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: must be above 0 and finite")
+    if not LEAST <= value <= LARGEST:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0, and at most {LARGEST:g}")
     return value
 
 
 def not_negative(text: str) -> float:
     """A number that is at least 0."""
     value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 0 and finite")
+    if not 0 <= value <= LARGEST:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 0, and at most {LARGEST:g}")
     return value
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.errors import InputError, OutsideProfile
-from planner.model.reading import SECONDS, TOKENS, Range, named, placed, read_json
+from planner.model.reading import GBPS, LEAST, SECONDS, TOKENS, Range, named, placed, read_json
 from transport.control.settings import build, mapped, require
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -104,7 +104,7 @@ class PrefillCurve:
         if not 0 <= low <= high <= TOKENS.high:
             raise InputError(f"valid_tokens=[{low:g}, {high:g}]: need 0 <= least <= largest <= {TOKENS.high:g}")
         for at in self._lowest_at():
-            if not 0 < self(at) <= SECONDS.high:
+            if not (LEAST if at else 0) <= self(at) <= SECONDS.high:
                 raise InputError(f"prefill: {self(at):g} s for {at:g} tokens: must be above 0 and finite")
 
     def _lowest_at(self) -> list[float]:
@@ -166,8 +166,8 @@ class PrefillCurve:
 
 def fit_quadratic(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
     """Least-squares a0 + a1·l + a2·l² through `points` of (tokens, seconds); at least three are needed."""
-    if len(points) < 3:
-        raise InputError(f"points={len(points)}: a quadratic needs at least 3")
+    if (found := len({length for length, _ in points})) < 3:
+        raise InputError(f"points={found}: a quadratic needs at least 3, of different lengths")
     x, y = np.array(points, dtype=np.float64).T
     # In thousands of tokens the normal equations are well conditioned.
     a2, a1, a0 = np.polyfit(x / 1000, y, 2)
@@ -223,7 +223,7 @@ class DecodeProfile:
         if not 1 <= self.max_running <= MAX_RUNNING:
             raise InputError(f"max_running={self.max_running}: must be at least 1, and at most {MAX_RUNNING}")
         steps = (self.step_s, self.step_s_per_request)
-        if not min(steps) >= 0 or not 0 < self.full_step_s <= SECONDS.high:
+        if not min(steps) >= 0 or not LEAST <= self.full_step_s <= SECONDS.high:
             raise InputError(f"step_s={self.step_s}, step_s_per_request={self.step_s_per_request}: must be positive")
 
     @property
@@ -299,7 +299,7 @@ class _Curve:
         """Raises SettingsError or InputError."""
         if self.interpolation not in ("linear", "quadratic"):
             raise InputError(f"interpolation={self.interpolation!r}: must be linear or quadratic")
-        points = _pairs("points", self.points)
+        points = _pairs("points", self.points, SECONDS)
         coefficients = self.coefficients
         if coefficients is None and self.interpolation == "quadratic":
             coefficients = fit_quadratic(points)
@@ -322,9 +322,11 @@ class _Curve:
         )
 
 
-def _pairs(name: str, rows: Sequence[Sequence[float]]) -> tuple[tuple[float, float], ...]:
+def _pairs(name: str, rows: Sequence[Sequence[float]], allowed: Range) -> tuple[tuple[float, float], ...]:
     for at, row in enumerate(rows):
         require(len(row) == 2, f"{name}[{at}]", row, "a length and its value")
+        TOKENS.of(f"{name}[{at}][0]", row[0])
+        allowed.of(f"{name}[{at}][1]", row[1])
     return tuple((row[0], row[1]) for row in rows)
 
 
@@ -368,7 +370,7 @@ def parse_profile(table: Mapping[str, Any]) -> ModelProfile:
         quoted = document.kv_throughput_gbps
         return ModelProfile(
             model=document.model, kv=document.kv, prefill=prefill, decode=document.decode,
-            kv_throughput_gbps=_pairs("kv_throughput_gbps.points", quoted.points),
+            kv_throughput_gbps=_pairs("kv_throughput_gbps.points", quoted.points, GBPS),
             kv_throughput_hardware=quoted.hardware, notes=document.notes,
         )  # fmt: skip
 

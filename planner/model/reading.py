@@ -1,6 +1,6 @@
 """What files and arguments say, read once: text in plain or compressed files, and numbers with a range and a unit.
 
-    trace day.jsonl, row 6: input_length = nan: must be a number of tokens, 0 to 1e+09
+    trace day.jsonl, row 6: input_length = nan: must be a number of tokens, 0 to 1000000000
 
 Errors inside are SettingsErrors; `named` puts what is read and where before them, and makes an InputError of them.
 """
@@ -19,6 +19,7 @@ from typing import Any, Final
 from planner.errors import InputError
 from transport.control.settings import SettingsError, mapped, require, require_table
 
+LEAST: Final = 1e-12  # of any number that is not 0, in its unit
 BLOCK_BYTES: Final = 1 << 16
 _GZIP: Final = b"\x1f\x8b"
 _XZ: Final = b"\xfd7zXZ\x00"
@@ -36,13 +37,16 @@ class Range:
 
     def __str__(self) -> str:
         kind = "a whole number" if self.is_whole else "a number"
-        return f"{kind}{f' of {self.unit}' if self.unit else ''}, {self.low:g} to {self.high:g}"
+        return f"{kind}{f' of {self.unit}' if self.unit else ''}, {self.low:.10g} to {self.high:.10g}"
 
     def of(self, name: str, value: Any) -> float:
         """`value`, if it is such a number. Raises SettingsError."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         fits = is_number and self.low <= value <= self.high and not (self.is_whole and value != int(value))
         require(fits, name, value, str(self))
+        require(
+            value == 0 or abs(value) >= LEAST, name, value, f"0, or at least {LEAST:g}: what is divided by it overflows"
+        )
         return float(value)
 
     def above_low(self, name: str, value: Any) -> float:
@@ -115,9 +119,11 @@ def read_text(path: Path) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises SettingsError or OSError."""
     try:
-        return require_table(json.loads(read_text(path)), "the file")
+        value = json.loads(read_text(path))
     except json.JSONDecodeError as exc:
         raise SettingsError(f"not JSON: {exc}") from exc
+    require(isinstance(value, dict), "the file", value, "an object")
+    return dict(value)
 
 
 def read_columns(path: Path, columns: Mapping[str, Range]) -> list[tuple[float, ...]]:

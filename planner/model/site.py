@@ -15,7 +15,7 @@ import numpy as np
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.profile import ModelProfile, load_profile, provenance_kind
-from planner.model.reading import GBPS, RATE, SECONDS, SHARE, TOKENS, Range, named, number, placed, read_json
+from planner.model.reading import GBPS, LEAST, RATE, SECONDS, SHARE, TOKENS, Range, named, number, placed, read_json
 from planner.model.traffic import Lengths, TruncatedLogNormal
 from transport.control.settings import (
     SettingsError,
@@ -120,9 +120,9 @@ class Workload:
     provenance: str = ""
 
     def __post_init__(self) -> None:
-        if not 0 < self.output_tokens <= TOKENS.high:
+        if not LEAST <= self.output_tokens <= TOKENS.high:
             raise InputError(f"workload: output_tokens={self.output_tokens}: must be above 0 and finite")
-        if self.rate_req_per_s is not None and not 0 < self.rate_req_per_s <= RATE.high:
+        if self.rate_req_per_s is not None and not LEAST <= self.rate_req_per_s <= RATE.high:
             raise InputError(f"workload: rate_req_per_s={self.rate_req_per_s}: must be above 0 and finite")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from planner.errors import InputError
 from planner.model.normal import normal_cdf, normal_quantile
 from planner.model.profile import Floats
-from planner.model.reading import TOKENS
+from planner.model.reading import LEAST, TOKENS
 
 DEFAULT_BINS: Final = 200_000
 MIN_SIGMA: Final = 1e-3
@@ -84,7 +84,7 @@ class TruncatedLogNormal:
     def __post_init__(self) -> None:
         if not MIN_SIGMA <= self.sigma <= MAX_SIGMA:
             raise InputError(f"sigma={self.sigma}: must be {MIN_SIGMA:g} to {MAX_SIGMA:g}")
-        if not 0 < self.min_tokens < self.max_tokens <= TOKENS.high:
+        if not LEAST <= self.min_tokens < self.max_tokens <= TOKENS.high:
             ends = f"min_tokens={self.min_tokens}, max_tokens={self.max_tokens}"
             raise InputError(f"{ends}: need 0 < min < max, and at most {TOKENS.high:g}")
         low, high = self._ends() if isfinite(self.mu) else (0.0, 0.0)

@@ -45,6 +45,7 @@ MAX_SPAN_S: Final = 366 * 86_400.0  # of a trace, and of what is simulated: resu
 MILLISECONDS: Final = Range(0, 1e13, "milliseconds")
 BLOCK: Final = Range(1, 1e6, "tokens", is_whole=True)
 STATUS: Final = Range(100, 599, is_whole=True)
+ID_BITS: Final = 256  # of a block's name, as caches know them
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _Placed: TypeAlias = tuple[str, Mapping[str, Any]]  # a row, and where it is in its file
 
@@ -217,7 +218,8 @@ def _ids(row: Mapping[str, Any]) -> tuple[int, ...] | None:
     if "hash_ids" not in row:
         return None
     ids = row["hash_ids"]
-    require(isinstance(ids, list) and all(type(each) is int for each in ids), "hash_ids", ids, "a list of integers")
+    are_ids = isinstance(ids, list) and all(type(each) is int and 0 <= each < 1 << ID_BITS for each in ids)
+    require(are_ids, "hash_ids", ids, f"a list of integers, at least 0 and below 2^{ID_BITS}")
     return tuple(ids)
 
 
@@ -257,6 +259,10 @@ def diurnal(
         part = poisson(law, output, 1.0, count, rng)
         at = np.sort(rng.random(count)) * bin_s + index * bin_s
         parts.append(replace(part, arrival_s=at))
+    if not any(len(part) for part in parts):
+        raise InputError(
+            f"rates of {max(rates_req_per_s):g} req/s, bins of {bin_s:g} s: no request comes; raise one of them"
+        )
     return Trace(
         name="diurnal",
         arrival_s=np.concatenate([part.arrival_s for part in parts]),
