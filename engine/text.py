@@ -1,48 +1,47 @@
 """Tokens to text while they come: never half a character, never a piece of a stop string."""
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from prompts.tokenizer import TextTokenizer
 
-REPLACEMENT: Final = "\ufffd"
-MAX_PENDING_TOKENS: Final = 4  # a UTF-8 character has at most four bytes; after that, bytes are simply invalid
+_UTF8: Final = codecs.getincrementaldecoder("utf-8")
 
 
 class IncrementalDecoder:
     """Text of a growing token list, in pieces.
 
-    A token's text may depend on its neighbours, so two texts are compared: that of a settled window and that of the
-    same window with the pending tokens (the method of Hugging Face's text-generation-inference).
-
-        tokens   | ... emitted ... | window start .. read | pending |
+    Tokens that are pieces of characters are joined byte by byte. The text of every other token may depend on the one before it
+    (a space, say), so two texts are compared: that of the token before, and that of both.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._window = 0
-        self._read = 0
+        self._bytes = _UTF8("replace")
+        self._before: tuple[int, ...] = ()  # the last token that had a text
+        self._text_before = ""
 
     def push(self, token: int) -> str:
         """The text that has become certain."""
-        self._tokens.append(token)
-        text = self._pending_text()
-        if text.endswith(REPLACEMENT) and len(self._tokens) - self._read < MAX_PENDING_TOKENS:
+        raw = self._tokenizer.bytes_of_pieces(token)
+        if raw is not None:
+            if not self._before:
+                self._remember(token)
+            return self._bytes.decode(raw)
+        text = self._tokenizer.decode((*self._before, token))[len(self._text_before) :]
+        if not text:  # a special token does not end a character
             return ""
-        return self._settle(text)
+        self._remember(token)
+        return self.flush() + text
 
     def flush(self) -> str:
-        """Whatever is left, complete or not."""
-        return self._settle(self._pending_text())
+        """U+FFFD for a character that did not become whole."""
+        return self._bytes.decode(b"", True)
 
-    def _pending_text(self) -> str:
-        settled = self._tokenizer.decode(self._tokens[self._window : self._read])
-        return self._tokenizer.decode(self._tokens[self._window :])[len(settled) :]
-
-    def _settle(self, text: str) -> str:
-        self._window, self._read = self._read, len(self._tokens)
-        return text
+    def _remember(self, token: int) -> None:
+        self._before = (token,)
+        self._text_before = self._tokenizer.decode(self._before)
 
 
 class Piece(NamedTuple):
@@ -50,36 +49,71 @@ class Piece(NamedTuple):
     stopped: bool
 
 
+class _Beginning:
+    """The first `length` characters that some stop strings have in common; longer ones are made when text comes to them."""
+
+    __slots__ = ("_longer", "_stops", "goes_on", "is_whole", "length")
+
+    def __init__(self, length: int, stops: Sequence[str]) -> None:
+        """`stops` are sorted and all different, so that the first one is the only one that may end here."""
+        self.length = length
+        self.is_whole = len(stops[0]) == length
+        self.goes_on = len(stops) > 1 or not self.is_whole
+        self._stops = stops
+        self._longer: dict[str, _Beginning] | None = None
+
+    def then(self, char: str) -> "_Beginning | None":
+        """What `char` makes of it, where some stop string goes on so."""
+        if self._longer is None:
+            groups: dict[str, list[str]] = {}
+            for stop in self._stops:
+                if len(stop) > self.length:
+                    groups.setdefault(stop[self.length], []).append(stop)
+            self._longer = {first: _Beginning(self.length + 1, stops) for first, stops in groups.items()}
+        return self._longer.get(char)
+
+
 class StopStrings:
-    """Passes text on until one of the stop strings appears, which is not part of the output."""
+    """Passes text on until one of the stop strings is complete, which is not part of the output.
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [stop for stop in stops if stop]
+    Each place of the held text at which a stop string may have begun is followed by itself. So a character costs as much as
+    there are such places, however many stop strings there are.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        kept = sorted({stop for stop in stops if stop})
+        self._nothing = _Beginning(0, kept) if kept else None
         self._held = ""
+        self._begun: list[_Beginning] = []  # the longest one first: that is what is held
 
-    def push(self, text: str) -> Piece:
+    def push(self, text: str, *, may_stop: bool = True) -> Piece:
+        """`may_stop=False`: a stop string that is complete within `text` does not count; one that begins there may."""
+        if self._nothing is None:
+            return Piece(text, False)
         self._held += text
-        found = [position for stop in self._stops if (position := self._held.find(stop)) >= 0]
-        if found:
-            piece, self._held = self._held[: min(found)], ""
-            return Piece(piece, True)
-        keep = self._possible_beginning()
-        piece, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        rest = len(text)
+        for char in text:
+            rest -= 1
+            begun, longest = [], 0
+            for beginning in (*self._begun, self._nothing):
+                longer = beginning.then(char)
+                if longer is None:
+                    continue
+                if longer.is_whole and may_stop:
+                    longest = max(longest, longer.length)
+                if longer.goes_on:
+                    begun.append(longer)
+            self._begun = begun
+            if longest:
+                piece, self._held = self._held[: len(self._held) - rest - longest], ""
+                return Piece(piece, True)
+        certain = len(self._held) - (self._begun[0].length if self._begun else 0)
+        piece, self._held = self._held[:certain], self._held[certain:]
         return Piece(piece, False)
 
     def flush(self) -> str:
-        rest, self._held = self._held, ""
+        rest, self._held, self._begun = self._held, "", []
         return rest
-
-    def _possible_beginning(self) -> int:
-        """Length of the longest end of the held text with which some stop string begins."""
-        longest = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
-                if self._held.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
 
 
 class OutputText:
@@ -90,11 +124,10 @@ class OutputText:
         self._stops = StopStrings(stops)
 
     def push(self, token: int, *, may_stop: bool = True) -> Piece:
-        """`may_stop=False`: text of the first `min_tokens` tokens, in which stop strings do not count."""
-        text = self._decoder.push(token)
-        return self._stops.push(text) if may_stop else Piece(text, False)
+        """`may_stop=False`: one of the first `min_tokens` tokens. A stop string counts if it ends after them, as in vLLM."""
+        return self._stops.push(self._decoder.push(token), may_stop=may_stop)
 
-    def flush(self) -> Piece:
+    def flush(self, *, may_stop: bool = True) -> Piece:
         """The rest, after the last token. A stop string that only now is complete still counts."""
-        piece = self._stops.push(self._decoder.flush())
+        piece = self._stops.push(self._decoder.flush(), may_stop=may_stop)
         return piece if piece.stopped else Piece(piece.text + self._stops.flush(), False)

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from xxhash import xxh3_64_intdigest
 
 from prompts.appending import Parts
+from prompts.byte_tokens import bytes_spelled
 from prompts.encoder import Encoder
 from prompts.errors import BadPrompt, TokenizerUnreadable
 from prompts.fair_cache import DEFAULT_BYTES, FairCache
@@ -20,6 +21,7 @@ from prompts.form import Form, Message
 from prompts.segments import TokenArray, cuts
 from prompts.template import ChatTemplate
 
+REPLACEMENT: Final = "\ufffd"
 MIN_CACHED_CHARS: Final = 64  # a shorter segment costs less to tokenise than to remember
 SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -70,6 +72,7 @@ class TextTokenizer:
         self.cache = FairCache() if cache is None else cache
         self.max_token_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self._cuts = cuts(tokenizer)
+        self._pieces: dict[int, bytes | None] = {}  # by token, as they are asked for
 
     @classmethod
     def load(cls, directory: Path, cache: FairCache | None = None) -> Self:
@@ -195,8 +198,25 @@ class TextTokenizer:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def token_text(self, token: int) -> str:
-        """One token on its own; what logprobs name."""
-        return self.spell([token])
+        """What one token adds to a text; what logprobs name. A tokenizer may drop the space before the first word of all."""
+        alone = self.spell([token])
+        return alone if REPLACEMENT in alone else self.spell([token, token])[len(alone) :]
+
+    def token_bytes(self, token: int) -> bytes:
+        """The same in UTF-8; those of its own where it is a piece of a character."""
+        raw = self.bytes_of_pieces(token)
+        return self.token_text(token).encode() if raw is None else raw
+
+    def bytes_of_pieces(self, token: int) -> bytes | None:
+        """The bytes of a token that holds a piece of a character; None: its text is whole."""
+        if token not in self._pieces:
+            self._pieces[token] = self._bytes_of_pieces(token)
+        return self._pieces[token]
+
+    def _bytes_of_pieces(self, token: int) -> bytes | None:
+        text, spelled = self.spell([token]), self._tokenizer.id_to_token(token)
+        raw = None if REPLACEMENT not in text or spelled is None else bytes_spelled(spelled)
+        return raw if raw is not None and raw.decode("utf-8", "replace") == text else None
 
     def _encode_whole(self, text: str, *, add_special_tokens: bool) -> TokenArray:
         return self.encoder.encode(text, add_special_tokens=add_special_tokens)

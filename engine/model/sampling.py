@@ -7,12 +7,14 @@ on another node with prompt + tokens so far goes on exactly as it would have.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.base import Logits
+from engine.errors import EngineError
 
 MAX_TOP_LOGPROBS: Final = 20
 
@@ -75,11 +77,13 @@ class Sampler:
     def _choose(self, logits: Logits, position: int) -> int:
         p = self._params
         if p.temperature == 0.0:
-            return int(logits.argmax())
+            best = int(logits.argmax())  # the first NaN, if there is one
+            return _checked(best, float(logits[best]))
         probabilities = distribution(logits, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p)
         chance = np.random.default_rng([p.seed, position]).random()
         cumulative = probabilities.cumsum()
-        return int(np.searchsorted(cumulative, chance * cumulative[-1], side="right").clip(0, len(cumulative) - 1))
+        token = np.searchsorted(cumulative, chance * cumulative[-1], side="right").clip(0, len(cumulative) - 1)
+        return _checked(int(token), float(cumulative[-1]))
 
     def _adjusted(self, logits: Logits) -> Logits:
         p = self._params
@@ -101,10 +105,13 @@ class Sampler:
 
 def distribution(logits: Logits, *, temperature: float, top_k: int, top_p: float) -> NDArray[np.float64]:
     """Probabilities [vocab_size] after temperature, then top-k, then nucleus sampling (Holtzman et al. 2020)."""
-    scaled = logits.astype(np.float64) / temperature
+    scaled = logits.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):  # others may become -inf; NaN is refused where a token is chosen
+        scaled -= scaled.max()  # first, so that the best token stays at 0 however small the temperature is
+        scaled /= temperature
     if 0 < top_k < len(scaled):
         scaled[scaled < np.partition(scaled, -top_k)[-top_k]] = -np.inf
-    weights = np.exp(scaled - scaled.max())
+    weights = np.exp(scaled)
     weights /= weights.sum()
     if top_p < 1.0:
         order = np.argsort(-weights, kind="stable")
@@ -113,6 +120,13 @@ def distribution(logits: Logits, *, temperature: float, top_k: int, top_p: float
         weights[order[before >= top_p]] = 0.0
         weights /= weights.sum()
     return np.asarray(weights)
+
+
+def _checked(token: int, weight: float) -> int:
+    """`token`, unless what it was chosen by is no number: any token would be a wrong one."""
+    if not isfinite(weight):
+        raise EngineError(f"the model gave logits of {weight}, from which no token can be chosen")
+    return token
 
 
 def log_softmax(logits: Logits) -> NDArray[np.float64]:

@@ -361,10 +361,11 @@ class Scheduler:
         sampled = output.sampler.sample(logits, work.sequence.num_tokens)
         output.last_token = sampled.token
         output.count += 1
-        text, stopped = output.text.push(sampled.token, may_stop=output.count > output.params.min_tokens)
+        may_stop = output.count > output.params.min_tokens
+        text, stopped = output.text.push(sampled.token, may_stop=may_stop)
         reason = "stop" if stopped else self._finish_reason(output, work.sequence.num_tokens + 1)
         if reason and not stopped:
-            rest, stopped = output.text.flush()
+            rest, stopped = output.text.flush(may_stop=may_stop)
             text, reason = text + rest, "stop" if stopped else reason
         work.emit(NewToken(sampled, text, reason, self._clock()))
         if reason:

@@ -1,5 +1,6 @@
 """Answers of the OpenAI surface: whole ones, chunks of a stream, errors."""
 
+import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,10 @@ class AnswerShape:
         self._created_s = created_s
         self._id = f"{'chatcmpl' if self._chat else 'cmpl'}-{request_id}"
         self._first = not answered
-        self._text_offset = sum(len(tokenizer.token_text(token)) for token in answered) if self._with_logprobs else 0
+        self._text_offset = 0
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        for token in answered if self._with_logprobs else ():
+            self._next_offset(token)
 
     def whole(
         self,
@@ -113,8 +117,8 @@ class AnswerShape:
 
     def _chat_logprobs(self, sampled: Sequence[Sampled]) -> dict[str, Any]:
         def entry(token: int, logprob: float | None) -> dict[str, Any]:
-            text = self._tokenizer.token_text(token)
-            return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+            raw = list(self._tokenizer.token_bytes(token))
+            return {"token": self._name(token), "logprob": _finite(logprob), "bytes": raw}
 
         return {
             "content": [
@@ -124,20 +128,34 @@ class AnswerShape:
         }
 
     def _completion_logprobs(self, sampled: Sequence[Sampled]) -> dict[str, Any]:
-        texts = [self._tokenizer.token_text(s.token) for s in sampled]
-        offsets = []
-        for text in texts:
-            offsets.append(self._text_offset)
-            self._text_offset += len(text)
         return {
-            "tokens": texts,
+            "tokens": [self._name(s.token, "bytes:") for s in sampled],
             "token_logprobs": [_finite(s.logprob) for s in sampled],
-            "top_logprobs": [
-                {self._tokenizer.token_text(t.token): _finite(t.logprob) for t in s.top} if s.top else None
-                for s in sampled
-            ],
-            "text_offset": offsets,
+            "top_logprobs": [self._by_name(s) for s in sampled],
+            "text_offset": [self._next_offset(s.token) for s in sampled],
         }
+
+    def _by_name(self, sampled: Sampled) -> dict[str, float | None]:
+        """The likeliest tokens and the chosen one; of two tokens with one name, the second is told by its number, as in vLLM."""
+        named = {self._name(sampled.token, "bytes:"): _finite(sampled.logprob)}
+        for token, logprob in sampled.top:
+            if token != sampled.token:
+                name = self._name(token, "bytes:")
+                named[f"token_id:{token}" if name in named else name] = _finite(logprob)
+        return named
+
+    def _name(self, token: int, of_bytes: str = "") -> str:
+        r"""The text of a token, or `\xf0` for a piece of a character, as OpenAI names it."""
+        raw = self._tokenizer.bytes_of_pieces(token)
+        return (
+            self._tokenizer.token_text(token) if raw is None else of_bytes + "".join(f"\\x{byte:02x}" for byte in raw)
+        )
+
+    def _next_offset(self, token: int) -> int:
+        """Where the text of `token` begins, in characters; a piece of a character begins where the character does."""
+        offset = self._text_offset
+        self._text_offset += len(self._utf8.decode(self._tokenizer.token_bytes(token)))
+        return offset
 
 
 def error_body(error: RequestError) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """A chat answer, whole or as events, as the parts that other dialects make of it: thoughts, text, calls of tools.
 
-Parts come one after the other: the next one begins when the last one has ended. Engines that mix deltas of several calls would
-begin a call again; none of them does.
+Parts are told one after the other: the next one begins when the last one has ended. An engine may mix the deltas of several
+calls; then the first one is told as it comes, and what follows it waits until its arguments are whole.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
@@ -15,8 +15,10 @@ from gateway.errors import ApiError
 from gateway.openai import NOT_JSON
 
 EVENT_END: Final = b"\n\n"
-DATA: Final = b"data: "
+DATA: Final = b"data:"
 DONE: Final = b"[DONE]"
+WHOLE: Final = frozenset({"stop", "tool_calls", "function_call"})  # finish reasons of answers that are whole
+CUT_SHORT: Final = frozenset({"length", "content_filter", "repetition"})  # of those that are told as cut short
 MAX_EVENT_BYTES: Final = 4 << 20  # a token's event with all its log probabilities is a thousandth of it
 
 
@@ -120,7 +122,12 @@ def answer_of(body: bytes) -> Answer:
     try:
         return _ANSWER.decode(body)
     except (msgspec.ValidationError, *NOT_JSON) as error:
-        raise ApiError(502, "The engine's answer makes no sense.", type="server_error", code="bad_answer") from error
+        raise nonsense() from error
+
+
+def nonsense() -> ApiError:
+    """What an engine says that it should not."""
+    return ApiError(502, "The engine's answer makes no sense.", type="server_error", code="bad_answer")
 
 
 def error_of(status: int, body: bytes) -> ApiError:
@@ -139,18 +146,39 @@ def error_of(status: int, body: bytes) -> ApiError:
     )
 
 
+def check_ended(reason: str | None) -> None:
+    """Raises ApiError for an answer that nothing says is whole, or where it was cut: an engine gave it up, say."""
+    if reason in WHOLE or reason in CUT_SHORT:
+        return
+    said = (
+        "did not say how its answer ended" if reason is None else f"did not end its answer: finish_reason is {reason!r}"
+    )
+    raise ApiError(502, f"The engine {said}.", type="server_error", code="answer_not_whole")
+
+
 class Cutter:
-    """Cuts a stream of bytes into the data of its events."""
+    """Cuts a stream of bytes into the data of its events (WHATWG HTML §9.2.6)."""
 
     def __init__(self) -> None:
         self._held = b""
 
     def feed(self, data: bytes) -> list[bytes]:
         """The data of the events that are whole now. Raises ApiError."""
-        *events, self._held = (self._held + data).split(EVENT_END)
+        held = self._held + data
+        if b"\r" in held:
+            # A CR at the end may be the first half of a CRLF.
+            held, half = (held[:-1], b"\r") if held.endswith(b"\r") else (held, b"")
+            held = held.replace(b"\r\n", b"\n").replace(b"\r", b"\n") + half
+        *events, self._held = held.split(EVENT_END)
         if len(self._held) > MAX_EVENT_BYTES:
-            raise ApiError(502, "The engine's answer makes no sense.", type="server_error", code="bad_answer")
-        return [event.removeprefix(DATA) for event in events if event.startswith(DATA)]
+            raise nonsense()
+        return [said for event in events if (said := _data_of(event)) is not None]
+
+
+def _data_of(event: bytes) -> bytes | None:
+    """The lines of data that `event` has, joined; None: it has none, like a comment."""
+    lines = [line.removeprefix(DATA).removeprefix(b" ") for line in event.split(b"\n") if line.startswith(DATA)]
+    return b"\n".join(lines) if lines else None
 
 
 class Events:
@@ -198,6 +226,27 @@ class Part:
         """What has been said, or a call's arguments as JSON."""
         return "".join(self.said)
 
+    @property
+    def arguments(self) -> dict[str, Any] | None:
+        """A call's arguments; None for what is no object of JSON, or not all of one."""
+        if self.said and not self.said[-1].rstrip().endswith("}"):
+            return None
+        try:
+            value = msgspec.json.decode(self.text)
+        except NOT_JSON:
+            return None
+        return value if isinstance(value, dict) else None
+
+    @property
+    def is_named(self) -> bool:
+        """Whether it can begin: a call does so with its name."""
+        return self.kind is not Kind.CALL or self.name != ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is missing once something else has begun."""
+        return self.kind is not Kind.CALL or self.arguments is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -210,16 +259,19 @@ class Change:
 
 
 class Parts:
-    """The parts of one answer, as its deltas come."""
+    """The parts of one answer, as its deltas come.
+
+    all   | ended ... | open | waiting ... |
+    """
 
     def __init__(self, unnamed: str) -> None:
         self.all: list[Part] = []
         self._unnamed = unnamed  # what calls without an id are named after
-        self._open: Part | None = None
-        self._call: int | None = None  # the index of the call that is open
+        self._begun = 0  # how many of them have begun; the last one of these is open
+        self._calls: dict[int, Part] = {}  # the call that an index stands for now
 
     def feed(self, delta: Delta, logprobs: list[Any] | None = None) -> Iterator[Change]:
-        """What `delta` changes."""
+        """What `delta` changes. Raises ApiError for more of a call that was whole."""
         if thoughts := delta.reasoning or delta.reasoning_content:
             yield from self._grow(Kind.THOUGHTS, thoughts)
         if delta.content:
@@ -230,34 +282,53 @@ class Parts:
             yield from self._grow_call(number if call.index is None else call.index, call)
 
     def end(self) -> Iterator[Change]:
-        """Nothing follows."""
-        if self._open is not None:
-            part, self._open, self._call = self._open, None, None
-            yield Change(Step.END, part)
+        """Nothing follows: what waited is told. Raises ApiError for a call without a name."""
+        while self._begun < len(self.all):
+            if not self.all[self._begun].is_named:
+                raise nonsense()
+            yield from self._begin_next()
+        if self.all:
+            yield Change(Step.END, self.all[-1])
 
-    def _grow(self, kind: Kind, text: str, logprobs: list[Any] | tuple[Any, ...] = ()) -> Iterator[Change]:
-        if self._open is None or self._open.kind is not kind:
-            yield from self._begin(Part(kind, len(self.all)))
-        part = self._open
-        assert part is not None
-        part.said.append(text)
-        part.logprobs += logprobs
-        yield Change(Step.GROW, part, text, tuple(logprobs))
+    def _grow(self, kind: Kind, text: str, logprobs: Sequence[Any] = ()) -> Iterator[Change]:
+        if not self.all or self.all[-1].kind is not kind:
+            self.all.append(Part(kind, len(self.all)))
+        yield from self._add(self.all[-1], text, logprobs)
 
     def _grow_call(self, index: int, call: CallDelta) -> Iterator[Change]:
-        if self._open is None or self._open.kind is not Kind.CALL or self._call != index:
-            number = len(self.all)
-            call_id = call.id or f"call_{self._unnamed}_{number}"
-            yield from self._begin(Part(Kind.CALL, number, call_id, call.function.name or ""))
-            self._call = index
-        part = self._open
-        assert part is not None
-        if text := call.function.arguments:
-            part.said.append(text)
-            yield Change(Step.GROW, part, text)
+        part = self._calls.get(index)
+        if part is None or (call.id and part.call_id not in ("", call.id, self._made_id(part))):
+            part = self._calls[index] = Part(Kind.CALL, len(self.all))
+            self.all.append(part)
+        part.call_id = part.call_id or call.id or ""
+        part.name = part.name or call.function.name or ""
+        yield from self._add(part, call.function.arguments or "")
 
-    def _begin(self, part: Part) -> Iterator[Change]:
-        yield from self.end()
-        self._open = part
-        self.all.append(part)
+    def _add(self, part: Part, text: str, logprobs: Sequence[Any] = ()) -> Iterator[Change]:
+        if part.number < self._begun - 1:
+            if text.strip():
+                raise nonsense()
+            return
+        if text:
+            part.said.append(text)
+            part.logprobs += logprobs
+            if part.number == self._begun - 1:
+                yield Change(Step.GROW, part, text, tuple(logprobs))
+        while self._begun < len(self.all) and self.all[self._begun].is_named:
+            if self._begun and not self.all[self._begun - 1].is_over:
+                return
+            yield from self._begin_next()
+
+    def _begin_next(self) -> Iterator[Change]:
+        if self._begun:
+            yield Change(Step.END, self.all[self._begun - 1])
+        part = self.all[self._begun]
+        self._begun += 1
+        if part.kind is Kind.CALL:
+            part.call_id = part.call_id or self._made_id(part)
         yield Change(Step.BEGIN, part)
+        if part.said:
+            yield Change(Step.GROW, part, part.text, tuple(part.logprobs))
+
+    def _made_id(self, part: Part) -> str:
+        return f"call_{self._unnamed}_{part.number}"

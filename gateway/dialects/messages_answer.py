@@ -3,7 +3,8 @@
 message_start (content_block_start content_block_delta* content_block_stop)* message_delta message_stop
 """
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -20,13 +21,17 @@ from gateway.dialects.chat import (
     Step,
     Usage,
     answer_of,
+    check_ended,
     error_of,
 )
 from gateway.dialects.telling import named_event, stream_error
 from gateway.errors import ApiError
-from gateway.openai import NOT_JSON
 
-STOP_REASONS: Final = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+STOP_REASONS: Final = {
+    "length": "max_tokens", "repetition": "max_tokens", "tool_calls": "tool_use", "function_call": "tool_use",
+    "content_filter": "refusal",
+}  # fmt: skip
+INVALID_JSON: Final = "INVALID_JSON"  # in it Anthropic's documentation has clients wrap arguments that are no object
 ERROR_TYPES: Final = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error", 529: "overloaded_error",
@@ -47,6 +52,7 @@ class MessagesTelling:
         self._choice = Choice()
         self._usage: Usage | None = None
         self._has_begun = self._has_ended = False
+        self._wrong: ApiError | None = None
 
     def whole(self, status: int, body: bytes) -> bytes:
         """The message, or the error of an engine, in Anthropic's shape. Raises ApiError."""
@@ -55,8 +61,9 @@ class MessagesTelling:
         answer = answer_of(body)
         for choice in answer.choices[:1]:
             self._choice = choice
-            for _ in self._parts.feed(choice.message or Delta()):
+            for _ in itertools.chain(self._parts.feed(choice.message or Delta()), self._parts.end()):
                 pass
+        check_ended(self._choice.finish_reason)
         self._count(answer.usage)
         return msgspec.json.encode(
             self._message([_whole_block(part) for part in self._parts.all], self._usage) | self._stopped()
@@ -65,15 +72,21 @@ class MessagesTelling:
     def events(self, data: bytes) -> bytes:
         """Events of a message. Raises ApiError."""
         told: list[dict[str, Any]] = []
-        for answer in self._events.feed(data):
-            if self._has_ended:
-                break
-            if answer is None:
-                told += self._ending()
-            elif answer.error is not None:
-                return _joined(told) + self.failure(stream_error(answer.error))
-            else:
-                told += self._changes(answer)
+        try:
+            self._check()
+            for answer in self._events.feed(data):
+                if self._has_ended:
+                    break
+                if answer is None:
+                    told += self._ending()
+                elif answer.error is not None:
+                    return _joined(told) + self.failure(stream_error(answer.error))
+                else:
+                    told += self._changes(answer)
+        except ApiError as error:
+            self._wrong = error
+            if not told:
+                raise
         return _joined(told)
 
     def failure(self, error: ApiError) -> bytes:
@@ -82,34 +95,39 @@ class MessagesTelling:
         return named_event(_error(error))
 
     def end(self) -> bytes:
-        """The end of a stream whose engine did not say so."""
+        """The end of a stream whose engine did not say so. Raises ApiError where that is no end."""
+        self._check()
         return b"" if self._has_ended else _joined(self._ending())
 
-    def _changes(self, answer: Answer) -> list[dict[str, Any]]:
-        told = self._beginning()
+    def _check(self) -> None:
+        """Raises what was wrong behind events that were told first."""
+        if self._wrong is not None and not self._has_ended:
+            raise self._wrong
+
+    def _changes(self, answer: Answer) -> Iterator[dict[str, Any]]:
+        yield from self._beginning()
         for choice in answer.choices[:1]:
             self.output_tokens = (self.output_tokens or 0) + 1  # until usage says it
             for change in self._parts.feed(choice.delta or Delta()):
-                told += _block_events(change)
+                yield _block_event(change)
             if choice.finish_reason is not None:
                 self._choice = choice
         self._count(answer.usage)
-        return told
 
-    def _beginning(self) -> list[dict[str, Any]]:
-        if self._has_begun:
-            return []
-        self._has_begun = True
-        message = self._message([], Usage(prompt_tokens=self._num_tokens))
-        return [{"type": "message_start", "message": message | {"stop_reason": None, "stop_sequence": None}}]
+    def _beginning(self) -> Iterator[dict[str, Any]]:
+        if not self._has_begun:
+            self._has_begun = True
+            message = self._message([], Usage(prompt_tokens=self._num_tokens))
+            yield {"type": "message_start", "message": message | {"stop_reason": None, "stop_sequence": None}}
 
-    def _ending(self) -> list[dict[str, Any]]:
-        told = self._beginning()
+    def _ending(self) -> Iterator[dict[str, Any]]:
+        yield from self._beginning()
         for change in self._parts.end():
-            told += _block_events(change)
+            yield _block_event(change)
+        check_ended(self._choice.finish_reason)
         self._has_ended = True
-        delta = {"type": "message_delta", "delta": self._stopped(), "usage": _usage(self._usage, self._num_tokens)}
-        return [*told, delta, {"type": "message_stop"}]
+        yield {"type": "message_delta", "delta": self._stopped(), "usage": _usage(self._usage, self._num_tokens)}
+        yield {"type": "message_stop"}
 
     def _message(self, content: list[dict[str, Any]], usage: Usage | None) -> dict[str, Any]:
         message = {"id": self._id, "type": "message", "role": "assistant", "model": self._model, "content": content}
@@ -138,13 +156,12 @@ def _whole_block(part: Part) -> dict[str, Any]:
             return {"type": "text", "text": part.text}
 
 
-def _input(part: Part) -> Any:
-    """A call's arguments; a model may have written what is no object, or was cut short."""
-    try:
-        value = msgspec.json.decode(part.text or "{}")
-    except NOT_JSON:
-        value = None
-    return value if isinstance(value, dict) else {}
+def _input(part: Part) -> dict[str, Any]:
+    """A call's arguments; as they are where a model has written what is no object, or was cut short."""
+    if not part.text.strip():
+        return {}
+    arguments = part.arguments
+    return {INVALID_JSON: part.text} if arguments is None else arguments
 
 
 _BEGINNINGS: Final[dict[Kind, dict[str, Any]]] = {
@@ -160,19 +177,18 @@ _DELTAS: Final = {
 }
 
 
-def _block_events(change: Change) -> list[dict[str, Any]]:
+def _block_event(change: Change) -> dict[str, Any]:
     part = change.part
     match change.step:
         case Step.BEGIN:
             called = {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
             block = _BEGINNINGS.get(part.kind, called)
-            return [{"type": "content_block_start", "index": part.number, "content_block": block}]
+            return {"type": "content_block_start", "index": part.number, "content_block": block}
         case Step.GROW:
             kind, name = _DELTAS[part.kind]
-            delta = {"type": kind, name: change.text}
-            return [{"type": "content_block_delta", "index": part.number, "delta": delta}]
+            return {"type": "content_block_delta", "index": part.number, "delta": {"type": kind, name: change.text}}
         case Step.END:
-            return [{"type": "content_block_stop", "index": part.number}]
+            return {"type": "content_block_stop", "index": part.number}
 
 
 def _usage(usage: Usage | None, num_tokens: int) -> dict[str, Any]:
@@ -205,5 +221,5 @@ def error_body(error: ApiError) -> bytes:
     return msgspec.json.encode(_error(error))
 
 
-def _joined(events: list[dict[str, Any]]) -> bytes:
+def _joined(events: Iterable[dict[str, Any]]) -> bytes:
     return b"".join(map(named_event, events))

@@ -5,6 +5,7 @@ response.created response.in_progress
 response.completed, or response.incomplete, response.failed, error
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -22,13 +23,16 @@ from gateway.dialects.chat import (
     Step,
     Usage,
     answer_of,
+    check_ended,
     error_of,
 )
 from gateway.dialects.telling import named_event, stream_error
 from gateway.errors import ApiError
 
 # Status of a response, and why it is incomplete, by the chat's finish reason.
-INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
+INCOMPLETE: Final = {
+    "length": "max_output_tokens", "repetition": "max_output_tokens", "content_filter": "content_filter",
+}  # fmt: skip
 DEFAULTS: Final[dict[str, Any]] = {
     "background": False, "instructions": None, "max_output_tokens": None, "max_tool_calls": None, "metadata": {},
     "parallel_tool_calls": True, "previous_response_id": None, "reasoning": {"effort": None, "summary": None},
@@ -60,6 +64,7 @@ class ResponsesTelling:
         self._usage: Usage | None = None
         self._sequence = 0
         self._has_begun = self._has_ended = False
+        self._wrong: ApiError | None = None
 
     def whole(self, status: int, body: bytes) -> bytes:
         """The response; the error of an engine is in OpenAI's shape already. Raises ApiError."""
@@ -68,23 +73,30 @@ class ResponsesTelling:
         answer = answer_of(body)
         for choice in answer.choices[:1]:
             self._choice = choice
-            for _ in self._parts.feed(choice.message or Delta(), choice.tokens):
+            for _ in itertools.chain(self._parts.feed(choice.message or Delta(), choice.tokens), self._parts.end()):
                 pass
+        check_ended(self._choice.finish_reason)
         self._count(answer.usage)
         return msgspec.json.encode(self._ended_response())
 
     def events(self, data: bytes) -> bytes:
         """Events of a response. Raises ApiError."""
         told: list[dict[str, Any]] = []
-        for answer in self._events.feed(data):
-            if self._has_ended:
-                break
-            if answer is None:
-                told += self._ending()
-            elif answer.error is not None:
-                return self._joined(told) + self.failure(stream_error(answer.error))
-            else:
-                told += self._changes(answer)
+        try:
+            self._check()
+            for answer in self._events.feed(data):
+                if self._has_ended:
+                    break
+                if answer is None:
+                    told += self._ending()
+                elif answer.error is not None:
+                    return self._joined(told) + self.failure(stream_error(answer.error))
+                else:
+                    told += self._changes(answer)
+        except ApiError as error:
+            self._wrong = error
+            if not told:
+                raise
         return self._joined(told)
 
     def failure(self, error: ApiError) -> bytes:
@@ -96,8 +108,14 @@ class ResponsesTelling:
         return self._joined([{"type": "response.failed", "response": response}, said])
 
     def end(self) -> bytes:
-        """The end of a stream whose engine did not say so."""
+        """The end of a stream whose engine did not say so. Raises ApiError where that is no end."""
+        self._check()
         return b"" if self._has_ended else self._joined(self._ending())
+
+    def _check(self) -> None:
+        """Raises what was wrong behind events that were told first."""
+        if self._wrong is not None and not self._has_ended:
+            raise self._wrong
 
     def _changes(self, answer: Answer) -> Iterator[dict[str, Any]]:
         yield from self._beginning()
@@ -119,6 +137,7 @@ class ResponsesTelling:
         yield from self._beginning()
         for change in self._parts.end():
             yield from self._change(change)
+        check_ended(self._choice.finish_reason)
         self._has_ended = True
         response = self._ended_response()
         yield {"type": f"response.{response['status']}", "response": response}
@@ -140,8 +159,11 @@ class ResponsesTelling:
                 yield _done(part, within)
                 if part.kind is not Kind.CALL:
                     yield {"type": "response.content_part.done", **within, "part": item["content"][0]}
-                status = "incomplete" if self._choice.finish_reason in INCOMPLETE else "completed"
-                yield {"type": "response.output_item.done", **at, "item": item | {"status": status}}
+                yield {"type": "response.output_item.done", **at, "item": item | {"status": self._status(part)}}
+
+    def _status(self, part: Part) -> str:
+        was_cut = self._choice.finish_reason in INCOMPLETE and (part is self._parts.all[-1] or not part.is_over)
+        return "incomplete" if was_cut else "completed"
 
     def _count(self, usage: Usage | None) -> None:
         if usage is not None:
@@ -160,9 +182,7 @@ class ResponsesTelling:
 
     def _ended_response(self) -> dict[str, Any]:
         why = INCOMPLETE.get(self._choice.finish_reason or "")
-        output = [_item(part, self._id, True) for part in self._parts.all]
-        if why and output:
-            output[-1]["status"] = "incomplete"
+        output = [_item(part, self._id, True) | {"status": self._status(part)} for part in self._parts.all]
         ended = {"status": "incomplete", "incomplete_details": {"reason": why}} if why else {"status": "completed"}
         usage = None if self._usage is None else _usage(self._usage)
         return self._response() | ended | {"output": output, "usage": usage}

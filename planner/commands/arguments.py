@@ -12,31 +12,43 @@ from typing import Final
 
 from planner.decisions.admission import AdmissionPolicy
 from planner.decisions.placement import PLACERS
+from planner.model.reading import LEAST
 from planner.simulator.policies import POLICIES, Estimates
 from planner.solve.goals import Objective, Rule, TieBreak, Worst
+
+LARGEST: Final = 1e9  # of gigabytes, seconds, factors: whatever is measured
+MOST: Final = 10_000_000  # of whatever is counted: more requests than that do not fit into memory
 
 
 def above_zero(text: str) -> float:
     """A number above 0."""
     value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: must be above 0 and finite")
+    if not LEAST <= value <= LARGEST:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0, and at most {LARGEST:g}")
     return value
 
 
 def not_negative(text: str) -> float:
     """A number that is at least 0."""
     value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 0 and finite")
+    if not 0 <= value <= LARGEST:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 0, and at most {LARGEST:g}")
+    return value
+
+
+def whole(text: str) -> int:
+    """A whole number of at least 0."""
+    value = int(text)
+    if not 0 <= value <= MOST:
+        raise argparse.ArgumentTypeError(f"{text}: must be 0 to {MOST}")
     return value
 
 
 def at_least_one(text: str) -> int:
     """A count."""
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    if not 1 <= value <= MOST:
+        raise argparse.ArgumentTypeError(f"{text}: must be 1 to {MOST}")
     return value
 
 
@@ -72,13 +84,13 @@ def _trial(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--requests", type=at_least_one, help="of a trace the first (default: all); else how many (20000)"
     )
-    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--seed", type=whole, default=0)
     command.add_argument("--seeds", type=at_least_one, default=1, help="how many seeds; results carry 95 %% intervals")
     command.add_argument("--placement", choices=list(PLACERS), default="kvcache_centric")
     command.add_argument("--admission", choices=list(AdmissionPolicy), default=AdmissionPolicy.ACCEPT_ALL)
     command.add_argument("--cache-gb", type=not_negative, help="prefix cache per node")
     command.add_argument(
-        "--increment", type=int, default=0, help="uncached tokens that a decode node may compute itself"
+        "--increment", type=whole, default=0, help="uncached tokens that a decode node may compute itself"
     )
     command.add_argument("--cross-cluster-cache", action="store_true", help="prefixes move between clusters, too")
     command.add_argument("--eviction", default="lru", help="of the caches; default is what nodes run")

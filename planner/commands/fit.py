@@ -7,6 +7,7 @@ import numpy as np
 from planner.commands.output import emit, write
 from planner.commands.text import table
 from planner.model.fitting import fit, fit_metrics
+from planner.model.reading import named, read_text
 from planner.model.site import load_site
 from planner.model.workload import read_trace
 from planner.simulator.hits import hits_of
@@ -35,7 +36,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _from_metrics(args: argparse.Namespace) -> int:
-    result = fit_metrics(args.metrics.read_text(), args.span)
+    with named(f"metrics {args.metrics}"):
+        text = read_text(args.metrics)
+    result = fit_metrics(text, args.span)
     if args.output:
         write(args.output, result)
     if args.json or not args.output:

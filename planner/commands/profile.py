@@ -1,28 +1,27 @@
 """`prfaas-plan profile`: show, check, calibrate or import profiles."""
 
 import argparse
-import csv
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from planner.commands.output import emit, write
 from planner.commands.text import table
 from planner.errors import InputError
 from planner.model.aiconfigurator import import_curve
-from planner.model.profile import calibrate, dump_curve, load_profile
+from planner.model.profile import ModelProfile, calibrate, dump_curve, load_profile
+from planner.model.reading import SECONDS, TOKENS, Range, named, read_columns, read_json
 from planner.model.throughput import kv_throughput
+
+MEASURED: Final = Range(1e-9, SECONDS.high, "seconds")  # no prefill takes no time
 
 
 def _points(path: Path | None) -> list[tuple[float, float]]:
     if path is None:
         raise InputError("points: missing; give --points CSV with columns tokens,seconds")
-    try:
-        with path.open() as text:
-            return [(float(row["tokens"]), float(row["seconds"])) for row in csv.DictReader(text)]
-    except (KeyError, TypeError, ValueError) as exc:
-        raise InputError(f"points {path}: needs columns tokens and seconds ({exc!r})") from exc
+    with named(f"points {path}"):
+        rows = read_columns(path, {"tokens": TOKENS, "seconds": MEASURED})
+    return [(tokens, seconds) for tokens, seconds in rows]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,6 +66,16 @@ def _profile_show(args: argparse.Namespace) -> int:
     return 0
 
 
+def _hardware(args: argparse.Namespace, profile: ModelProfile) -> str:
+    """The hardware that was asked for, or the first one that is profiled."""
+    return str(args.hardware or next(iter(profile.prefill), "any hardware"))
+
+
+def _raw(path: Path) -> dict[str, Any]:
+    with named(f"profile {path}"):
+        return read_json(path)
+
+
 def _residuals(points: Sequence[tuple[float, float]], curve: Callable[[float], float]) -> list[dict[str, float]]:
     return [
         {"tokens": n, "measured_s": s, "profile_s": curve(n), "error_s": curve(n) - s, "error": curve(n) / s - 1}
@@ -79,19 +88,19 @@ def _profile_check(args: argparse.Namespace) -> int:
     if args.points is None:
         print(f"{profile.model}: readable; prefill {', '.join(profile.prefill) or 'none'}")
         return 0
-    rows = _residuals(_points(args.points), profile.prefill_on(args.hardware or next(iter(profile.prefill))))
+    rows = _residuals(_points(args.points), profile.prefill_on(_hardware(args, profile)))
     emit(rows) if args.json else print(table(rows, list(rows[0])))
     return 0
 
 
 def _profile_calibrate(args: argparse.Namespace) -> int:
     profile = load_profile(args.profile)
-    hardware = args.hardware or next(iter(profile.prefill))
+    hardware = _hardware(args, profile)
     points = _points(args.points)
     result = calibrate(profile.prefill_on(hardware), points)
     rows = _residuals(points, result.curve)
     if args.output:
-        raw = json.loads(args.profile.read_text())
+        raw = _raw(args.profile)
         raw["prefill"][hardware] = dump_curve(result.curve)
         write(args.output, raw)
     if args.json:
@@ -103,7 +112,7 @@ def _profile_calibrate(args: argparse.Namespace) -> int:
 
 
 def _profile_import(args: argparse.Namespace) -> int:
-    raw = json.loads(args.profile.read_text())
+    raw = _raw(args.profile)
     curve = import_curve(args.model_path, args.system)
     hardware = args.hardware or args.system
     raw.setdefault("prefill", {})[hardware] = dump_curve(curve)

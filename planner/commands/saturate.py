@@ -1,13 +1,15 @@
 """`prfaas-plan saturate`: the largest simulated rate that meets an SLO."""
 
 import argparse
-from typing import Any
+from typing import Any, Final
 
 from planner.commands.output import emit, remark
 from planner.commands.text import outcome_text
 from planner.commands.trial import REQUESTS, judged_watched, seeds_of, settle, site_for_trial, trace_of, trial_of
 from planner.simulator.saturation import parse_slo, saturate
 from planner.simulator.trials import from_trace, from_workload, scenario_of
+
+UPPER: Final = 1.5  # of Λ: no higher rate is tried
 
 
 def run(args: argparse.Namespace) -> int:
@@ -24,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
         remark(f"trying {rate:.3f} req/s")
         return judged_watched(scenario, source, seeds)
 
-    found = saturate(report_at, parse_slo(args.slo), upper=1.5 * limit, tolerance=args.tolerance)
+    found = saturate(report_at, parse_slo(args.slo), upper=UPPER * limit, tolerance=args.tolerance)
     if args.json:
         emit(
             {
@@ -37,9 +39,14 @@ def run(args: argparse.Namespace) -> int:
             }
         )
         return 0
+    broken_at = found.broken_at_req_per_s
+    beyond = (
+        f"no rate up to that breaks it, so the largest is not known: {UPPER:g} Λ is the most that is tried"
+        if broken_at is None
+        else f"{broken_at:.3f} breaks {', '.join(found.broken)}"
+    )
     print(
-        f"{found.rate_req_per_s:.3f} req/s meets {args.slo} ({found.rate_req_per_s / limit:.0%} of Λ={limit:.3f}); "
-        f"{found.broken_at_req_per_s:.3f} breaks {', '.join(found.broken) or 'nothing'}"
+        f"{found.rate_req_per_s:.3f} req/s meets {args.slo} ({found.rate_req_per_s / limit:.0%} of Λ={limit:.3f}); {beyond}"
     )
     print(outcome_text(found.report, "at that rate:"))
     return 0

@@ -1,7 +1,6 @@
 """How arguments become something to simulate: the site, the plan on trial, the requests."""
 
 import argparse
-import csv
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +8,15 @@ from typing import Any, Final
 
 import numpy as np
 
+from planner.commands.arguments import MOST
 from planner.commands.progress import busy, watched
 from planner.commands.site import options_of
 from planner.decisions.admission import AdmissionPolicy
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.fitting import workload_of
-from planner.model.site import Site, load_site
+from planner.model.reading import GBPS, SECONDS, SHARE, Range, named, read_columns
+from planner.model.site import BYTES_PER_S_PER_GBPS, Site, load_site
 from planner.model.workload import Trace, read_trace
 from planner.simulator.hits import hits_of
 from planner.simulator.policies import Estimates
@@ -26,6 +27,8 @@ from planner.solve.fleet import fleet_json, fleet_of, solve_fleet
 from planner.solve.goals import Rule
 from planner.solve.plan import outline
 
+LOAD: Final = Range(0, 1e3)
+UNTIL: Final = Range(0, float("inf"), "seconds")  # a link may never come back
 REQUESTS: Final = 20_000  # made up where there is no trace
 
 
@@ -54,11 +57,9 @@ def trial_of(args: argparse.Namespace) -> Trial:
 
 
 def _link_trace(path: Path) -> list[tuple[float, float]]:
-    try:
-        with path.open() as text:
-            return [(float(row["time_s"]), float(row["capacity_gbps"]) * 1.25e8) for row in csv.DictReader(text)]
-    except (KeyError, TypeError, ValueError) as exc:
-        raise InputError(f"link trace {path}: needs columns time_s and capacity_gbps ({exc!r})") from exc
+    with named(f"link trace {path}"):
+        rows = read_columns(path, {"time_s": SECONDS, "capacity_gbps": GBPS})
+    return [(time_s, gbps * BYTES_PER_S_PER_GBPS) for time_s, gbps in rows]
 
 
 def _flips(args: argparse.Namespace) -> FlipTimes:
@@ -71,10 +72,12 @@ def _outage(option: str, text: str, numbers: int) -> Outage:
     parts = text.split(":")
     if len(parts) not in (numbers, numbers + 2):
         raise InputError(f"{option}={text!r}: write it as --help says")
-    try:
-        from_s, until_s, *share = (float(part) for part in parts[:numbers])
-    except ValueError as exc:
-        raise InputError(f"{option}={text!r}: {exc}") from exc
+    allowed = (SECONDS, UNTIL, SHARE)[:numbers]
+    with named(f"{option}={text!r}"):
+        from_s, until_s, *share = (
+            kind.of_text(name, part)
+            for name, kind, part in zip(("from", "until", "share"), allowed, parts, strict=False)
+        )
     source, destination = parts[numbers:] or ("", "")
     return Outage(
         from_s=from_s, until_s=until_s, share=share[0] if share else 0.0, source=source, destination=destination
@@ -121,15 +124,19 @@ def source_of(args: argparse.Namespace, site: Site, trace: Trace | None, limit: 
     if trace is not None:
         return from_trace(trace, args.rate_scale)
     if args.day:
-        return from_day(site, [share * limit for share in _numbers("day", args.day)], args.bin)
+        return from_day(site, [share * limit for share in _shares(args.day, limit * args.bin)], args.bin)
     return from_workload(site, args.load * limit, args.requests or REQUESTS)
 
 
-def _numbers(name: str, text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as exc:
-        raise InputError(f"{name}={text!r}: give numbers with commas between") from exc
+def _shares(text: str, most_per_bin: float) -> list[float]:
+    """The loads of --day, as shares of Λ, which sends `most_per_bin` requests in one bin."""
+    with named(f"day={text!r}"):
+        shares = [LOAD.of_text("load", part) for part in text.split(",")]
+    if not sum(shares) * most_per_bin <= MOST:
+        raise InputError(f"day={text!r}: about {sum(shares) * most_per_bin:.3g} requests; at most {MOST} are simulated")
+    if not sum(shares):
+        raise InputError(f"day={text!r}: at least one load must be above 0")
+    return shares
 
 
 def seeds_of(args: argparse.Namespace) -> Sequence[int]:

@@ -1,14 +1,17 @@
 """A workload from a trace: lengths after prefix hits, rate, burstiness, the shape of the day."""
 
+import re
 from typing import Any, Final
 
 import numpy as np
 
 from planner.errors import InputError
 from planner.model.profile import Floats
+from planner.model.reading import TOKENS, Range, named
 from planner.model.site import Workload
 from planner.model.traffic import Lengths
 from planner.model.workload import Trace
+from transport.control.settings import SettingsError, shown
 
 TABLE_BINS: Final = 2_000
 PROBES: Final = (4_096, 8_192, 16_384, 19_400, 32_768, 65_536)
@@ -26,7 +29,7 @@ def workload_of(trace: Trace, hits: Floats) -> Workload:
         lengths=uncached_lengths(trace, hits),
         output_tokens=float(trace.output_tokens.mean()),
         rate_req_per_s=len(trace) / trace.span_s if trace.span_s else None,
-        hit_ratio=float(hits.sum() / trace.prompt_tokens.sum()),
+        hit_ratio=_hit_ratio(trace, hits),
         provenance=f"measured: trace {trace.name}, {len(trace)} requests",
     )
 
@@ -46,7 +49,7 @@ def fit(trace: Trace, hits: Floats) -> dict[str, Any]:
         "output_tokens_mean": float(trace.output_tokens.mean()),
         "uncached_tokens": _summary(trace.prompt_tokens - hits)
         | {"tokens": thin.tokens.tolist(), "weights": thin.weights.tolist()},
-        "hit_ratio": float(hits.sum() / trace.prompt_tokens.sum()),
+        "hit_ratio": _hit_ratio(trace, hits),
         "share_above_threshold": {
             str(t): {"total": float((trace.prompt_tokens > t).mean()), "uncached": lengths.share_above(t)}
             for t in PROBES
@@ -55,6 +58,11 @@ def fit(trace: Trace, hits: Floats) -> dict[str, Any]:
         "rate_by_bin_req_per_s": rate_bins(trace.arrival_s),
         "provenance": f"measured: trace {trace.name}, {len(trace)} requests",
     }
+
+
+def _hit_ratio(trace: Trace, hits: Floats) -> float:
+    total = float(trace.prompt_tokens.sum())
+    return float(hits.sum()) / total if total else 0.0
 
 
 def _summary(values: Floats) -> dict[str, float]:
@@ -111,18 +119,37 @@ def fit_metrics(text: str, span_s: float | None = None) -> dict[str, Any]:
     }
 
 
+# A sample of Prometheus' text format: name, labels, value, and perhaps when it was taken (/federate says so).
+_SAMPLE: Final = re.compile(r'([a-zA-Z_:][\w:]*)(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})?\s+(\S+)(?:\s+-?\d+)?\s*')
+_LABEL: Final = re.compile(r'(\w+)\s*=\s*"((?:[^"\\]|\\.)*)"')
+_COUNT: Final = Range(0, 1e18)
+
+
 def _histogram(text: str, name: str) -> tuple[Floats, Floats, float]:
-    """Upper edges, counts per bucket, and sum, over all label sets of a Prometheus histogram."""
+    """Upper edges, counts per bucket, and sum, over all label sets of a Prometheus histogram. Raises InputError."""
     buckets: dict[float, float] = {}
     total = 0.0
-    for line in text.splitlines():
-        if line.startswith(f"{name}_bucket"):
-            labels, _, value = line.partition("} ")
-            edge = float(labels.split('le="')[1].split('"')[0])
-            buckets[edge] = buckets.get(edge, 0.0) + float(value.split()[0])
-        elif line.startswith(f"{name}_sum"):
-            total += float(line.split()[-1])
-    if not buckets or not max(buckets.values()):
-        raise InputError(f"metrics: histogram {name} is missing or empty; fit from a request log instead")
+    for at, line in enumerate(text.splitlines(), 1):
+        if not line.startswith((f"{name}_bucket", f"{name}_sum")):
+            continue
+        with named(f"metrics, line {at}"):
+            sample = _SAMPLE.fullmatch(line)
+            if sample is None:
+                raise SettingsError(f"{shown(line)}: must be a sample of Prometheus' text format")
+            metric, labels, value = sample[1], dict(_LABEL.findall(sample[2] or "")), sample[3]
+            if metric == f"{name}_sum":
+                total += _COUNT.of_text(metric, value)
+            elif metric == f"{name}_bucket":
+                edge = _edge(labels.get("le"))
+                buckets[edge] = buckets.get(edge, 0.0) + _COUNT.of_text(f"{metric} le={edge:g}", value)
     edges = np.array(sorted(buckets))
-    return edges, np.diff([0.0, *(buckets[edge] for edge in edges)]), total
+    counts = np.diff([0.0, *(buckets[edge] for edge in edges)])
+    if not buckets or not counts.sum() or not total:
+        raise InputError(f"metrics: histogram {name} is missing or empty; fit from a request log instead")
+    if counts.min() < 0:
+        raise InputError(f"metrics: histogram {name} has fewer counts in a wider bucket; was the file cut or merged?")
+    return edges, counts, total
+
+
+def _edge(text: str | None) -> float:
+    return float("inf") if text == "+Inf" else TOKENS.of_text("le", text)

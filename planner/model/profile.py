@@ -9,11 +9,11 @@ A profile is a JSON file. Every group of numbers carries a `provenance`, whose f
     unverified general knowledge, nobody checked it
 """
 
-import json
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -21,10 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.errors import InputError, OutsideProfile
+from planner.model.reading import GBPS, LEAST, SECONDS, TOKENS, Range, named, placed, read_json
+from transport.control.settings import build, mapped, require
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Profiled = TypeVar("Profiled")
 
+BYTES: Final = Range(0, 1e15, "bytes")
+MAX_RUNNING: Final = 1_000_000
 PROVENANCES: Final = ("quoted", "measured", "derived", "fitted", "unverified")
 
 
@@ -43,6 +47,10 @@ class Window:
     window_tokens: int
     bytes_per_token: float
 
+    def __post_init__(self) -> None:
+        TOKENS.of("window_tokens", self.window_tokens)
+        BYTES.of("bytes_per_token", self.bytes_per_token)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSize:
@@ -52,6 +60,10 @@ class KvSize:
     bytes_per_token: float = 0.0
     windows: tuple[Window, ...] = ()
     provenance: str = "unverified: not stated"
+
+    def __post_init__(self) -> None:
+        BYTES.of("fixed_bytes", self.fixed_bytes)
+        BYTES.of("bytes_per_token", self.bytes_per_token)
 
     def __call__(self, num_tokens: float) -> float:
         unbounded = self.fixed_bytes + self.bytes_per_token * num_tokens
@@ -86,8 +98,23 @@ class PrefillCurve:
     def __post_init__(self) -> None:
         if (self.coefficients is None) == (len(self.points) < 2):
             raise InputError("prefill: give either coefficients or at least two points")
-        if sorted(self.points) != list(self.points):
-            raise InputError("prefill points: must be sorted by length")
+        if any(after[0] <= before[0] for before, after in pairwise(self.points)):
+            raise InputError("prefill points: must be sorted by length, each length once")
+        low, high = self.valid_tokens
+        if not 0 <= low <= high <= TOKENS.high:
+            raise InputError(f"valid_tokens=[{low:g}, {high:g}]: need 0 <= least <= largest <= {TOKENS.high:g}")
+        for at in self._lowest_at():
+            if not (LEAST if at else 0) <= self(at) <= SECONDS.high:
+                raise InputError(f"prefill: {self(at):g} s for {at:g} tokens: must be above 0 and finite")
+
+    def _lowest_at(self) -> list[float]:
+        """The lengths at which the curve may be least, or most."""
+        low, high = self.valid_tokens
+        ends = [low, high, *(length for length, _ in self.points)]
+        if self.coefficients is None or not self.coefficients[2]:
+            return ends
+        vertex = -self.coefficients[1] / (2 * self.coefficients[2])
+        return [*ends, vertex] if low < vertex < high else ends
 
     def __call__(self, num_tokens: float) -> float:
         if self.coefficients is not None:
@@ -139,8 +166,8 @@ class PrefillCurve:
 
 def fit_quadratic(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
     """Least-squares a0 + a1·l + a2·l² through `points` of (tokens, seconds); at least three are needed."""
-    if len(points) < 3:
-        raise InputError(f"points={len(points)}: a quadratic needs at least 3")
+    if (found := len({length for length, _ in points})) < 3:
+        raise InputError(f"points={found}: a quadratic needs at least 3, of different lengths")
     x, y = np.array(points, dtype=np.float64).T
     # In thousands of tokens the normal equations are well conditioned.
     a2, a1, a0 = np.polyfit(x / 1000, y, 2)
@@ -193,9 +220,10 @@ class DecodeProfile:
     provenance: str = "unverified: not stated"
 
     def __post_init__(self) -> None:
-        if self.max_running < 1:
-            raise InputError(f"max_running={self.max_running}: must be at least 1")
-        if self.step_s < 0 or self.step_s_per_request < 0 or self.full_step_s <= 0:
+        if not 1 <= self.max_running <= MAX_RUNNING:
+            raise InputError(f"max_running={self.max_running}: must be at least 1, and at most {MAX_RUNNING}")
+        steps = (self.step_s, self.step_s_per_request)
+        if not min(steps) >= 0 or not LEAST <= self.full_step_s <= SECONDS.high:
             raise InputError(f"step_s={self.step_s}, step_s_per_request={self.step_s_per_request}: must be positive")
 
     @property
@@ -250,52 +278,101 @@ def _lookup(table: Mapping[str, Profiled], hardware: str, what: str) -> Profiled
 
 
 def load_profile(path: Path) -> ModelProfile:
-    """Reads a profile file. Raises InputError with the file's name in it."""
-    try:
-        return parse_profile(json.loads(path.read_text()))
-    except FileNotFoundError as exc:
-        raise InputError(f"profile {path}: no such file") from exc
-    except (InputError, KeyError, TypeError, ValueError) as exc:
-        raise InputError(f"profile {path}: {exc!s}") from exc
+    """Reads a profile file. Raises InputError with the file, the key and its value in it."""
+    with named(f"profile {path}"):
+        return parse_profile(read_json(path))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Curve:
+    """A prefill curve's keys: either `coefficients`, or `points` through which a quadratic or straight lines are drawn."""
+
+    coefficients: tuple[float, ...] | None = None
+    points: tuple[tuple[float, ...], ...] = ()
+    interpolation: str = "linear"
+    valid_tokens: tuple[float, ...] | None = None
+    overhead_s: float = 0.0
+    scale: float = 1.0
+    provenance: str = "unverified: not stated"
+
+    def curve(self) -> PrefillCurve:
+        """Raises SettingsError or InputError."""
+        if self.interpolation not in ("linear", "quadratic"):
+            raise InputError(f"interpolation={self.interpolation!r}: must be linear or quadratic")
+        points = _pairs("points", self.points, SECONDS)
+        coefficients = self.coefficients
+        if coefficients is None and self.interpolation == "quadratic":
+            coefficients = fit_quadratic(points)
+        require(
+            coefficients is None or len(coefficients) == 3, "coefficients", coefficients, "three numbers: a0, a1, a2"
+        )
+        require(coefficients is not None or bool(points), "points", points, "given where there are no coefficients")
+        valid = self.valid_tokens
+        require(valid is not None or bool(points), "valid_tokens", valid, "the least and the largest length")
+        if valid is None:
+            valid = (points[0][0], points[-1][0])
+        require(len(valid) == 2, "valid_tokens", valid, "the least and the largest length")
+        return PrefillCurve(
+            coefficients=None if coefficients is None else (coefficients[0], coefficients[1], coefficients[2]),
+            points=points if coefficients is None else (),
+            valid_tokens=(valid[0], valid[1]),
+            overhead_s=self.overhead_s,
+            scale=self.scale,
+            provenance=self.provenance,
+        )
+
+
+def _pairs(name: str, rows: Sequence[Sequence[float]], allowed: Range) -> tuple[tuple[float, float], ...]:
+    for at, row in enumerate(rows):
+        require(len(row) == 2, f"{name}[{at}]", row, "a length and its value")
+        TOKENS.of(f"{name}[{at}][0]", row[0])
+        allowed.of(f"{name}[{at}][1]", row[1])
+    return tuple((row[0], row[1]) for row in rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Quoted:
+    """`kv_throughput_gbps`: what a paper prints of it."""
+
+    hardware: str = ""
+    points: tuple[tuple[float, ...], ...] = ()
+    provenance: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Document:
+    """A profile's keys."""
+
+    schema: int
+    model: str
+    notes: str = ""
+    kv: KvSize | None = None
+    prefill: Mapping[str, _Curve] = field(default_factory=dict)
+    decode: Mapping[str, DecodeProfile] = field(default_factory=dict)
+    kv_throughput_gbps: _Quoted = _Quoted()
+
+    def __post_init__(self) -> None:
+        if self.schema != 1:
+            raise InputError(f"schema={self.schema}: must be 1")
 
 
 def parse_profile(table: Mapping[str, Any]) -> ModelProfile:
-    """A profile from its JSON form. An unknown key is a TypeError, a bad value an InputError."""
-    if table.get("schema") != 1:
-        raise InputError(f"schema={table.get('schema')!r}: must be 1")
-    prefill = {name: _parse_curve(curve) for name, curve in table.get("prefill", {}).items()}
-    decode = {name: DecodeProfile(**values) for name, values in table.get("decode", {}).items()}
-    kv = _parse_kv(table["kv"]) if "kv" in table else None
-    for part in [kv, *prefill.values(), *decode.values()]:
-        if part is not None:
-            provenance_kind(part.provenance)
-    quoted = tuple((float(n), float(phi)) for n, phi in table.get("kv_throughput_gbps", {}).get("points", ()))
-    return ModelProfile(
-        model=table["model"], kv=kv, prefill=prefill, decode=decode, kv_throughput_gbps=quoted,
-        kv_throughput_hardware=table.get("kv_throughput_gbps", {}).get("hardware", ""),
-        notes=table.get("notes", ""),
-    )  # fmt: skip
-
-
-def _parse_kv(values: Mapping[str, Any]) -> KvSize:
-    windows = tuple(Window(**w) for w in values.get("windows", ()))
-    return KvSize(**{**values, "windows": windows})
-
-
-def _parse_curve(values: Mapping[str, Any]) -> PrefillCurve:
-    fields = dict(values)
-    points = tuple((float(n), float(s)) for n, s in fields.pop("points", ()))
-    interpolation = fields.pop("interpolation", "linear")
-    fields["valid_tokens"] = tuple(fields.get("valid_tokens") or (points[0][0], points[-1][0]))
-    if "coefficients" in fields:
-        fields["coefficients"] = tuple(fields["coefficients"])
-    elif interpolation == "quadratic":
-        fields["coefficients"] = fit_quadratic(points)
-    elif interpolation == "linear":
-        fields["points"] = points
-    else:
-        raise InputError(f"interpolation={interpolation!r}: must be linear or quadratic")
-    return PrefillCurve(**fields)
+    """A profile from its JSON form. Raises InputError naming the key and its value."""
+    with mapped(InputError):
+        document = build(_Document, table, "")
+        prefill = {}
+        for hardware, curve in document.prefill.items():
+            with placed(f"[prefill.{hardware}]"):
+                prefill[hardware] = curve.curve()
+        for part in [document.kv, *prefill.values(), *document.decode.values()]:
+            if part is not None:
+                provenance_kind(part.provenance)
+        quoted = document.kv_throughput_gbps
+        return ModelProfile(
+            model=document.model, kv=document.kv, prefill=prefill, decode=document.decode,
+            kv_throughput_gbps=_pairs("kv_throughput_gbps.points", quoted.points, GBPS),
+            kv_throughput_hardware=quoted.hardware, notes=document.notes,
+        )  # fmt: skip
 
 
 def dump_curve(curve: PrefillCurve) -> dict[str, Any]:

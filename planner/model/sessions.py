@@ -8,7 +8,6 @@ when their requests came, not when they themselves began: starts are drawn.
 A replay is open, every request at its time (`replay`), or closed, later turns waiting for answers (`ClosedLoop`).
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
@@ -18,11 +17,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from planner.errors import InputError
+from planner.model.reading import SECONDS, TOKENS, Range, json_rows, named, number, open_text, placed
 from planner.model.workload import Trace
+from transport.control.settings import SettingsError, require
 
 BLOCK_TOKENS: Final = 512  # of a trace: eight of the file's
 MERGED: Final = 8
+SMALL_TOKENS: Final = BLOCK_TOKENS // MERGED
+THINK: Final = Range(-SECONDS.high, SECONDS.high, "seconds")  # below 0 where clocks differed: at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +48,12 @@ Session = tuple[Turn, ...]
 def read_sessions(path: Path) -> list[Session]:
     """The sessions of a file, each with its sub-agents, in order of time. Raises InputError naming file and line."""
     found: dict[str, _Reader] = {}
-    try:
-        with path.open() as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    row = json.loads(line)
-                    found.setdefault(str(row["session"]).split(".")[0], _Reader()).add(row)
-                except (KeyError, TypeError, ValueError) as exc:
-                    raise InputError(f"sessions {path}, line {number}: {type(exc).__name__} {exc}") from exc
-    except OSError as exc:
-        raise InputError(f"sessions {path}: {exc.strerror}") from exc
-    if not found:
-        raise InputError(f"sessions {path}: empty; at least one request is needed")
+    with named(f"sessions {path}"), open_text(path) as lines:
+        for at, row in json_rows(lines):
+            with placed(f"line {at}"):
+                require("session" in row, "session", None, "said")
+                found.setdefault(str(row["session"]).split(".")[0], _Reader()).add(row)
+        require(bool(found), "requests", 0, "at least one: the file is empty")
     return [reader.session() for reader in found.values()]
 
 
@@ -69,23 +65,39 @@ class _Reader:
         self._names: dict[tuple[Any, ...], int] = {}
 
     def add(self, row: dict[str, Any]) -> None:
-        small = [block for first, count in row["blocks"] for block in range(first, first + count)]
+        prompt, output = (int(number(row, key, TOKENS)) for key in ("input_length", "output_length"))
+        small = [block for first, count in _runs(row, prompt) for block in range(first, first + count)]
         names: list[int] = []
         for at in range(0, len(small) - MERGED + 1, MERGED):
             key = (names[-1] if names else None, *small[at : at + MERGED])
             names.append(self._names.setdefault(key, len(self._names)))
-        while len(names) < -(-row["input_length"] // BLOCK_TOKENS):  # the partial last block is nobody else's
+        while len(names) < -(-prompt // BLOCK_TOKENS):  # the partial last block is nobody else's
             names.append(self._names.setdefault(("tail", len(self._turns), len(names)), len(self._names)))
-        output = max(1, row["output_length"])
+        think_s = THINK.of("think_time", row.get("think_time") or 0.0)
         self._turns.append(
             Turn(
-                float(row["t"]), int(row["input_length"]), int(output), tuple(names),
-                agent=str(row["session"]), think_s=max(0.0, float(row.get("think_time") or 0.0)),
+                number(row, "t", SECONDS), prompt, max(1, output), tuple(names),
+                agent=str(row["session"]), think_s=max(0.0, think_s),
             )
         )  # fmt: skip
 
     def session(self) -> Session:
         return tuple(sorted(self._turns, key=lambda turn: turn.at_s))
+
+
+def _runs(row: dict[str, Any], prompt_tokens: int) -> list[tuple[int, int]]:
+    """The runs of blocks, no more of them than the prompt has. Raises SettingsError."""
+    if "blocks" not in row:
+        raise SettingsError("missing: blocks")
+    runs = row["blocks"]
+    is_runs = isinstance(runs, list) and all(
+        isinstance(run, list) and len(run) == 2 and all(type(each) is int for each in run) for run in runs
+    )
+    require(is_runs, "blocks", runs, "a list of [first id, count]")
+    most = prompt_tokens // SMALL_TOKENS
+    fits = all(count >= 0 for _, count in runs) and sum(count for _, count in runs) <= most
+    require(fits, "blocks", runs, f"the full blocks of the prompt, at most {most}")
+    return [(first, count) for first, count in runs]
 
 
 def replay(sessions: Sequence[Session], count: int, over_s: float, seed: int) -> Trace:

@@ -4,9 +4,9 @@ Units are in the key names, an unknown key is an error that names it, and tables
 """
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ import numpy as np
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.profile import ModelProfile, load_profile, provenance_kind
+from planner.model.reading import GBPS, LEAST, RATE, SECONDS, SHARE, TOKENS, Range, named, number, placed, read_json
 from planner.model.traffic import Lengths, TruncatedLogNormal
 from transport.control.settings import (
     SettingsError,
@@ -22,10 +23,17 @@ from transport.control.settings import (
     in_file,
     read_toml,
     require,
+    require_known,
+    require_table,
     require_tables,
 )
 
 BYTES_PER_S_PER_GBPS: Final = 1e9 / 8
+INSTANCES: Final = Range(0, 1e5, "instances", is_whole=True)
+PRICE: Final = Range(0, 1e12)
+CACHE: Final = Range(0, 1e9, "GB")
+RTT: Final = Range(0, 1e6, "milliseconds")
+WEIGHT_SLACK: Final = 1e-6  # by which the weights of a fitted workload may miss 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +54,11 @@ class Cluster:
     provenance: str = ""
 
     def __post_init__(self) -> None:
-        _at_least(0, self, "instances", "price_per_hour", "cache_gb", "fetch_gbps", "home_share")
+        INSTANCES.of("instances", self.instances)
+        PRICE.of("price_per_hour", self.price_per_hour)
+        CACHE.of("cache_gb", self.cache_gb)
+        GBPS.of("fetch_gbps", self.fetch_gbps)
+        SHARE.of("home_share", self.home_share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +77,12 @@ class Link:
     provenance: str = ""
 
     def __post_init__(self) -> None:
-        _at_least(0, self, "capacity_gbps", "price_per_hour_per_gbps", "rtt_ms")
+        GBPS.of("capacity_gbps", self.capacity_gbps)
+        PRICE.of("price_per_hour_per_gbps", self.price_per_hour_per_gbps)
+        RTT.of("rtt_ms", self.rtt_ms)
+        for at, quantile in enumerate(self.quantiles_gbps):
+            GBPS.of(f"quantiles_gbps[{at}]", quantile)
+        require(self.source != self.destination, "destination", self.destination, "another cluster than the source")
 
     @property
     def bytes_per_s(self) -> float:
@@ -79,6 +96,11 @@ class Slo:
     ttft_p90_s: float | None = None
     tbt_s: float | None = None
     provenance: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_p90_s", "tbt_s"):
+            if (target := getattr(self, name)) is not None:
+                SECONDS.above_low(name, target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +120,10 @@ class Workload:
     provenance: str = ""
 
     def __post_init__(self) -> None:
-        if self.output_tokens <= 0:
-            raise InputError(f"workload: output_tokens={self.output_tokens}: must be above 0")
+        if not LEAST <= self.output_tokens <= TOKENS.high:
+            raise InputError(f"workload: output_tokens={self.output_tokens}: must be above 0 and finite")
+        if self.rate_req_per_s is not None and not LEAST <= self.rate_req_per_s <= RATE.high:
+            raise InputError(f"workload: rate_req_per_s={self.rate_req_per_s}: must be above 0 and finite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +136,12 @@ class Deployment:
 
     def __post_init__(self) -> None:
         for name, count in self.instances.items():
-            require(isinstance(count, int) and count >= 0, f"instances.{name}", count, "an integer, at least 0")
+            require(type(count) is int, f"instances.{name}", count, str(INSTANCES))
+            INSTANCES.of(f"instances.{name}", count)
+        if self.threshold_tokens is not None:
+            TOKENS.of("threshold_tokens", self.threshold_tokens)
+        if self.num_prefill is not None:
+            INSTANCES.of("num_prefill", self.num_prefill)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +161,9 @@ class Site:
         names = [cluster.name for cluster in self.clusters]
         if len(set(names)) < len(names):
             raise InputError(f"clusters: names must differ: {', '.join(names)}")
+        ends = [(link.source, link.destination) for link in self.links]
+        if twice := [pair for at, pair in enumerate(ends) if pair in ends[:at]]:
+            raise InputError(f"links: there are two from {twice[0][0]!r} to {twice[0][1]!r}; add them up")
         for link in self.links:
             for end in (link.source, link.destination):
                 if end not in names:
@@ -182,11 +214,6 @@ class Site:
         return {what: text or "unverified: not stated" for what, text in named.items()}
 
 
-def _at_least(least: float, item: Any, *names: str) -> None:
-    for name in names:
-        require(getattr(item, name) >= least, name, getattr(item, name), f"at least {least}")
-
-
 def load_site(path: Path, workload: Path | None = None) -> Site:
     """Reads a site file; `workload` (a fitted one, JSON) replaces its own. Raises InputError naming the file."""
     with in_file(path, InputError):
@@ -235,7 +262,19 @@ def parse_site(table: Mapping[str, Any], folder: Path) -> Site:
     )
     for text in site.provenances().values():
         provenance_kind(text)
+    for name, deployment in site.deployments.items():
+        with placed(f"[deployments.{name}]"):
+            _check_deployment(site, deployment)
     return site
+
+
+def _check_deployment(site: Site, deployment: Deployment) -> None:
+    """It counts instances of clusters that are there, and pins no more of them than it has. Raises SettingsError."""
+    require_known(deployment.instances, [cluster.name for cluster in site.clusters], "instances")
+    if deployment.num_prefill is not None and len(pds := site.of_kind(ClusterKind.PD)) == 1:
+        most = deployment.instances.get(pds[0].name, pds[0].instances)
+        fits = deployment.num_prefill <= most
+        require(fits, "num_prefill", deployment.num_prefill, f"at most {most}, the instances of {pds[0].name!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +282,11 @@ class _Listed:
     """`kind = "lengths"`: prompt lengths, one by one."""
 
     tokens: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        require(bool(self.tokens), "tokens", self.tokens, "at least one length")
+        for at, length in enumerate(self.tokens):
+            TOKENS.of(f"tokens[{at}]", length)
 
     def __str__(self) -> str:
         return f"{len(self.tokens)} lengths"
@@ -274,7 +318,7 @@ def parse_workload(table: Mapping[str, Any], folder: Path) -> Workload:
     kind = table.get("kind")
     if kind == "fitted":
         return read_fitted(folder / build(_Fitted, table, "[workload]").path)
-    require(kind in _LAWS, "[workload]: kind", kind, "'lognormal', 'lengths' or 'fitted'")
+    require(isinstance(kind, str) and kind in _LAWS, "[workload]: kind", kind, "'lognormal', 'lengths' or 'fitted'")
     asked = {each.name: table[each.name] for each in fields(_Asked) if each.name in table}
     rest = {key: value for key, value in table.items() if key not in (*asked, "kind", "slices")}
     said = build(_Asked, asked, "[workload]")
@@ -299,22 +343,40 @@ class _Fitted:
 
 
 def read_fitted(path: Path) -> Workload:
-    """A workload that `fit` wrote. Raises InputError naming the file."""
-    try:
-        table = json.loads(path.read_text())
-        if table["schema"] != 1:
-            raise InputError(f"schema={table['schema']!r}: must be 1")
-        uncached = table["uncached_tokens"]
-        lengths = Lengths(np.array(uncached["tokens"], dtype=np.float64), np.array(uncached["weights"]))
+    """A workload that `fit` wrote. Raises InputError naming the file, the key and its value."""
+    with named(f"workload {path}"):
+        table = read_json(path)
+        require(table.get("schema") == 1, "schema", table.get("schema"), "1")
+        rate = table.get("rate_req_per_s")
+        texts = {key: table.get(key) for key in ("name", "provenance")}
+        for key, text in texts.items():
+            require(isinstance(text, str), key, text, "a string")
         return Workload(
-            name=table["name"],
-            lengths=lengths,
-            output_tokens=table["output_tokens_mean"],
-            rate_req_per_s=table["rate_req_per_s"],
-            hit_ratio=table["hit_ratio"],
-            provenance=table["provenance"],
+            name=str(texts["name"]),
+            lengths=_fitted_lengths(require_table(table.get("uncached_tokens"), "uncached_tokens")),
+            output_tokens=TOKENS.above_low("output_tokens_mean", table.get("output_tokens_mean")),
+            rate_req_per_s=None if rate is None else RATE.above_low("rate_req_per_s", rate),
+            hit_ratio=number(table, "hit_ratio", SHARE),
+            provenance=str(texts["provenance"]),
         )
-    except FileNotFoundError as exc:
-        raise InputError(f"workload {path}: no such file") from exc
-    except (KeyError, ValueError) as exc:
-        raise InputError(f"workload {path}: {exc}") from exc
+
+
+def _fitted_lengths(table: Mapping[str, Any]) -> Lengths:
+    """Lengths that go up, and the share of requests that have each. Raises SettingsError."""
+    columns: dict[str, list[float]] = {}
+    for key, allowed in (("tokens", TOKENS), ("weights", SHARE)):
+        column, place = table.get(key), f"uncached_tokens.{key}"
+        require(isinstance(column, list) and len(column) > 0, place, column, "numbers, at least one")
+        columns[key] = [allowed.of(f"{place}[{at}]", value) for at, value in enumerate(column or ())]
+    tokens, weights = columns["tokens"], columns["weights"]
+    require(len(weights) == len(tokens), "uncached_tokens.weights", weights, f"{len(tokens)}, as there are lengths")
+    for at, (before, after) in enumerate(pairwise(tokens), 1):
+        require(before < after, f"uncached_tokens.tokens[{at}]", after, f"above the one before it, {before:g}")
+    total = sum(weights)
+    require(
+        abs(total - 1) <= WEIGHT_SLACK,
+        "uncached_tokens.weights, their sum",
+        total,
+        "1: they are shares of the requests",
+    )
+    return Lengths(np.array(tokens), np.array(weights) / total)

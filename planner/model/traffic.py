@@ -6,6 +6,7 @@ curvature inside one bin.
 """
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import Final
 
 import numpy as np
@@ -13,8 +14,14 @@ import numpy as np
 from planner.errors import InputError
 from planner.model.normal import normal_cdf, normal_quantile
 from planner.model.profile import Floats
+from planner.model.reading import LEAST, TOKENS
 
 DEFAULT_BINS: Final = 200_000
+MIN_SIGMA: Final = 1e-3
+MAX_SIGMA: Final = 20.0
+MIN_MASS: Final = 1e-6  # of a law between its ends; less is a rounding error of it
+NEXT_TO_0: Final = float(np.nextafter(0.0, 1.0))
+NEXT_TO_1: Final = float(np.nextafter(1.0, 0.0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,8 +36,8 @@ class Lengths:
         """The empirical distribution of `samples`, in any order. Raises InputError when empty or not positive."""
         if not len(samples):
             raise InputError("workload: no requests; give at least one length")
-        if not np.isfinite(samples).all() or samples.min() < 0:
-            raise InputError(f"workload: length {samples.min()}: must be at least 0 and finite")
+        if (wrong := ~(np.isfinite(samples) & (samples >= 0))).any():
+            raise InputError(f"workload: length {samples[wrong][0]}: must be at least 0 and finite")
         tokens, counts = np.unique(np.asarray(samples, dtype=np.float64), return_counts=True)
         weights = np.asarray(counts, dtype=np.float64) / float(len(samples))
         return cls(tokens, weights)
@@ -75,10 +82,18 @@ class TruncatedLogNormal:
     max_tokens: float
 
     def __post_init__(self) -> None:
-        if self.sigma <= 0:
-            raise InputError(f"sigma={self.sigma}: must be above 0")
-        if not 0 < self.min_tokens < self.max_tokens:
-            raise InputError(f"min_tokens={self.min_tokens}, max_tokens={self.max_tokens}: need 0 < min < max")
+        if not MIN_SIGMA <= self.sigma <= MAX_SIGMA:
+            raise InputError(f"sigma={self.sigma}: must be {MIN_SIGMA:g} to {MAX_SIGMA:g}")
+        if not LEAST <= self.min_tokens < self.max_tokens <= TOKENS.high:
+            ends = f"min_tokens={self.min_tokens}, max_tokens={self.max_tokens}"
+            raise InputError(f"{ends}: need 0 < min < max, and at most {TOKENS.high:g}")
+        low, high = self._ends() if isfinite(self.mu) else (0.0, 0.0)
+        if not high - low >= MIN_MASS:
+            ends = f"{self.min_tokens:g} to {self.max_tokens:g}"
+            raise InputError(
+                f"mu={self.mu}, sigma={self.sigma}: {high - low:.2g} of the lengths would be {ends} tokens; "
+                f"choose a mean, exp(mu + sigma²/2), that lies there"
+            )
 
     def __str__(self) -> str:
         return f"lognormal({self.mu:.2f}, {self.sigma:.2f}) in [{self.min_tokens:.0f}, {self.max_tokens:.0f}]"
@@ -86,7 +101,9 @@ class TruncatedLogNormal:
     def quantile(self, share: Floats) -> Floats:
         """The length that a share of the requests does not exceed."""
         low, high = self._ends()
-        quantile = np.exp(self.mu + self.sigma * normal_quantile(low + share * (high - low)))
+        within = np.clip(low + share * (high - low), NEXT_TO_0, NEXT_TO_1)  # 0 and 1 lie at infinity
+        quantile = np.exp(self.mu + self.sigma * normal_quantile(within))
+        quantile = np.where(share <= 0, self.min_tokens, np.where(share >= 1, self.max_tokens, quantile))
         return np.asarray(np.clip(quantile, self.min_tokens, self.max_tokens), dtype=np.float64)
 
     def means_between(self, edges_tokens: Floats) -> Floats:

@@ -1,37 +1,53 @@
 """Requests over time: traces read from files, and arrivals made up from a distribution.
 
-Formats, told apart by their fields; files may be plain, .xz or .zst:
+Formats, told apart by their fields; files may be plain, or compressed by gzip, xz or zstd:
 
     Mooncake jsonl   timestamp (ms), input_length, output_length, hash_ids (512 tokens per block)
     Qwen-like jsonl  the same with chat_id; timestamp in SECONDS, 128 tokens per block
-    Azure csv        TIMESTAMP, ContextTokens, GeneratedTokens
+    Azure csv        TIMESTAMP (UTC), ContextTokens, GeneratedTokens
     Azure jsonl      timestamp (ms), input_length, output_length
     our request log  unix_s, total, output_tokens, cached, block_tokens, hash_ids, status (a folder of files, or one of them);
                      without blocks: what GET /prfaas/requests of a gateway gives
 """
 
 import csv
-import io
-import json
-import lzma
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
-from itertools import chain
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from planner.errors import InputError
 from planner.model.profile import Floats
+from planner.model.reading import (
+    RATE,
+    SECONDS,
+    TOKENS,
+    Range,
+    json_rows,
+    named,
+    number,
+    open_text,
+    placed,
+    spelled_number,
+)
 from planner.model.traffic import Lengths
+from transport.control.settings import SettingsError, require, shown
 
 TICK_S: Final = 3.0  # Mooncake's public traces know time in steps of three seconds
 TICK_JITTER_S: Final = 0.01  # some ticks are a millisecond early
 LOG_FILES: Final = "requests-*.jsonl"  # of a gateway's request log (`gateway/request_log.py`)
-REFUSED: Final = (429, 503)  # statuses of requests that a larger system would have served
+# Statuses of requests that a larger system would have served, or served whole; others of 400 and above are the client's errors.
+CUT: Final = (429, 499)
+MAX_SPAN_S: Final = 366 * 86_400.0  # of a trace, and of what is simulated: results are counted by the second
+MILLISECONDS: Final = Range(0, 1e13, "milliseconds")
+BLOCK: Final = Range(1, 1e6, "tokens", is_whole=True)
+STATUS: Final = Range(100, 599, is_whole=True)
+ID_BITS: Final = 256  # of a block's name, as caches know them
+EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_Placed: TypeAlias = tuple[str, Mapping[str, Any]]  # a row, and where it is in its file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,6 +62,10 @@ class Trace:
     block_size: int = 512
     cached_tokens: Floats | None = None  # what the system that wrote the trace found cached
 
+    def __post_init__(self) -> None:
+        if not self.span_s <= MAX_SPAN_S:
+            raise InputError(f"requests come over {self.span_s:g} s; at most {MAX_SPAN_S:g} s are simulated")
+
     def __len__(self) -> int:
         return len(self.arrival_s)
 
@@ -55,7 +75,7 @@ class Trace:
 
     def faster(self, factor: float) -> "Trace":
         """The same requests at `factor` times the rate."""
-        if factor <= 0:
+        if not 0 < factor < float("inf"):
             raise InputError(f"rate_scale={factor}: must be above 0")
         return replace(self, arrival_s=self.arrival_s / factor)
 
@@ -85,52 +105,36 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads any of the formats above. Raises InputError naming the file, and the line where there is one."""
-    if path.is_dir():
-        return _read_log(path)
-    try:
-        text = _open(path)
-    except FileNotFoundError as exc:
-        raise InputError(f"trace {path}: no such file") from exc
-    except (OSError, lzma.LZMAError) as exc:
-        raise InputError(f"trace {path}: {exc}") from exc
-    with text:
-        rows = csv.DictReader(text) if ".csv" in path.suffixes else _json_lines(text, path)
-        return _to_trace(path, rows)
+    """Reads any of the formats above. Raises InputError naming the file, the row, the field and its value."""
+    with named(f"trace {path}"):
+        if path.is_dir():
+            return _to_trace(path, _rows_of_log(path))
+        return _to_trace(path, _rows_of(path))
 
 
-def _read_log(directory: Path) -> Trace:
+def _rows_of_log(directory: Path) -> Iterator[_Placed]:
     """All files of a gateway's request log: its workers each have their own, and begin a new one now and then."""
     paths = sorted(directory.glob(LOG_FILES))
     if not paths:
-        raise InputError(f"trace {directory}: no files called {LOG_FILES} in it")
-    with ExitStack() as opened:
-        rows = [_json_lines(opened.enter_context(path.open()), path) for path in paths]
-        return _to_trace(directory, chain.from_iterable(rows))
+        raise SettingsError(f"no files called {LOG_FILES} in it")
+    for path in paths:
+        with placed(path.name):
+            rows = list(_rows_of(path))
+        for place, row in rows:
+            yield f"{path.name}, {place}", row
 
 
-def _open(path: Path) -> Any:
-    if path.suffix == ".xz":
-        return lzma.open(path, "rt")
-    if path.suffix == ".zst":
+def _rows_of(path: Path) -> Iterator[_Placed]:
+    with open_text(path) as text:
+        if ".csv" not in [suffix.lower() for suffix in path.suffixes]:
+            for number, row in json_rows(text, is_growing=path.match(LOG_FILES)):
+                yield f"row {number}", row
+            return
         try:
-            import zstandard
-        except ImportError as exc:
-            raise InputError(f"trace {path}: reading .zst needs the zstd extra (pip install 'prfaas[zstd]')") from exc
-        return io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(path.open("rb")))
-    return path.open()
-
-
-def _json_lines(text: Any, path: Path) -> Iterator[Mapping[str, Any]]:
-    for number, line in enumerate(text, 1):
-        if not line.strip():
-            continue
-        try:
-            yield json.loads(line)
-        except ValueError as exc:
-            if not line.endswith("\n") and number > 1:  # somebody is still writing it
-                return
-            raise InputError(f"trace {path}, line {number}: not JSON ({exc})") from exc
+            for number, row in enumerate(csv.DictReader(text), 1):
+                yield f"row {number}", row
+        except csv.Error as exc:
+            raise SettingsError(f"not CSV: {exc}") from exc
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,73 +144,102 @@ class _Row:
     output: float
     ids: tuple[int, ...] | None = None
     cached: float | None = None
-    is_refused: bool = False
+    is_cut: bool = False  # nobody knows how long its answer would have been
 
 
-def _to_trace(path: Path, rows: Any) -> Trace:
-    parsed: list[_Row] = []
-    block_size = 512
-    for number, row in enumerate(rows, 1):
+def _to_trace(path: Path, rows: Iterable[_Placed]) -> Trace:
+    parsed: list[tuple[_Row, str]] = []
+    block_size: float | None = None
+    for place, row in rows:
         try:
+            size = number(row, "block_tokens", BLOCK) if "block_tokens" in row else 128 if "chat_id" in row else 512
+            if block_size not in (None, size):
+                raise SettingsError(f"blocks of {size:g} tokens, of {block_size:g} before")
+            block_size = size
             if (each := _parse(row)) is not None:
-                parsed.append(each)
-        except (KeyError, TypeError, ValueError) as exc:
-            raise InputError(f"trace {path}, row {number}: {type(exc).__name__} {exc}") from exc
-        if number == 1:
-            block_size = row.get("block_tokens", 128 if "chat_id" in row else block_size)
-        elif row.get("block_tokens", block_size) != block_size:
-            raise InputError(
-                f"trace {path}, row {number}: blocks of {row['block_tokens']} tokens, of {block_size} before"
-            )
+                parsed.append((each, place))
+        except SettingsError as exc:
+            raise SettingsError(f"{place}: {exc}") from exc
     if not parsed:
-        raise InputError(f"trace {path}: empty; at least one request is needed")
-    has_cached = parsed[0].cached is not None
-    parsed.sort(key=lambda row: row.arrived_s)
-    # Clocks that began long before the trace count from its first request.
-    first = parsed[0].arrived_s if parsed[0].arrived_s > 1e6 or has_cached else 0.0
-    has_ids = all(row.ids is not None for row in parsed)
-    answers = [row.output for row in parsed if not row.is_refused]
-    typical = (
-        sum(answers) / len(answers) if answers else 1.0
-    )  # of what was refused: nobody knows how long it would have been
+        raise SettingsError("empty; at least one request is needed")
+    parsed.sort(key=lambda each: each[0].arrived_s)
+    (first, earliest), (last, latest) = parsed[0], parsed[-1]
+    if last.arrived_s - first.arrived_s > MAX_SPAN_S:
+        far = f"{latest} comes {last.arrived_s - first.arrived_s:.6g} s after {earliest}"
+        raise SettingsError(f"{far}: a trace spans at most {MAX_SPAN_S:g} s; look at their times")
+    return _trace_of([row for row, _ in parsed], path.name.split(".")[0], int(block_size or 512))
+
+
+def _trace_of(rows: Sequence[_Row], name: str, block_size: int) -> Trace:
+    """Times count from the first request, wherever a trace's own clock began."""
+    answers = [row.output for row in rows if not row.is_cut]
+    typical = sum(answers) / len(answers) if answers else 1.0
+    has_cached = rows[0].cached is not None
+    has_ids = all(row.ids is not None for row in rows)
     return Trace(
-        name=path.name.split(".")[0],
-        arrival_s=np.array([row.arrived_s - first for row in parsed]),
-        prompt_tokens=np.array([row.prompt for row in parsed], dtype=np.float64),
-        output_tokens=np.maximum(1.0, [typical if row.is_refused else row.output for row in parsed]),
-        blocks=tuple(row.ids or () for row in parsed) if has_ids else None,
+        name=name,
+        arrival_s=np.array([row.arrived_s - rows[0].arrived_s for row in rows]),
+        prompt_tokens=np.array([row.prompt for row in rows], dtype=np.float64),
+        output_tokens=np.maximum(1.0, [max(typical, row.output) if row.is_cut else row.output for row in rows]),
+        blocks=tuple(row.ids or () for row in rows) if has_ids else None,
         block_size=block_size,
-        cached_tokens=np.array([row.cached or 0.0 for row in parsed]) if has_cached else None,
+        cached_tokens=np.array([row.cached or 0.0 for row in rows]) if has_cached else None,
     )
 
 
 def _parse(row: Mapping[str, Any]) -> _Row | None:
-    """None: a request that asked for nothing, for it was never read."""
+    """None: a request that is no traffic: it was never read, or was wrong. Raises SettingsError."""
     if "TIMESTAMP" in row:
-        stamp = datetime.fromisoformat(row["TIMESTAMP"][:26])
-        return _Row(stamp.timestamp(), float(row["ContextTokens"]), float(row["GeneratedTokens"]))
+        prompt, output = (spelled_number(row, key, TOKENS) for key in ("ContextTokens", "GeneratedTokens"))
+        return _Row(_unix_s(row["TIMESTAMP"]), prompt, output)
     if "arrived_s" in row:
-        if not row["total"]:
-            return None
-        return _Row(
-            row.get("unix_s", row["arrived_s"]),
-            row["total"],
-            row["output_tokens"],
-            tuple(row["hash_ids"]) if "hash_ids" in row else None,
-            row["cached"],
-            is_refused=row.get("status") in REFUSED,
-        )
-    unit = 1.0 if "chat_id" in row else 1e-3
-    ids = tuple(row["hash_ids"]) if "hash_ids" in row else None
-    return _Row(row["timestamp"] * unit, row["input_length"], row["output_length"], ids)
+        return _parse_logged(row)
+    unit, per_s = (SECONDS, 1.0) if "chat_id" in row else (MILLISECONDS, 1e3)
+    arrived_s = number(row, "timestamp", unit) / per_s
+    return _Row(arrived_s, number(row, "input_length", TOKENS), number(row, "output_length", TOKENS), _ids(row))
+
+
+def _parse_logged(row: Mapping[str, Any]) -> _Row | None:
+    status = number(row, "status", STATUS) if "status" in row else 200
+    total = number(row, "total", TOKENS)
+    if not total or (400 <= status < 500 and status not in CUT):
+        return None
+    return _Row(
+        number(row, "unix_s" if "unix_s" in row else "arrived_s", SECONDS),
+        total,
+        number(row, "output_tokens", TOKENS),
+        _ids(row),
+        number(row, "cached", TOKENS),
+        is_cut=status >= 500 or status in CUT,
+    )
+
+
+def _ids(row: Mapping[str, Any]) -> tuple[int, ...] | None:
+    if "hash_ids" not in row:
+        return None
+    ids = row["hash_ids"]
+    are_ids = isinstance(ids, list) and all(type(each) is int and 0 <= each < 1 << ID_BITS for each in ids)
+    require(are_ids, "hash_ids", ids, f"a list of integers, at least 0 and below 2^{ID_BITS}")
+    return tuple(ids)
+
+
+def _unix_s(stamp: Any) -> float:
+    """A time of Azure's, which is in UTC whether it says so or not."""
+    try:
+        time = datetime.fromisoformat(stamp.strip())
+    except (AttributeError, ValueError) as exc:
+        raise SettingsError(f"TIMESTAMP = {shown(stamp)}: must be a time like 2023-11-16 18:17:03.9799600") from exc
+    if time.tzinfo is None:
+        time = time.replace(tzinfo=UTC)
+    return SECONDS.of("TIMESTAMP", (time - EPOCH).total_seconds())
 
 
 def poisson(
     lengths: Lengths, output_tokens: float, rate_req_per_s: float, count: int, rng: np.random.Generator
 ) -> Trace:
     """`count` requests with independent lengths and exponential gaps."""
-    if rate_req_per_s <= 0:
-        raise InputError(f"rate_req_per_s={rate_req_per_s}: must be above 0")
+    if not 0 < rate_req_per_s <= RATE.high:
+        raise InputError(f"rate_req_per_s={rate_req_per_s}: must be above 0, and at most {RATE.high:g}")
     return Trace(
         name="poisson",
         arrival_s=np.cumsum(rng.exponential(1 / rate_req_per_s, count)),
@@ -226,6 +259,10 @@ def diurnal(
         part = poisson(law, output, 1.0, count, rng)
         at = np.sort(rng.random(count)) * bin_s + index * bin_s
         parts.append(replace(part, arrival_s=at))
+    if not any(len(part) for part in parts):
+        raise InputError(
+            f"rates of {max(rates_req_per_s):g} req/s, bins of {bin_s:g} s: no request comes; raise one of them"
+        )
     return Trace(
         name="diurnal",
         arrival_s=np.concatenate([part.arrival_s for part in parts]),

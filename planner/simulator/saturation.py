@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from planner.errors import Infeasible, InputError
+from planner.model.reading import Range, named
 
+BOUND: Final = Range(0, 1e12)
 OPERATORS: Final = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
 
@@ -31,22 +33,24 @@ def parse_slo(text: str) -> list[Condition]:
     """`ttft_p90<5,tbt_p99<0.1`: keys of a report, the _s may be left out. Raises InputError."""
     conditions = []
     for clause in text.split(","):
-        match = re.fullmatch(r"\s*([a-z0-9_]+)\s*(<=|>=|<|>)\s*([0-9.eE+-]+)\s*", clause)
+        match = re.fullmatch(r"\s*([a-z0-9_]+)\s*(<=|>=|<|>)\s*(\S+)\s*", clause)
         if match is None:
             raise InputError(f"slo {clause!r}: write it like ttft_p90<5 or rejected<=0")
-        key, relation, bound = match.groups()
+        key, relation, spelled = match.groups()
+        with named(f"slo {clause!r}"):
+            bound = BOUND.of_text(key, spelled)
         if key.startswith(("ttft", "tbt", "e2e")) and not key.endswith("_s"):
             key += "_s"
-        conditions.append(Condition(key, relation, float(bound)))
+        conditions.append(Condition(key, relation, bound))
     return conditions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saturation:
-    """The highest rate found to meet the SLO, the lowest found to break it, and what broke."""
+    """The highest rate found to meet the SLO, the lowest found to break it, and what broke; None where no rate tried did."""
 
     rate_req_per_s: float
-    broken_at_req_per_s: float
+    broken_at_req_per_s: float | None
     broken: tuple[str, ...]
     report: dict[str, Any]
     steps: int
@@ -57,10 +61,14 @@ def saturate(
 ) -> Saturation:
     """Bisects on the rate below `upper` until bounds are within `tolerance` of each other.
 
-    Raises Infeasible when even a hundredth of `upper` breaks the SLO.
+    Raises InputError for a key that no report has, and Infeasible when even a hundredth of `upper` breaks the SLO.
     """
     low, high = upper / 100, upper
     best = report_at(low)
+    known = [key for key, value in best.items() if value is None or isinstance(value, int | float)]
+    for condition in slo:
+        if condition.key not in known:
+            raise InputError(f"slo: {condition.key!r} is no key of a report; known are {', '.join(known)}")
     if failed := [str(condition) for condition in slo if not condition.holds(best)]:
         values = ", ".join(f"{condition.key}={best.get(condition.key)}" for condition in slo)
         raise Infeasible(
@@ -77,4 +85,5 @@ def saturate(
             high, broken = middle, tuple(failed)
         else:
             low, best = middle, report
-    return Saturation(rate_req_per_s=low, broken_at_req_per_s=high, broken=broken, report=best, steps=steps)
+    broken_at = high if broken else None
+    return Saturation(rate_req_per_s=low, broken_at_req_per_s=broken_at, broken=broken, report=best, steps=steps)

@@ -1,6 +1,5 @@
 """Plans on trial: a site and a plan become a scenario, a scenario is run over several seeds."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,8 @@ from planner.decisions.policy import RoutingPolicy
 from planner.decisions.views import ClusterKind
 from planner.errors import InputError
 from planner.model.profile import ModelProfile
-from planner.model.site import BYTES_PER_S_PER_GBPS, Cluster, Site
+from planner.model.reading import RATE, SHARE, TOKENS, named, number, placed, read_json
+from planner.model.site import BYTES_PER_S_PER_GBPS, INSTANCES, Cluster, Site
 from planner.model.workload import Trace, diurnal, poisson
 from planner.simulator.outcome import Outcome, over_seeds
 from planner.simulator.policies import Estimates
@@ -22,6 +22,7 @@ from planner.simulator.scenario import FlipTimes, Outage, Pool, Scenario, Target
 from planner.simulator.world import simulate
 from planner.solve.controller import ControllerConfig
 from planner.solve.plan import Plan
+from transport.control.settings import require, require_table, require_tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,23 +89,29 @@ class Setting:
 
 def read_plan(path: Path) -> tuple[Setting, float]:
     """The setting of a plan file, and its Λ in requests/s. Raises InputError naming the file."""
-    try:
-        table = json.loads(path.read_text())
+    with named(f"plan {path}"):
+        table = read_json(path)
         if "pd_clusters" in table:
-            return Setting.of_fleet(table), float(table["one_threshold"]["lambda_max_req_per_s"])
+            one = require_table(table.get("one_threshold"), "one_threshold")
+            return _fleet_setting(table, one), RATE.above_low("lambda_max_req_per_s", one.get("lambda_max_req_per_s"))
         setting = Setting(
-            table["threshold_tokens"], table.get("tie_share", 0.0), table["num_prefill"], table["num_decode"]
+            number(table, "threshold_tokens", TOKENS),
+            SHARE.of("tie_share", table.get("tie_share", 0.0)),
+            int(number(table, "num_prefill", INSTANCES)),
+            int(number(table, "num_decode", INSTANCES)),
         )
-        lambda_max = float(table["lambda_max_req_per_s"])
-    except FileNotFoundError as exc:
-        raise InputError(f"plan {path}: no such file") from exc
-    except KeyError as exc:
-        raise InputError(f"plan {path}: {exc} is missing; write plans with solve -o") from exc
-    except (AttributeError, TypeError, ValueError) as exc:
-        raise InputError(f"plan {path}: {exc}") from exc
-    if not 0 < lambda_max < float("inf"):
-        raise InputError(f"plan {path}: lambda_max_req_per_s={lambda_max}: must be above 0")
-    return setting, lambda_max
+        return setting, RATE.above_low("lambda_max_req_per_s", table.get("lambda_max_req_per_s"))
+
+
+def _fleet_setting(table: Mapping[str, Any], one: Mapping[str, Any]) -> Setting:
+    for at, each in enumerate(require_tables(table["pd_clusters"], "pd_clusters")):
+        with placed(f"pd_clusters[{at}]"):
+            require(isinstance(each.get("name"), str), "name", each.get("name"), "a string")
+            for part in ("num_prefill", "num_decode"):
+                number(each, part, INSTANCES)
+    with placed("one_threshold"):
+        number(one, "threshold_tokens", TOKENS)
+    return Setting.of_fleet(table)
 
 
 def scenario_of(site: Site, setting: Setting, trial: Trial) -> Scenario:

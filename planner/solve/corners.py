@@ -4,6 +4,7 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+from planner.errors import InputError
 from planner.model.site import BYTES_PER_S_PER_GBPS, Deployment, Site
 from planner.solve.goals import Worst
 from planner.solve.problem import Options, Problem, best_cut, pose, threshold_for
@@ -32,7 +33,9 @@ def corner_scenarios(problem: Problem, site: Site, options: Options, spread: flo
 
 
 def robust_report(site: Site, options: Options, spread: float, worst: Worst, deployment: str | None) -> dict[str, Any]:
-    """The plan with the best worst case, next to the one that is best if every number is right."""
+    """The plan with the best worst case, next to the one that is best if every number is right. Raises InputError."""
+    if not 0 <= spread < 1:
+        raise InputError(f"spread={spread:g}: must be at least 0 and below 1, or nothing is left of a profile")
     variant = Deployment()
     if deployment is not None:
         site, variant = site.deployed(deployment)

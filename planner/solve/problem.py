@@ -132,5 +132,6 @@ def ttft_by_length(problem: Problem, cut: int) -> Floats:
     head = problem.local.of(tokens[:cut])
     if cut == len(tokens):
         return head
-    transfer_s = problem.kv.of(tokens[cut:]) / problem.capacity.egress_bytes_per_s
+    sizes, egress = problem.kv.of(tokens[cut:]), problem.capacity.egress_bytes_per_s
+    transfer_s = sizes / egress if egress else np.full_like(sizes, np.inf)
     return np.concatenate((head, problem.remote.of(tokens[cut:]) + transfer_s))

@@ -1,20 +1,34 @@
 """What if: the same site solved over ranges of its numbers."""
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
 from planner.errors import InputError
-from planner.model.site import BYTES_PER_S_PER_GBPS, Site
+from planner.model.reading import GBPS, TOKENS, Range, named
+from planner.model.site import BYTES_PER_S_PER_GBPS, INSTANCES, Site
 from planner.solve.problem import Options, best_cut, pose, threshold_for
 from planner.solve.search import rates
 from planner.solve.watch import Watch, unwatched
+from transport.control.settings import require
 
-KNOBS: Final = ("b_out", "n_prfaas", "n_pd", "output_tokens", "t_prfaas", "t_pd", "decode")
+FACTOR: Final = Range(0, 1e6)
+KNOBS: Final[Mapping[str, Range]] = {
+    "b_out": GBPS,
+    "n_prfaas": INSTANCES,
+    "n_pd": INSTANCES,
+    "output_tokens": TOKENS,
+    "t_prfaas": FACTOR,
+    "t_pd": FACTOR,
+    "decode": FACTOR,
+}
+MAY_BE_0: Final = frozenset({"b_out", "n_prfaas", "n_pd"})
 STEPS: Final = 11
+COUNT: Final = Range(1, 10_000, is_whole=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +44,31 @@ class Sweep:
         knob, _, given = text.partition("=")
         if knob not in KNOBS:
             raise InputError(f"sweep {knob!r}: must be one of {', '.join(KNOBS)}")
-        try:
-            if ":" in given:
-                low, high, *steps = given.split(":")
-                count = int(steps[0]) if steps else STEPS
-                values = np.linspace(float(low), float(high), count)
-            else:
-                values = np.array([float(value) for value in given.split(",")])
-        except ValueError as exc:
-            raise InputError(f"sweep {text!r}: give {knob}=low:high[:steps] or {knob}=a,b,c") from exc
-        if knob in ("n_prfaas", "n_pd"):
+        with named(f"sweep {text!r}"):
+            parts = given.split(":")
+            if len(parts) == 1:
+                return cls(knob, tuple(_value(knob, value) for value in given.split(",")))
+            require(len(parts) <= 3, "its form", text, f"{knob}=low:high[:steps] or {knob}=a,b,c")
+            low, high = (_value(knob, value) for value in parts[:2])
+            count = int(COUNT.of_text("steps", parts[2])) if len(parts) == 3 else STEPS
+        values = np.linspace(low, high, count)
+        if KNOBS[knob].is_whole:
             values = np.unique(np.round(values))
         return cls(knob, tuple(float(value) for value in values))
+
+
+def _value(knob: str, text: str) -> float:
+    allowed = KNOBS[knob]
+    value = allowed.of_text(knob, text)
+    return value if knob in MAY_BE_0 else allowed.above_low(knob, value)
 
 
 def whatif(site: Site, options: Options, sweeps: Sequence[Sweep], watched: Watch = unwatched) -> list[dict[str, Any]]:
     """One row per combination: the knobs, and the plan that is best there."""
     base = pose(site, options)
+    combinations = math.prod(len(sweep.values) for sweep in sweeps)
+    if combinations > COUNT.high:
+        raise InputError(f"sweeps: {combinations} combinations; at most {COUNT.high:g}")
     rows = []
     for values in watched(list(itertools.product(*(sweep.values for sweep in sweeps))), "what if"):
         setting = dict(zip((sweep.knob for sweep in sweeps), values, strict=True))

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
 from enum import StrEnum
+from math import isfinite, isnan
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Final, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -141,7 +142,7 @@ def require_range(name: str, value: float, low: float, high: float) -> None:
 
 def shown(value: object) -> str:
     """A value as messages show it: not at any length."""
-    text = repr(value)
+    text = "NaN" if isinstance(value, float) and isnan(value) else repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
@@ -171,7 +172,18 @@ def _typed(kind: Any, value: Any, where: str, key: str, base: Path) -> Any:
         require(isinstance(value, accepted) and (type(value) is not bool or kind is bool), key, value, name)
     if kind is Path:
         return base / value
-    return float(value) if kind is float else value
+    if kind is not float:
+        return value
+    with _at(where):
+        require(_is_finite(value), key, value, "a finite number")
+    return float(value)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
 
 
 def _of_union(kind: Any, value: Any, where: str, key: str, base: Path) -> Any:

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from engine.errors import EngineError
 from engine.model.sampling import Sampler, SamplingParams, distribution, log_softmax
 
 LOGITS = np.array([0.0, 3.0, 2.0, 1.0, -1.0], np.float32)
@@ -69,3 +70,17 @@ def test_logits_are_left_as_they_are():
     logits = LOGITS.copy()
     draw(5, logits, top_k=2, presence_penalty=1.0, min_tokens=3, logit_bias={0: 1.0})
     assert np.array_equal(logits, LOGITS)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-300, 1e-9])
+def test_a_temperature_next_to_0_takes_the_largest(temperature):
+    assert draw(3, temperature=temperature) == [1, 1, 1]
+    assert draw(3, temperature=temperature, top_k=2, top_p=0.5) == [1, 1, 1]
+    assert draw(2, np.array([-np.inf, 9e30, -9e30], np.float32), temperature=temperature) == [1, 1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5e-324, 1.0])
+@pytest.mark.parametrize("worst", [[np.nan, 1.0], [1.0, np.nan], [-np.inf, -np.inf], [np.inf, np.inf]])
+def test_no_token_is_chosen_from_what_is_no_number(temperature, worst):
+    with pytest.raises(EngineError, match="no token can be chosen"):
+        draw(1, np.array(worst, np.float32), temperature=temperature)

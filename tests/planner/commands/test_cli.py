@@ -135,11 +135,14 @@ def test_requests_cut_a_trace_whatever_their_number(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "plan.json: Expecting property name"),
-        ("[1]", "plan.json: list indices"),
-        ("{}", "plan.json: 'threshold_tokens' is missing; write plans with solve -o"),
+        ("{", "plan.json: not JSON: Expecting property name"),
+        ("[1]", "plan.json: the file = [1]: must be an object"),
+        ("{}", "plan.json: missing: threshold_tokens"),
         ('{"threshold_tokens": null, "num_prefill": 3, "num_decode": 5, "lambda_max_req_per_s": 3}', "plan.json: "),
-        ('{"threshold_tokens": 1, "num_prefill": 1.5, "num_decode": 5, "lambda_max_req_per_s": 3}', "num_prefill=1.5"),
+        (
+            '{"threshold_tokens": 1, "num_prefill": 1.5, "num_decode": 5, "lambda_max_req_per_s": 3}',
+            "num_prefill = 1.5: must be a whole number",
+        ),
         ('{"threshold_tokens": 1, "num_prefill": 3, "num_decode": 5, "lambda_max_req_per_s": 0}', "must be above 0"),
     ],
 )
@@ -301,9 +304,12 @@ def site(tmp_path, text: str):
     [
         (("schema = 1", "schema = 7"), "site.toml: schema = 7: must be 1"),
         (('kind = "pd"', 'kind = "gpu"'), "clusters[1]: kind = 'gpu': must be 'prfaas' or 'pd'"),
-        (("instances = 8", "instances = -1"), "clusters[1]: instances = -1: must be at least 0"),
+        (
+            ("instances = 8", "instances = -1"),
+            "clusters[1]: instances = -1: must be a whole number of instances, 0 to 100000",
+        ),
         (('destination = "pd"', 'destination = "moon"'), "'moon' is no cluster; known: prfaas, pd"),
-        (("sigma = 1.00", "sigma = 0.0"), "sigma=0.0: must be above 0"),
+        (("sigma = 1.00", "sigma = 0.0"), "sigma=0.0: must be 0.001 to 20"),
         (("output_tokens = 1024", "output_tokens = 0"), "output_tokens=0"),
         (
             ("capacity_gbps = 100", "capacity_mbps = 100"),

@@ -1,0 +1,40 @@
+"""A site, its profile and a trace, as tables to spoil and as files."""
+
+import json
+import tomllib
+from pathlib import Path
+
+CONFIGS = Path("configs").resolve()
+PROFILE = json.loads((CONFIGS / "profiles/internal-1t.json").read_text())
+SITE = tomllib.loads((CONFIGS / "case_study.toml").read_text())
+ROWS = [
+    {"timestamp": 1000 * at, "input_length": 1000 + 10 * at, "output_length": 50, "hash_ids": [3 * at, 3 * at + 1]}
+    for at in range(40)
+]
+
+
+def jsonl(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def toml(value):
+    """TOML of one value."""
+    match value:
+        case dict():
+            return "{ " + ", ".join(f"{json.dumps(key)} = {toml(each)}" for key, each in value.items()) + " }"
+        case list() | tuple():
+            return "[" + ", ".join(map(toml, value)) + "]"
+        case bool():
+            return str(value).lower()
+        case str():
+            return json.dumps(value)
+        case _:
+            return repr(value)
+
+
+def written(folder, site=SITE, profile=PROFILE):
+    (folder / "profile.json").write_text(json.dumps(profile))
+    if "profile" in site:
+        site = site | {"profile": str(folder / "profile.json")}
+    (folder / "site.toml").write_text("".join(f"{json.dumps(key)} = {toml(value)}\n" for key, value in site.items()))
+    return folder / "site.toml"
