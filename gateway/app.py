@@ -31,17 +31,17 @@ from gateway.errors import ApiError, InternalError, Unavailable
 from gateway.keys import EVERYBODY, Keyring
 from gateway.metrics import Metrics
 from gateway.oidc import Tokens
-from gateway.openai import Endpoint, request_id_or
+from gateway.openai import Call, Endpoint, request_id_or
 from gateway.pages import Pages
 from gateway.prompts import SEVERAL_PROMPTS
 from gateway.read import Reader
 from gateway.receive import Receiver, check_head
 from gateway.relay import Relay
 from gateway.request import BrokenOff, Request, Timeline
-from gateway.rules import MAX_ANSWERS
+from gateway.rules import MAX_ANSWERS, too_many
 from gateway.seam import why_not
 from gateway.settle import settle
-from gateway.several import Merged, Part, bodies_of, calls_of, too_many
+from gateway.several import Merged, Part, bodies_of, calls_of, check_size
 from gateway.tasks import TaskSet
 from gateway.trace_context import TRACEPARENT, TRACESTATE, Trace
 from gateway.traces import Traces
@@ -176,14 +176,27 @@ class FrontDoor:
         except ApiError as error:
             if error.code != SEVERAL_PROMPTS:
                 raise
-            parts = [replace(visit, body=body) for body in bodies_of(visit.body)]
-            requests = [each for part in parts for each in _for_each_answer(await self._read(part), self.next_id)]
-        else:
-            if request.call.options.n in (None, 1):
-                return [request]
-            requests = _for_each_answer(request, self.next_id)
-        if len(requests) > MAX_ANSWERS:
-            raise too_many(len(requests), "n")
+            return await self._read_list(visit)
+        if request.call.options.n in (None, 1):
+            return [request]
+        check_size([request.call] * (request.call.options.n or 1), self.config.max_several_bytes)
+        return _for_each_answer(request, self.next_id)
+
+    async def _read_list(self, visit: Visit) -> list[Request]:
+        """The requests that a completion with a list of prompts makes. Raises ApiError."""
+        body, visit.body = visit.body, b""
+        bodies = await self.rooms.reader.think(lambda _: bodies_of(body))
+        n = bodies.common.options.n or 1
+        if len(bodies) * n > MAX_ANSWERS:
+            raise too_many(len(bodies) * n, "n")
+        check_size([bodies.whole(prompt) for prompt in bodies.prompts] * n, self.config.max_several_bytes)
+        requests: list[Request] = []
+        for part in bodies:
+            requests += _for_each_answer(
+                await self._read(replace(visit, body=part), lambda call: bodies.whole(call.fields["prompt"])),
+                self.next_id,
+            )
+            await asyncio.sleep(0)  # the shortest are read at once
         return requests
 
     async def _answer_all(self, visit: Visit) -> web.StreamResponse:
@@ -210,19 +223,22 @@ class FrontDoor:
                 async with asyncio.TaskGroup() as group:
                     for number, request in enumerate(requests):
                         group.create_task(self._answer(Part(merged, number), request))
+                        await asyncio.sleep(0)  # others get their turn between two decisions
             except* ConnectionResetError as left:
                 raise ConnectionResetError from left
             except* ApiError as failures:
                 failed = _first(failures)
             return await (merged.end() if failed is None else merged.fail(failed))
 
-    async def _read(self, visit: Visit) -> Request:
+    async def _read(self, visit: Visit, whole: Callable[[Call], Call] = lambda call: call) -> Request:
+        """The request that a body makes; `whole` makes its call complete. Raises ApiError."""
         headers = visit.http.headers
         tenant = visit.tenant
         service = self.classes.of(headers, tenant.classes)
         served = self._served()
         model = served.as_read(tenant.group)
         call, prompt = await self.rooms.reader.read(visit.endpoint, visit.body, model, tenant.memory)
+        call = whole(call)
         served.not_done.check(call.fields)
         understood = await self.rooms.engine_readings.understood(call, prompt, model, tenant)
         prompt = understood.prompt

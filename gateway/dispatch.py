@@ -111,6 +111,7 @@ class Dispatcher:
         self._line = line
         self._clock = clock
         self._retries = retries
+        self._reading_again = asyncio.Semaphore()  # a body is put together for it, and an engine has many answers
 
     @asynccontextmanager
     async def answered(self, request: Request) -> AsyncIterator[Answering]:
@@ -169,7 +170,8 @@ class Dispatcher:
         if request.token_ids is not None:
             prompt = await self._engine_readings.longer(request.token_ids, call, model, memory, answered)
         else:
-            _, prompt = await self._reader.read(call.endpoint, call.body({}), model, memory, answered)
+            async with self._reading_again:
+                _, prompt = await self._reader.read(call.endpoint, call.body({}), model, memory, answered)
         request.first_prompt = request.asked
         request.prompt, request.answered = prompt, answered
         if may_have_died(error.reason):
