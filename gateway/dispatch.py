@@ -255,7 +255,8 @@ class Dispatcher:
     async def _attempt(self, request: Request, chosen: Route, place: Place) -> AsyncIterator[Attempt]:
         # Nothing is awaited between the decision and its booking: the next decision sees this one.
         decode = self._clusters.by_id(chosen.decode_node)
-        with booked(decode, self._clock, request.prompt.hashes, chosen.held_tokens) as booking:
+        held_tokens = max(chosen.held_tokens, chosen.shared_tokens)
+        with booked(decode, self._clock, request.prompt.hashes, held_tokens) as booking:
             booking.prefill(self._clusters.by_id(chosen.prefill_node or chosen.decode_node), chosen)
             try:
                 if decode.is_paired:
@@ -263,7 +264,11 @@ class Dispatcher:
                     async with self._pairing.attempt(request, chosen, booking) as attempt:
                         yield attempt
                     return
-                async with self._reservations.held(request, chosen) as hold:
+                if chosen.prefill_node is not None and not request.is_unshared:
+                    booking.lands(chosen)
+                if chosen.shared_tokens:
+                    place.served()  # it waits for what others are sent, not for room
+                async with self._reservations.held(request, chosen, booking) as hold:
                     place.served()
                     async with self._runner.attempt(request, chosen, hold, booking) as attempt:
                         yield attempt

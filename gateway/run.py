@@ -138,6 +138,7 @@ class Runner:
                     way = self._decider.other_prefill(request, chosen, ()) or chosen
             else:
                 booking.prefilled()
+                booking.landed(has_landed=True)
                 self._accounts.delivered(request, outcome, hold.nodes[0])
                 self._refusals.computed(request, chosen.decode_node)
                 return outcome
@@ -213,6 +214,7 @@ class Runner:
         """Tells the decode node that nothing will come; its engine then recomputes, and the answer goes on."""
         self._accounts.fell_back(request, "recompute_no_prefill")
         request.is_recomputed = True
+        booking.landed(has_landed=False)
         booking.prefill(hold.nodes[0], chosen)
         self._accounts.prefilling(request, hold.nodes[0])
         try:
