@@ -38,6 +38,8 @@ class Booking:
         if kept is not None:  # who waits for it goes on waiting
             self._computing = None
         self.prefilled()
+        if self._landing is not None:
+            self._landing.prefill_node = node.id
         if node.cluster == self._decode.cluster:
             work = Work(tokens=route.uncached_tokens)
         else:
@@ -65,7 +67,7 @@ class Booking:
         """The prompt's KVCache is on its way to the decode node from now on: prompts with the same beginning may wait for it."""
         if self._hashes:
             expected_at = self._clock() + max(route.ttft_s, route.link_s)
-            self._landing = Landing(self._hashes, expected_at)
+            self._landing = Landing(self._hashes, expected_at, route.prefill_node or "")
             self._decode.arrivals.add(self._landing)
 
     def shared_with(self, held_blocks: int) -> Shared[Landing] | None:

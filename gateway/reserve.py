@@ -14,6 +14,8 @@ from gateway.errors import NodeError
 from gateway.node import Node
 from gateway.request import Request
 from gateway.tasks import TaskSet
+from gateway.underway import Landing
+from planner.decisions.arrivals import Shared
 from planner.decisions.routing import Route
 from transport.control.messages import TicketInfo
 
@@ -32,6 +34,7 @@ class Hold:
 
     ticket: TicketInfo
     nodes: list[Node]
+    shared_from: str = ""  # the prefill node that has sent others all that it was to begin with
     settled: bool = False  # delivered and loaded: nothing is left to free
 
 
@@ -58,7 +61,8 @@ class Reservations:
         if chosen.prefill_node is None:
             yield None
             return
-        landed_tokens = await self._until_landed(request, chosen, booking) if chosen.shared_tokens else 0
+        landed = await self._until_landed(request, chosen, booking) if chosen.shared_tokens else None
+        landed_tokens = landed.blocks * request.served.layout.block_size if landed is not None else 0
         decode = self._clusters.by_id(chosen.decode_node)
         reserving = decode.agent.reserve(request.leg_id, request.prompt, self._ttl_s)
         making = self._tasks.start(reserving, "reserve", expected=(NodeError,))
@@ -66,6 +70,8 @@ class Reservations:
         try:
             # Shielded: a client that leaves now must not leave a reservation behind whose id nobody knows.
             hold = Hold(await asyncio.shield(making), [decode])
+            if landed is not None and landed_tokens >= chosen.cached_tokens:
+                hold.shared_from = landed.first.prefill_node
             if hold.ticket.have_tokens < landed_tokens:
                 self._accounts.fell_back(request, "landing_not_kept")
                 decode.keeps_nothing_until = self._clock() + KEEPS_NOTHING_S
@@ -74,22 +80,21 @@ class Reservations:
             if hold is None or not hold.settled:
                 self._tasks.start(self._give_back(making, hold.nodes if hold else [decode]), "give_back")
 
-    async def _until_landed(self, request: Request, chosen: Route, booking: Booking) -> int:
-        """Waits while KVCache that this prompt shares lands for others; the tokens that have landed meanwhile.
+    async def _until_landed(self, request: Request, chosen: Route, booking: Booking) -> Shared[Landing] | None:
+        """Waits while KVCache that this prompt shares lands for others; what has landed at last, if anything has.
 
         Should it not land, the first who has waited for it is sent all, and the others wait for that.
         """
-        block_size = request.served.layout.block_size
-        held, landed = chosen.held_tokens // block_size, 0
+        held, landed = chosen.held_tokens // request.served.layout.block_size, None
         try:
             async with asyncio.timeout(LEAST_PATIENCE_S + PATIENCE * chosen.shared_s):
                 while (shared := booking.shared_with(held)) is not None:
                     await shared.first.over.wait()
                     if shared.first.has_landed:
-                        held = landed = shared.blocks
+                        held, landed = shared.blocks, shared
         except TimeoutError:
             self._accounts.fell_back(request, "landing_late")
-        return landed * block_size
+        return landed
 
     async def _give_back(self, making: "asyncio.Task[TicketInfo]", nodes: list[Node]) -> None:
         try:

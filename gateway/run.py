@@ -117,7 +117,8 @@ class Runner:
 
     async def _deliver(self, request: Request, chosen: Route, hold: Hold, booking: Booking) -> PrefillOutcome | None:
         """Gets the KVCache to the decode node, by one prefill node or another. None: it computes the prompt itself."""
-        await self._fetch(request, chosen)
+        if hold.shared_from != chosen.prefill_node:
+            await self._fetch(request, chosen)
         await self._until_computed(request, chosen, booking)
         failed: dict[str, Failure] = {}
         pauses = 0

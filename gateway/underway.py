@@ -25,6 +25,7 @@ class Landing:
 
     hashes: Sequence[bytes]  # of its full blocks
     expected_at: float
+    prefill_node: str  # by which it is computed
     over: asyncio.Event = field(default_factory=asyncio.Event)
     has_landed: bool = False
 
