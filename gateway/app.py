@@ -32,17 +32,17 @@ from gateway.hosts import check_host
 from gateway.keys import EVERYBODY, Keyring
 from gateway.metrics import Metrics
 from gateway.oidc import Tokens
-from gateway.openai import Endpoint, request_id_or
+from gateway.openai import Call, Endpoint, request_id_or
 from gateway.pages import Pages
 from gateway.prompts import SEVERAL_PROMPTS
 from gateway.read import Reader
 from gateway.receive import Receiver, check_head
 from gateway.relay import Relay
 from gateway.request import BrokenOff, Request, Timeline
-from gateway.rules import MAX_ANSWERS
+from gateway.rules import MAX_ANSWERS, too_many
 from gateway.seam import why_not
 from gateway.settle import settle
-from gateway.several import Merged, Part, bodies_of, calls_of, too_many
+from gateway.several import Merged, Part, bodies_of, calls_of, check_size
 from gateway.tasks import TaskSet
 from gateway.trace_context import TRACEPARENT, TRACESTATE, Trace
 from gateway.traces import Traces
@@ -190,17 +190,34 @@ class FrontDoor:
         except ApiError as error:
             if error.code != SEVERAL_PROMPTS:
                 raise
-            parts = [replace(visit, body=body) for body in bodies_of(visit.body)]
-            requests = [each for part in parts for each in _for_each_answer(await self._read(part), self.next_id)]
-        else:
-            if request.call.options.n in (None, 1):
-                return [request]
-            requests = _for_each_answer(request, self.next_id)
-        most = min(MAX_ANSWERS, visit.tenant.limits.at_once or MAX_ANSWERS, self.rooms.admission.limit)
-        if len(requests) > most:  # they would never have a place
-            raise too_many(
-                len(requests), "n" if len(requests) > len({id(each.prompt) for each in requests}) else "prompt", most
+            return await self._read_list(visit)
+        n = request.call.options.n or 1
+        if n == 1:
+            return [request]
+        if n > (most := self._most_answers(visit)):
+            raise too_many(n, "n", most)
+        check_size([request.call] * n, self.config.max_several_bytes)
+        return _for_each_answer(request, self.next_id)
+
+    def _most_answers(self, visit: Visit) -> int:
+        """How many answers one request may ask for: more would never have a place at once."""
+        return min(MAX_ANSWERS, visit.tenant.limits.at_once or MAX_ANSWERS, self.rooms.admission.limit)
+
+    async def _read_list(self, visit: Visit) -> list[Request]:
+        """The requests that a completion with a list of prompts makes. Raises ApiError."""
+        body, visit.body = visit.body, b""
+        bodies = await self.rooms.reader.think(lambda _: bodies_of(body))
+        n, most = bodies.common.options.n or 1, self._most_answers(visit)
+        if len(bodies) * n > most:
+            raise too_many(len(bodies) * n, "n" if n > 1 else "prompt", most)
+        check_size([bodies.whole(prompt) for prompt in bodies.prompts] * n, self.config.max_several_bytes)
+        requests: list[Request] = []
+        for part in bodies:
+            requests += _for_each_answer(
+                await self._read(replace(visit, body=part), lambda call: bodies.whole(call.fields["prompt"])),
+                self.next_id,
             )
+            await asyncio.sleep(0)  # the shortest are read at once
         return requests
 
     async def _answer_all(self, visit: Visit) -> web.StreamResponse:
@@ -227,19 +244,22 @@ class FrontDoor:
                 async with asyncio.TaskGroup() as group:
                     for number, request in enumerate(requests):
                         group.create_task(self._answer(Part(merged, number), request))
+                        await asyncio.sleep(0)  # others get their turn between two decisions
             except* ConnectionResetError as left:
                 raise ConnectionResetError from left
             except* ApiError as failures:
                 failed = _first(failures)
             return await (merged.end() if failed is None else merged.fail(failed))
 
-    async def _read(self, visit: Visit) -> Request:
+    async def _read(self, visit: Visit, whole: Callable[[Call], Call] = lambda call: call) -> Request:
+        """The request that a body makes; `whole` makes its call complete. Raises ApiError."""
         headers = visit.http.headers
         tenant = visit.tenant
         service = self.classes.of(headers, tenant.classes)
         served = self._served()
         model = served.as_read(tenant.group)
         call, prompt = await self.rooms.reader.read(visit.endpoint, visit.body, model, tenant.memory)
+        call = whole(call)
         served.not_done.check(call.fields)
         understood = await self.rooms.engine_readings.understood(call, prompt, model, tenant)
         prompt = understood.prompt

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 from gateway.node import Node, Work
-from gateway.underway import Computing
+from gateway.underway import Computing, Landing
+from planner.decisions.arrivals import Shared
 from planner.decisions.routing import Route
 
 
@@ -24,6 +25,7 @@ class Booking:
         self._clock = clock
         self._hashes = hashes
         self._computing: tuple[Node, Computing] | None = None
+        self._landing: Landing | None = None
         self._answer = Work()
         self._prefill: tuple[Node, Work] | None = None
         decode.take(self._answer)
@@ -36,6 +38,8 @@ class Booking:
         if kept is not None:  # who waits for it goes on waiting
             self._computing = None
         self.prefilled()
+        if self._landing is not None:
+            self._landing.prefill_node = node.id
         if node.cluster == self._decode.cluster:
             work = Work(tokens=route.uncached_tokens)
         else:
@@ -59,6 +63,27 @@ class Booking:
         computed = self._hashes if blocks < len(self._hashes) else ()
         return node, node.underway.begin(computed)
 
+    def lands(self, route: Route) -> None:
+        """The prompt's KVCache is on its way to the decode node from now on: prompts with the same beginning may wait for it."""
+        if self._hashes:
+            expected_at = self._clock() + max(route.ttft_s, route.link_s)
+            self._landing = Landing(self._hashes, expected_at, route.prefill_node or "")
+            self._decode.arrivals.add(self._landing)
+
+    def shared_with(self, held_blocks: int) -> Shared[Landing] | None:
+        """What was on its way there before, and has more than the first `held_blocks` of this prompt."""
+        if self._landing is None:
+            return None
+        return self._decode.arrivals.longest(self._hashes, held_blocks, before=self._landing)
+
+    def landed(self, has_landed: bool) -> None:
+        """It is on its way no more: the decode node has it, or will not get it."""
+        if self._landing is not None:
+            landing, self._landing = self._landing, None
+            landing.has_landed = has_landed
+            self._decode.arrivals.remove(landing)
+            landing.over.set()
+
     def prefilled(self) -> None:
         """The prefill node is through with it, however that ended."""
         if self._prefill is not None:
@@ -72,6 +97,7 @@ class Booking:
 
     def close(self) -> None:
         """The try is over. To be called once."""
+        self.landed(has_landed=False)
         self.prefilled()
         self._decode.give_back(self._answer)
 

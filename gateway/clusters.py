@@ -34,6 +34,7 @@ SILENCE_S: Final = 10.0  # a node that reports its load every quarter of a secon
 QUIET_S: Final = 5.0  # that an engine has said nothing, when its agent has not for longer: as good as gone
 STILL_S: Final = 1.0  # of one that is silent by its agent's word: of several servers of one engine others may go on
 DEATH_NEWS_S: Final = 1.0  # an agent sees its engine end within milliseconds, unless it went with it
+NO_LANDING: Final = (0, 0.0)
 _Named = list[tuple[str, Node]]  # nodes by their names, which take a moment to ask for
 SUSPECT_S: Final = 2.0  # how long a node whose engine failed a leg is left alone; its agent knows better by then
 
@@ -162,7 +163,8 @@ class Clusters:
                 if now >= node.suspect_until and (not exclude or name not in exclude):
                     holding = holding_of(name, NOTHING)
                     promised = self._promised(node, prompt, holding) if node.underway.by_end else 0
-                    views.append(node.view(holding, self._decode_slots, now, promised))
+                    landing = self._landing(node, prompt, holding, now) if len(node.arrivals) else NO_LANDING
+                    views.append(node.view(holding, self._decode_slots, now, promised, *landing))
             return views
 
         prefills, decodes = self._ready()
@@ -216,6 +218,14 @@ class Clusters:
         """How much of `prompt` a node will hold when it has computed what it computes now, 0 for no more than now."""
         size = node.info.block_size if node.info is not None else 0
         return node.underway.longest(prompt.hashes, holding.hit.num_tokens // size) * size if size else 0
+
+    def _landing(self, node: Node, prompt: Prompt, holding: Holding, now: float) -> tuple[int, float]:
+        """How much of `prompt` is on its way to a decode node for others, in tokens, and in how many seconds it is there."""
+        size = node.info.block_size if node.info is not None else 0
+        if not size or now < node.keeps_nothing_until:
+            return NO_LANDING
+        shared = node.arrivals.longest(prompt.hashes, holding.hit.attention_tokens // size)
+        return (shared.blocks * size, max(0.0, shared.first.expected_at - now)) if shared is not None else NO_LANDING
 
     async def has_died(self, node: Node, engine: tuple[str, int]) -> bool:
         """Whether the process that was the `engine` of `node` is gone; the news of it may take a moment."""

@@ -39,6 +39,7 @@ from transport.control.settings import (
 from transport.wire.identity import Identity
 
 MAX_BODY_BYTES: Final = 10 * 1024 * 1024
+MAX_SEVERAL_BYTES: Final = 256 * 1024 * 1024
 MAX_WORKERS: Final = 64
 HOST: Final = re.compile(r"[a-z0-9._-]+")
 
@@ -207,6 +208,7 @@ class GatewayConfig:
     `port` 0 takes any free port; `metrics_port` 0 serves /metrics and /prfaas/requests on the API port, any other value on
     that port alone, with descriptors of its own.
     `workers` processes answer on one port, and are one gateway: limits, metrics and records are those of all of them.
+    All answers to one request take `max_several_bytes` of requests to engines at most: each is asked with the body's fields.
     A request is tried on `max_attempts` nodes. Of the requests of the last ten seconds or so `retry_share` may be tried again
     after failures that cost nodes work, and `least_retries` more.
     `kept_answer_bytes` of the names of each answer's tokens are kept, about six a token, so that another decode node can go on
@@ -228,6 +230,7 @@ class GatewayConfig:
     served_model: str = ""
     threshold_tokens: float = 16_384.0
     max_body_bytes: int = MAX_BODY_BYTES
+    max_several_bytes: int = MAX_SEVERAL_BYTES
     max_in_flight: int = 1024
     max_waiting: int = 256
     max_attempts: int = 3
@@ -262,6 +265,7 @@ class GatewayConfig:
             require_range(name, getattr(self, name), 0, 65535)
         for name in (
             "max_body_bytes",
+            "max_several_bytes",
             "max_in_flight",
             "max_waiting",
             "max_attempts",

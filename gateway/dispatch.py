@@ -111,6 +111,7 @@ class Dispatcher:
         self._line = line
         self._clock = clock
         self._retries = retries
+        self._reading_again = asyncio.Semaphore()  # a body is put together for it, and an engine has many answers
 
     @asynccontextmanager
     async def answered(self, request: Request) -> AsyncIterator[Answering]:
@@ -169,7 +170,8 @@ class Dispatcher:
         if request.token_ids is not None:
             prompt = await self._engine_readings.longer(request.token_ids, call, model, memory, answered)
         else:
-            _, prompt = await self._reader.read(call.endpoint, call.body({}), model, memory, answered)
+            async with self._reading_again:
+                _, prompt = await self._reader.read(call.endpoint, call.body({}), model, memory, answered)
         request.first_prompt = request.asked
         request.prompt, request.answered = prompt, answered
         if may_have_died(error.reason):
@@ -253,7 +255,8 @@ class Dispatcher:
     async def _attempt(self, request: Request, chosen: Route, place: Place) -> AsyncIterator[Attempt]:
         # Nothing is awaited between the decision and its booking: the next decision sees this one.
         decode = self._clusters.by_id(chosen.decode_node)
-        with booked(decode, self._clock, request.prompt.hashes, chosen.held_tokens) as booking:
+        held_tokens = max(chosen.held_tokens, chosen.shared_tokens)
+        with booked(decode, self._clock, request.prompt.hashes, held_tokens) as booking:
             booking.prefill(self._clusters.by_id(chosen.prefill_node or chosen.decode_node), chosen)
             try:
                 if decode.is_paired:
@@ -261,7 +264,11 @@ class Dispatcher:
                     async with self._pairing.attempt(request, chosen, booking) as attempt:
                         yield attempt
                     return
-                async with self._reservations.held(request, chosen) as hold:
+                if chosen.prefill_node is not None and not request.is_unshared:
+                    booking.lands(chosen)
+                if chosen.shared_tokens:
+                    place.served()  # it waits for what others are sent, not for room
+                async with self._reservations.held(request, chosen, booking) as hold:
                     place.served()
                     async with self._runner.attempt(request, chosen, hold, booking) as attempt:
                         yield attempt

@@ -11,6 +11,7 @@ from typing import Final, Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
+from gateway.bodies import Body
 from gateway.errors import LegFailed
 
 JSON: Final = "application/json"
@@ -171,15 +172,16 @@ class EngineConnection(asyncio.Protocol):
         self._is_asking = False  # parts of the request have not been written yet
         self._writable: asyncio.Future[None] | None = None
 
-    async def ask(self, head: bytes, body: bytes, due: float) -> Answer:
+    async def ask(self, head: bytes, body: Body | bytes, due: float) -> Answer:
         """Sends a request. The answer has begun, or has failed by the time `due` of the loop's clock. Raises LegFailed."""
         if self._transport is None:  # it has been closed in the step of the loop in which it was opened
             raise LegFailed("connection_lost", "the engine closed the connection")
+        body = body if isinstance(body, Body) else Body((body,))
         answer = self._answer = Answer(self, self._loop, due)
         self._quiet_bytes, self._quiet_since = 0, self._loop.time()
         try:
             if len(body) <= MAX_WHOLE_WRITE_BYTES:
-                self._transport.writelines((head, body))
+                self._transport.writelines((head, *body.pieces))
             else:
                 await self._write_in_pieces(answer, head, body)
             await answer.begun()
@@ -188,15 +190,15 @@ class EngineConnection(asyncio.Protocol):
             raise
         return answer
 
-    async def _write_in_pieces(self, answer: Answer, head: bytes, body: bytes) -> None:
+    async def _write_in_pieces(self, answer: Answer, head: bytes, body: Body) -> None:
         """Others get their turn in between."""
-        view = memoryview(body)
-        for start in range(0, len(body), PIECE_BYTES):
+        left = len(body)
+        for part in body.parts(PIECE_BYTES):
             if self._transport is None or self._answer is not answer:
                 return  # it has been answered, or broken
-            piece = view[start : start + PIECE_BYTES]
-            self._transport.writelines((head, piece) if start == 0 else (piece,))
-            self._is_asking = start + PIECE_BYTES < len(body)
+            self._transport.writelines((head, *part) if left == len(body) else part)
+            left -= sum(map(len, part))
+            self._is_asking = left > 0
             if self._writable is not None:
                 await self._writable
             else:

@@ -6,6 +6,7 @@ from collections import deque
 from typing import Final
 from urllib.parse import urlsplit
 
+from gateway.bodies import Body
 from gateway.engine_http import JSON, Answer, EngineConnection
 from gateway.errors import LegFailed
 
@@ -55,7 +56,7 @@ class EnginePool:
     def __len__(self) -> int:
         return len(self._connections)
 
-    async def post(self, url: str, path: str, headers: str, body: bytes, within_s: float) -> Answer:
+    async def post(self, url: str, path: str, headers: str, body: Body | bytes, within_s: float) -> Answer:
         """The answer to `body` of the engine at `url`, to be closed, once it has begun. Raises LegFailed.
 
         `headers` are lines that end in CRLF. `within_s` bounds all of the exchange, or what it takes until its answer's

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Raw
 from msgspec.structs import replace
 
+from gateway.bodies import Body
 from gateway.config import Timeouts
 from gateway.engine_http import NODE_SILENT, Answer
 from gateway.engine_pool import EnginePool
@@ -142,7 +143,7 @@ class Legs:
         values = _common(request, params) | {"stream": _FALSE, "max_tokens": 1}
         if "truncate_prompt_tokens" in request.call.fields:  # to which length may depend on what else is asked for
             values["truncate_prompt_tokens"] = request.asked.num_tokens
-        body = request.call.body(values, drop=NOT_FOR_PREFILL)
+        body = request.call.written(values, drop=NOT_FOR_PREFILL)
         try:
             answer = await self._post(node, request, body, self.timeouts.prefill_s)
             try:
@@ -166,9 +167,9 @@ class Legs:
             params["resumable"] = True
         if request.answered:
             params["answered"] = request.answered
-        return await self._decode(node, request, request.call.body(_common(request, params)))
+        return await self._decode(node, request, request.call.written(_common(request, params)))
 
-    async def _decode(self, node: Node, request: Request, body: bytes) -> DecodeAnswer:
+    async def _decode(self, node: Node, request: Request, body: Body) -> DecodeAnswer:
         try:
             answer = await self._post(node, request, body, self._first_bytes_s(request))
             try:
@@ -183,7 +184,7 @@ class Legs:
     async def prefill_in(self, node: Node, request: Request, room: Room) -> PrefillOutcome:
         """Has `node` compute the prompt and hand it to whoever asks for `room`. Raises PrefillFailed."""
         began = self._clock()
-        body = request.call.body(_paired(request, room) | {"stream": _FALSE}, drop=NOT_FOR_PAIRED_PREFILL)
+        body = request.call.written(_paired(request, room) | {"stream": _FALSE}, drop=NOT_FOR_PAIRED_PREFILL)
         try:
             answer = await self._post(node, request, body, self.timeouts.prefill_s)
             try:
@@ -201,10 +202,10 @@ class Legs:
 
     async def decode_in(self, node: Node, request: Request, room: Room) -> DecodeAnswer:
         """The answer of `node` to what another node prefills in `room`, as of `decode`. Raises DecodeFailed."""
-        return await self._decode(node, request, request.call.body(_paired(request, room)))
+        return await self._decode(node, request, request.call.written(_paired(request, room)))
 
     async def ask(
-        self, node: Node, path: str, body: bytes, max_bytes: int = MAX_ANSWER_BYTES
+        self, node: Node, path: str, body: Body | bytes, max_bytes: int = MAX_ANSWER_BYTES
     ) -> tuple[int, str, bytes]:
         """Status, type and body of what `node` answers at `path`, which is no leg of a generation. Raises LegFailed."""
         assert node.info is not None
@@ -244,7 +245,7 @@ class Legs:
             raise DecodeFailed(node.id, "bad_answer", _beginning(first))
         return first
 
-    async def _post(self, node: Node, request: Request, body: bytes, within_s: float) -> Answer:
+    async def _post(self, node: Node, request: Request, body: Body, within_s: float) -> Answer:
         assert node.info is not None
         headers = "".join(f"{name}: {value}\r\n" for name, value in request.trace_headers.items())
         return await self._pool.post(

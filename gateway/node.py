@@ -6,8 +6,9 @@ from typing import Any, Final, Protocol
 
 from gateway.agent import AgentClient, LinkLoad, NodeInfo, NodeLoad
 from gateway.kept import KeptContexts
-from gateway.underway import Underway
+from gateway.underway import Landing, Underway
 from hybrid_cache.index import Holding
+from planner.decisions.arrivals import Arrivals
 from planner.decisions.estimates import PrefillShare
 from planner.decisions.views import ClusterKind, NodeView, Role, room_beside
 
@@ -50,6 +51,8 @@ class Node:
         self._own_requests = self._foreign = self._beyond = 0
         self.promised_bytes: Counter[str] = Counter()  # by destination cluster, of requests that were sent here
         self.underway = Underway()
+        self.arrivals: Arrivals[Landing] = Arrivals()
+        self.keeps_nothing_until = float("-inf")  # what landed here was not there for the next prompt
         self._landing_tokens = (
             0,
             0,
@@ -101,10 +104,19 @@ class Node:
                 return link
         return None
 
-    def view(self, holding: Holding, max_running: int, now: float, promised_tokens: int = 0) -> NodeView:
+    def view(
+        self,
+        holding: Holding,
+        max_running: int,
+        now: float,
+        promised_tokens: int = 0,
+        landing_tokens: int = 0,
+        landing_s: float = 0.0,
+    ) -> NodeView:
         """This node as a decision sees it that is about a prompt of which it holds `holding`; it must have been described.
 
-        Once it has computed what it computes now, it will hold `promised_tokens`.
+        Once it has computed what it computes now, it will hold `promised_tokens`; the attention of `landing_tokens` will be
+        there in `landing_s`.
         """
         load, share = self.load, self.prefill_share.at(now)
         made_of = (
@@ -116,6 +128,8 @@ class Node:
             share,
             max_running,
             promised_tokens,
+            landing_tokens,
+            landing_s,
             self._landing_tokens,
         )
         # Of two prompts, most nodes hold as much: the system prompt, or nothing.
@@ -135,6 +149,8 @@ class Node:
             max_running=min(max_running, load.slots or max_running),
             cached_tokens=cached_tokens,
             attention_tokens=hit.attention_tokens,
+            landing_tokens=landing_tokens,
+            landing_s=landing_s,
             immovable_tokens=cached_tokens - holding.movable_tokens,
             prefill_share=share,
             prefills_alone=not self.is_paired,

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta, Raw
 
+from gateway.bodies import Body, body_of
 from gateway.errors import BadRequest
 from gateway.rules import (
     LEAST_SEED,
@@ -204,10 +205,19 @@ class Call:
     def stream(self) -> bool:
         return bool(self.options.stream)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of its fields, as the client wrote them."""
+        return sum(map(len, self.fields.values()))
+
     def body(self, values: dict[str, Any], drop: Collection[str] = ()) -> bytes:
         """The client's body with `values` set and the fields of `drop` left out; everything else byte for byte."""
+        return bytes(self.written(values, drop))
+
+    def written(self, values: dict[str, Any], drop: Collection[str] = ()) -> Body:
+        """`body` in pieces: long fields are lent, and shared by all that are written of this call."""
         kept = {name: raw for name, raw in self.fields.items() if name not in drop}
-        return msgspec.json.encode({**kept, **values})
+        return body_of({**kept, **values})
 
 
 def parse(endpoint: Endpoint, body: bytes) -> Call:

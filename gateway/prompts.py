@@ -18,7 +18,7 @@ from gateway.dialects.translation import call_in
 from gateway.errors import BadRequest, unknown_model
 from gateway.media import TOKENS_EACH, Apart, Guess, apart, may_have_media
 from gateway.openai import NOT_JSON, Call, ChatOptions, Endpoint, bad_field
-from gateway.rules import Tools, check_tools
+from gateway.rules import MAX_ANSWERS, Tools, check_tools, too_many
 from hybrid_cache.chains import ChainCache
 from hybrid_cache.hashing import NAMESPACE, Inset, namespaced
 from prompts.conversations import Conversations
@@ -316,6 +316,8 @@ def _chat(call: Call, memory: PromptMemory, tenant: bytes, most_new: int | None)
 def _completion(call: Call, tokenizer: TextTokenizer, tenant: bytes) -> TokenArray:
     prompt = _field(call, "prompt", _PROMPT)
     if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
+        if len(prompt) > MAX_ANSWERS:
+            raise too_many(len(prompt), "prompt")
         raise BadRequest(
             "'prompt' is a list of prompts; here, it can only be one.", param="prompt", code=SEVERAL_PROMPTS
         )

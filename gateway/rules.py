@@ -132,3 +132,9 @@ def check_best_of(best_of: int, n: int) -> None:
 
 def _invalid(param: str, what: str) -> BadRequest:
     return BadRequest(f"Invalid value for '{param}': {what}.", param=param, code="invalid_value")
+
+
+def too_many(number: int, param: str, most: int = MAX_ANSWERS) -> BadRequest:
+    """The refusal of more answers than one request may ask for."""
+    what = f"{number} answers are more than the {most} that may be under way at once"
+    return BadRequest(f"Invalid value for '{param}': {what}.", param=param, code="invalid_value")

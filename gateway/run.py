@@ -117,7 +117,8 @@ class Runner:
 
     async def _deliver(self, request: Request, chosen: Route, hold: Hold, booking: Booking) -> PrefillOutcome | None:
         """Gets the KVCache to the decode node, by one prefill node or another. None: it computes the prompt itself."""
-        await self._fetch(request, chosen)
+        if hold.shared_from != chosen.prefill_node:
+            await self._fetch(request, chosen)
         await self._until_computed(request, chosen, booking)
         failed: dict[str, Failure] = {}
         pauses = 0
@@ -138,6 +139,7 @@ class Runner:
                     way = self._decider.other_prefill(request, chosen, ()) or chosen
             else:
                 booking.prefilled()
+                booking.landed(has_landed=True)
                 self._accounts.delivered(request, outcome, hold.nodes[0])
                 self._refusals.computed(request, chosen.decode_node)
                 return outcome
@@ -215,6 +217,7 @@ class Runner:
         noted = self._accounts.doubted if request.doubts else self._accounts.fell_back
         noted(request, "recompute_no_prefill")
         request.is_recomputed = True
+        booking.landed(has_landed=False)
         booking.prefill(hold.nodes[0], chosen)
         self._accounts.prefilling(request, hold.nodes[0])
         try:

@@ -219,7 +219,7 @@ async def running(
         dispatcher=Dispatcher(
             clusters,
             decider,
-            Reservations(clusters, afterwards, config.timeouts.reservation_ttl_s),
+            Reservations(clusters, accounts, afterwards, clock, config.timeouts.reservation_ttl_s),
             Runner(
                 clusters,
                 links,

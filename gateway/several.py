@@ -5,26 +5,33 @@
 Engines see requests for one answer: of several that share a transfer of KVCache, only one could have it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
 from aiohttp import web
 from msgspec import Raw
 
+from gateway.breakpoints import unmarked
+from gateway.caching import CONTROL, KEY, OPTIONS
 from gateway.dialects.chat import DONE, Cutter, Usage, error_of
 from gateway.errors import ApiError, BadRequest
-from gateway.openai import NOT_JSON, Call, Endpoint
+from gateway.openai import NOT_JSON, Call, Endpoint, parse
 from gateway.reply import Reply
-from gateway.rules import LEAST_SEED, MAX_ANSWERS, MOST_SEED
+from gateway.rules import LEAST_SEED, MOST_SEED
 
 _FIELDS: Final = msgspec.json.Decoder(dict[str, Raw])
 _PROMPTS: Final = msgspec.json.Decoder(list[Raw])
 _CHOICES: Final = msgspec.json.Decoder(list[dict[str, Raw]])
 _USAGE: Final = msgspec.json.Decoder(dict[str, Any] | None)
 _OF_SEVERAL: Final = ("n", "best_of")
+# Of a completion, all that its tokens and the names of its blocks depend on.
+_READ: Final[tuple[str, ...]] = (
+    "model", "max_tokens", "add_special_tokens", "truncate_prompt_tokens", "truncation_side", "cache_salt",
+    OPTIONS, KEY, CONTROL,
+)  # fmt: skip
 
 SHARED: Final = ("id", "object", "created", "model")  # by all events of one stream
 COMMENT: Final = b":\n\n"  # clients of SSE ignore it
@@ -32,13 +39,48 @@ COMMENT: Final = b":\n\n"  # clients of SSE ignore it
 Begin = Callable[[Mapping[str, str], int | None], Reply]
 
 
-def bodies_of(body: bytes) -> list[bytes]:
+@dataclass(frozen=True, slots=True)
+class Bodies:
+    """A completion with a list of prompts, as bodies of one prompt each. What they have in common is there once.
+
+    A body has only the fields that matter to reading it; `whole` is the call that engines are asked.
+    """
+
+    common: Call
+    prompts: list[Raw]
+    read: Mapping[str, Raw]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __iter__(self) -> Iterator[bytes]:
+        for prompt in self.prompts:
+            yield msgspec.json.encode({**self.read, "prompt": prompt})
+
+    def whole(self, prompt: Raw) -> Call:
+        """The call for one prompt, with all that the client said."""
+        return replace(self.common, fields=self.common.fields | {"prompt": prompt})
+
+
+def bodies_of(body: bytes) -> Bodies:
     """The bodies of a completion with a list of prompts, with one prompt each. Raises BadRequest."""
-    fields = _FIELDS.decode(body)
-    prompts = _PROMPTS.decode(fields["prompt"])
-    if len(prompts) > MAX_ANSWERS:
-        raise too_many(len(prompts), "prompt")
-    return [msgspec.json.encode(fields | {"prompt": raw}) for raw in prompts]
+    call = parse(Endpoint.COMPLETIONS, body)
+    fields = call.fields
+    common, _ = unmarked(call)
+    read = {name: fields[name] for name in _READ if name in fields}
+    return Bodies(common, _PROMPTS.decode(fields["prompt"]), read)
+
+
+def check_size(calls: Iterable[Call], max_bytes: int) -> None:
+    """Raises ApiError 413 for calls for one answer each that engines would be sent more than `max_bytes` for."""
+    sizes = [call.num_bytes for call in calls]
+    if sum(sizes) > max_bytes:
+        raise ApiError(
+            413,
+            f"{len(sizes)} answers take {sum(sizes)} bytes of requests to engines, as each has the body's fields; "
+            f"one request may take {max_bytes} (max_several_bytes). Ask for fewer answers, or send a shorter body.",
+            code="several_too_large",
+        )
 
 
 def calls_of(call: Call) -> list[Call]:
@@ -66,12 +108,6 @@ def calls_of(call: Call) -> list[Call]:
 def _seed(number: int) -> int:
     """The seed that `number` is: after the greatest comes the least."""
     return (number - LEAST_SEED) % (MOST_SEED - LEAST_SEED + 1) + LEAST_SEED
-
-
-def too_many(number: int, param: str, most: int = MAX_ANSWERS) -> BadRequest:
-    """The refusal of more answers than one request may ask for."""
-    what = f"{number} answers are more than the {most} that may be under way at once"
-    return BadRequest(f"Invalid value for '{param}': {what}.", param=param, code="invalid_value")
 
 
 class Merged:

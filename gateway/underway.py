@@ -1,7 +1,7 @@
 """Prompts that this gateway has computed on one node just now: whoever goes on from one of them waits for it there.
 
 A node's engine looks for a prefix when it is asked, not when it begins, so a prompt that is sent too early computes again what
-is being computed in front of it.
+is being computed in front of it. A decode node looks when it reserves: what is reserved too early is sent again.
 """
 
 import asyncio
@@ -17,6 +17,17 @@ class Computing:
 
     hashes: Sequence[bytes]  # of its full blocks
     done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(slots=True, eq=False)
+class Landing:
+    """One prompt's way to its decode node, from the decision to its end, however that is; times are the gateway's clock's."""
+
+    hashes: Sequence[bytes]  # of its full blocks
+    expected_at: float
+    prefill_node: str  # by which it is computed
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    has_landed: bool = False
 
 
 class Underway:

@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from planner.decisions.arrivals import bytes_to_send
 from planner.decisions.placement import PlacementPolicy, Placer, PrefillChoice, choose_decode, has_memory
 from planner.decisions.policy import RoutingPolicy
 from planner.decisions.routing import (
@@ -19,7 +20,6 @@ from planner.decisions.routing import (
     Side,
     Target,
     best_remote,
-    bytes_to_send,
     compared_tokens,
     is_fed,
     is_scarce,
@@ -182,8 +182,9 @@ def _decodes(
             return f"no place free: {node.running + node.waiting} of {node.max_running} taken"
         if (mine := step_s(node)) and (other := step_s(chosen)) and mine > other * (1.0 + policy.decode_load_slack):
             return f"its tokens would be slower: {_ms(mine)} each, {_ms(other)} on {chosen.node_id}"
-        if node.attention_tokens < chosen.attention_tokens:
-            return f"it holds {node.attention_tokens} tokens of the prompt, {chosen.node_id} {chosen.attention_tokens}"
+        if node.due_tokens < chosen.due_tokens:
+            coming = " and what is on its way to it" if chosen.landing_tokens > chosen.attention_tokens else ""
+            return f"it holds {node.due_tokens} tokens of the prompt, {chosen.node_id} {chosen.due_tokens}{coming}"
         if node.load > chosen.load:
             return f"busier than {chosen.node_id}: {node.load:.0%} of its places, {chosen.load:.0%} there"
         return f"no better than {chosen.node_id}, which was found first"

@@ -244,7 +244,7 @@ def decode_netkv(
     rate = policy.fetch_bytes_per_s
 
     def seconds(node: NodeView) -> float:
-        lacks = request.num_tokens - node.attention_tokens
+        lacks = request.num_tokens - node.due_tokens
         transfer_s = request.kv_bytes(lacks) / rate if rate and request.kv_bytes is not None else float(lacks)
         return transfer_s + node.load * (cost.step_s(node, node.running + node.waiting + 1) or NOMINAL_STEP_S)
 
@@ -254,7 +254,7 @@ def decode_netkv(
 def choose_decode(
     request: RouteRequest, nodes: Sequence[NodeView], policy: PlacementPolicy, cost: PrefillCost
 ) -> NodeView:
-    """The decode node that holds most of the prefix, among those hardly slower than the one with the shortest predicted TBT.
+    """The decode node that holds most of the prefix, or is about to, among those with hardly more than the least predicted TBT.
 
     Nodes without a place, or without memory for the prompt and its predicted answer, come last. While nobody's TBT is known,
     load stands for it. Ties go to the less busy, then to the earlier one.
@@ -272,7 +272,7 @@ def choose_decode(
         limit = min(loads) * (1.0 + policy.decode_load_slack)
     best, best_key = able[0], (-1, 0.0)
     for node, load in zip(able, loads, strict=True):
-        if load <= limit and (key := (node.attention_tokens, -node.load)) > best_key:
+        if load <= limit and (key := (node.due_tokens, -node.load)) > best_key:
             best, best_key = node, key
     return best
 

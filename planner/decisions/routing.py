@@ -16,7 +16,9 @@ from enum import StrEnum
 from typing import Self
 
 import msgspec
+from msgspec import structs
 
+from planner.decisions.arrivals import bytes_to_send, sending_of
 from planner.decisions.placement import (
     PLACERS,
     PlacementPolicy,
@@ -89,7 +91,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     `prefill_node` is None when the decode node does everything. `threshold_tokens` is the one that applied, pressure included;
     `ttft_s` is the placement's prediction without the link, `compute_s` the part of it that is computing, `link_bytes` what will
     cross a link, `coded_bytes` what coding is predicted to leave of it, `link_s` when it will have crossed, behind all that is
-    there before it. By `fetch_limit_s` the prefill node would have computed what it is handed; the decode node has `held_tokens`.
+    there before it. By `fetch_limit_s` the prefill node would have computed what it is handed; the decode node has `held_tokens`,
+    and, where `shared_tokens` are not 0, so many in `shared_s`: those are waited for, and not sent again.
     """
 
     target: Target
@@ -107,6 +110,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     fetch_from: str | None = None
     fetch_limit_s: float = 0.0
     held_tokens: int = 0
+    shared_tokens: int = 0
+    shared_s: float = 0.0
 
     @property
     def arrives_s(self) -> float:
@@ -260,7 +265,8 @@ def _route_to(
     if reason is Reason.LONG and request.num_tokens - choice.cached_tokens <= policy.threshold_tokens:
         # A tie that was drawn to go away is at the threshold everywhere.
         reason = Reason.REMOTE_PREFIX if choice.cached_tokens > local.cached_tokens(policy) else reason
-    link_bytes = bytes_to_send(request, decode) if side is remote else 0.0
+    compute_s = cost.prefill_s(choice.node, request.num_tokens, choice.cached_tokens)
+    sending = sending_of(request, decode, remote.link if side is remote else None, choice.ttft_s, compute_s)
     return Route(
         target=verdict.target,
         reason=reason,
@@ -269,14 +275,16 @@ def _route_to(
         uncached_tokens=request.num_tokens - choice.cached_tokens,
         cached_tokens=choice.cached_tokens,
         threshold_tokens=verdict.threshold_tokens,
-        ttft_s=choice.ttft_s,
-        compute_s=cost.prefill_s(choice.node, request.num_tokens, choice.cached_tokens),
-        link_bytes=link_bytes,
-        link_s=remote.link.arrives_s(link_bytes) if link_bytes and remote.link else 0.0,
-        coded_bytes=remote.link.coded_bytes(link_bytes) if link_bytes and remote.link else 0.0,
+        ttft_s=sending.ttft_s,
+        compute_s=compute_s,
+        link_bytes=sending.link_bytes,
+        link_s=sending.link_s,
+        coded_bytes=sending.coded_bytes,
         fetch_from=choice.fetch_from,
         fetch_limit_s=choice.fetch_limit_s,
         held_tokens=decode.attention_tokens,
+        shared_tokens=sending.shared_tokens,
+        shared_s=sending.shared_s,
     )
 
 
@@ -294,14 +302,6 @@ def _seen_s(request: RouteRequest, choice: PrefillChoice, decode: NodeView, remo
     if remote is None or remote.link is None:
         return choice.ttft_s
     return max(choice.ttft_s, remote.link.arrives_s(bytes_to_send(request, decode)))
-
-
-def bytes_to_send(request: RouteRequest, decode: NodeView) -> float:
-    """KVCache that the decode node lacks. What does not grow with length (states, windows) is sent whatever it holds."""
-    if request.kv_bytes is None:
-        return 0.0
-    held = request.kv_bytes(decode.attention_tokens) - request.kv_bytes(0) if decode.attention_tokens else 0.0
-    return request.kv_bytes(request.num_tokens) - held
 
 
 class Side:
@@ -461,8 +461,9 @@ def _handed_over(
     """What a decode node would do alone if it could, by a prefill node of `side`: no prefix is sent there for it."""
     choice = place.prefill(request, side.prefill, side.prefill, replace(policy.placement, fetch_bytes_per_s=0.0), cost)
     cached = 0 if request.unshared else choice.cached_tokens
-    link_bytes = bytes_to_send(request, decode) if side.link else 0.0
     compute_s = cost.prefill_s(choice.node, request.num_tokens, cached)
+    alone = structs.replace(decode, landing_tokens=0)  # such a prompt shares nothing
+    sending = sending_of(request, alone, side.link, cost.queue_s(choice.node) + compute_s, compute_s)
     return Route(
         target=Target.REMOTE if side.link else Target.LOCAL,
         reason=reason,
@@ -471,11 +472,11 @@ def _handed_over(
         uncached_tokens=request.num_tokens - cached,
         cached_tokens=cached,
         threshold_tokens=policy.threshold_tokens,
-        ttft_s=cost.queue_s(choice.node) + compute_s,
+        ttft_s=sending.ttft_s,
         compute_s=compute_s,
-        link_bytes=link_bytes,
-        link_s=side.link.arrives_s(link_bytes) if side.link and link_bytes else 0.0,
-        coded_bytes=side.link.coded_bytes(link_bytes) if side.link and link_bytes else 0.0,
+        link_bytes=sending.link_bytes,
+        link_s=sending.link_s,
+        coded_bytes=sending.coded_bytes,
         held_tokens=decode.attention_tokens,
     )
 

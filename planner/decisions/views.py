@@ -32,6 +32,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     `cached_tokens` is the longest prefix of this request that all KV cache groups of the node can serve,
     `attention_tokens` the longest that its full-attention groups alone can (a decode node need not receive it again).
+    Of attention `landing_tokens` will be there in `landing_s`: they are on their way for another prompt.
     `immovable_tokens` at the end of `cached_tokens` cannot be sent to another node: only the engine's own cache has them.
     `queue_s`, where known, is the predicted time until the node is free; else `queued_tokens` (uncached tokens waiting
     or being computed) is turned into seconds by the prefill cost. `prefill_share` is the part of its time that a decode
@@ -53,11 +54,18 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     max_running: int = 1
     cached_tokens: int = 0
     attention_tokens: int = 0
+    landing_tokens: int = 0
+    landing_s: float = 0.0
     immovable_tokens: int = 0
     prefill_share: float = 0.0
     prefills_alone: bool = True
     room_tokens: int | None = None
     steps: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def due_tokens(self) -> int:
+        """The longest prefix whose attention it holds, or is about to."""
+        return max(self.attention_tokens, self.landing_tokens)
 
     @property
     def movable_tokens(self) -> int:

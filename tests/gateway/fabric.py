@@ -15,6 +15,15 @@ class Fabric:
         self.render_status = 200
         self.asked_to_render: list[dict[str, Any]] = []
         self._transfers: dict[str, asyncio.Future[str]] = {}
+        self._blocks: dict[str, tuple[str, list[bytes]]] = {}  # by transfer: whose landing it is, and of what
+        self._landed: dict[str, set[bytes]] = {}  # by node
+
+    def expect(self, transfer_id: str, node_id: str, hashes: list[bytes]) -> int:
+        """`open`, of a prompt with these blocks; how many of them have landed on this node before."""
+        self.open(transfer_id)
+        self._blocks[transfer_id] = node_id, hashes
+        landed = self._landed.get(node_id, set())
+        return next((number for number, block in enumerate(hashes) if block not in landed), len(hashes))
 
     def open(self, transfer_id: str) -> None:
         self._transfers[transfer_id] = asyncio.get_running_loop().create_future()
@@ -28,6 +37,9 @@ class Fabric:
         future = self._transfers.get(transfer_id)
         if future is not None and not future.done():
             future.set_result(reason)
+            if not reason and transfer_id in self._blocks:
+                node_id, hashes = self._blocks[transfer_id]
+                self._landed.setdefault(node_id, set()).update(hashes)
 
     async def landed(self, transfer_id: str) -> str:
         """ "" once the KVCache is there, else why it never will be."""

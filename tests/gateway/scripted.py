@@ -15,6 +15,7 @@ import grpc.aio
 from aiohttp import web
 
 from gateway.agent import REASONS
+from hybrid_cache.hashing import split_hashes
 from hybrid_cache.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.spec import FullAttention, LinearState
 from node.calls import CallServer
@@ -55,6 +56,7 @@ class Script:
     decode_gate: asyncio.Event | None = None  # the same of decode legs
     reserve_gate: asyncio.Event | None = None  # the same of the answers to Reserve
     room: int = 1 << 30  # reservations at once
+    keeps_landings: bool = True  # what has landed is there for other prompts
     cached_tokens: int = 0
     reserve: list[str] = field(default_factory=list)  # a grpc.StatusCode name
     # "die", "lament" (as a server whose engine has died), "hang", "drop", "garbled", "undelivered REASON" or "STATUS code"
@@ -226,13 +228,14 @@ class ScriptedNode(NodeAgentServicer):
         self._made += 1
         transfer_id = f"{self.node_id}-t{self._made}"
         self.open_reservations.add(transfer_id)
-        self.fabric.open(transfer_id)
+        landed = self.fabric.expect(transfer_id, self.node_id, split_hashes(request.block_hashes))
         if self.script.reserve_gate is not None:
             await self.script.reserve_gate.wait()
         return pb.Ticket(
             transfer_id=transfer_id,
             secret=b"s" * 16,
             num_tokens=request.num_tokens,
+            have_tokens=landed * self.layout.block_size if self.script.keeps_landings else 0,
             tokens_digest=request.tokens_digest,
             endpoints=[pb.Endpoint(kind="tcp", address="127.0.0.1:1", host_id="h")],
             ttl_s=request.ttl_s,

@@ -26,10 +26,15 @@ async def events(each: World, path: str, **body: Any) -> list[dict[str, Any]]:
 
 
 def test_a_list_of_prompts_is_so_many_bodies() -> None:
-    body = b'{"model": "m", "x": {"kept": 1}, "prompt": ["a", [1, 2]]}'
-    assert [json.loads(each) for each in bodies_of(body)] == [
-        {"model": "m", "x": {"kept": 1}, "prompt": "a"},
-        {"model": "m", "x": {"kept": 1}, "prompt": [1, 2]},
+    body = b'{"model": "m", "x": {"kept": 1}, "prompt": ["a", [1, 2]], "cache_salt": "s"}'
+    bodies = bodies_of(body)
+    read = [json.loads(each) for each in bodies]
+    assert read == [
+        {"model": "m", "prompt": "a", "cache_salt": "s"},
+        {"model": "m", "prompt": [1, 2], "cache_salt": "s"},
+    ]
+    assert [json.loads(bodies.whole(prompt).body({})) for prompt in bodies.prompts] == [
+        each | {"x": {"kept": 1}} for each in read
     ]
 
 
