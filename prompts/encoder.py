@@ -109,7 +109,7 @@ class Encoder:
         return self._fast is not None
 
     def hasten(self, twin_of: Callable[[Tokenizer], Fast] | None = None, known: Verdict | None = None) -> None:
-        """Uses fastokens from now on, if it can be: 150 MB for a large vocabulary and some seconds, or one if the verdict is `known`."""
+        """Uses fastokens from now on, if it can be: 150 MB for a large vocabulary, and seconds unless the verdict is `known`."""
         if self._fast is not None or self.why_plain:
             return
         of = identity(self._plain)

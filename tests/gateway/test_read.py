@@ -330,9 +330,10 @@ async def test_the_first_long_body_finds_a_process_that_is_there() -> None:
 
 @on_loop
 async def test_a_process_that_ended_is_replaced_before_the_next_body_comes() -> None:
+    before = children()
     async with reader() as reads:
         await reads.warm(60.0)
-        (pid,) = set(reads_pids(reads))
+        (pid,) = children() - before
         os.kill(pid, signal.SIGSTOP)
         asking = asyncio.create_task(reads.read(Endpoint.COMPLETIONS, long_body("b"), MODEL))
         await until(lambda: reads.num_idle == 0)
@@ -340,10 +341,6 @@ async def test_a_process_that_ended_is_replaced_before_the_next_body_comes() -> 
         with pytest.raises(ReaderDied):
             await asking
         await until(lambda: reads.num_idle == 1)
-
-
-def reads_pids(reads: Reader) -> list[int]:
-    return [process.pid for process in reads._pool._idle]
 
 
 @on_loop
