@@ -20,7 +20,7 @@ import numpy as np
 
 from gateway.errors import TenantLimited
 from gateway.keys import MAX_TENANTS, Tenant
-from planner.decisions.limits import Left, Limit, Limits, Refusal, Used, entered, left, read, settled
+from planner.decisions.limits import Left, Limit, Limits, Refusal, Used, entered, left, read, settled, solvent
 
 ROWS: Final = 4 * MAX_TENANTS  # those of tenants that are no more are used again when they say nothing any more
 NAME, REQUESTS, TOKENS, OWN_CELLS = range(4)
@@ -38,6 +38,9 @@ class Allowance:
     """What a request may take, and has; to be left once, when the request is over."""
 
     headers: Mapping[str, str] = MappingProxyType({})  # for the client
+
+    def check(self) -> None:
+        """Raises TenantLimited while tokens are owed: a prompt need not be read then."""
 
     def read(self, tokens: int, answers: int) -> None:
         """Takes `tokens` of its prompts, and a place for each of its answers. Raises TenantLimited."""
@@ -161,6 +164,10 @@ class _Limited(Allowance):
         self._allowances = allowances
         self._tenant = tenant
         self._places = 1
+
+    def check(self) -> None:
+        if self._tenant.limits.tokens:
+            self._allowances.change(self._tenant, lambda used, now: solvent(self._tenant.limits, used, now))
 
     def read(self, tokens: int, answers: int) -> None:
         limits = self._tenant.limits

@@ -258,7 +258,9 @@ class FrontDoor:
         service = self.classes.of(headers, tenant.classes)
         served = self._served()
         model = served.as_read(tenant.group)
-        call, prompt = await self.rooms.reader.read(visit.endpoint, visit.body, model, tenant.memory)
+        call, prompt = await self.rooms.reader.read(
+            visit.endpoint, visit.body, model, tenant.memory, share=tenant.share, check=visit.allowance.check
+        )
         call = whole(call)
         served.not_done.check(call.fields)
         understood = await self.rooms.engine_readings.understood(call, prompt, model, tenant)

@@ -13,14 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import uvloop
 
 from gateway import logs
 from gateway.config import GatewayConfig, load
 from gateway.errors import ConfigError
-from gateway.seat import FIRST_CONFIG, Seat
+from gateway.seat import FIRST_CONFIG, VERDICT, Seat
 from gateway.server import serve
 from gateway.workers import serve_with_workers
+from prompts.encoder import Verdict
 from prompts.errors import TokenizerUnreadable
 from prompts.fair_cache import FairCache
 from prompts.tokenizer import TextTokenizer
@@ -116,10 +118,15 @@ def check_identity(config: GatewayConfig) -> None:
 def _run(config: GatewayConfig, tokenizer: TextTokenizer, arguments: argparse.Namespace) -> int:
     logs.set_up(config.log_level.upper(), config.log_format)
     if arguments.seat is None and config.workers > 1:
-        del tokenizer  # it can be read: that is all that the parent wants of it
-        status = asyncio.run(serve_with_workers(config, arguments.config, partial(_worker, arguments), _announce))
-    else:
+        # Workers need not find out, each for itself, what takes seconds.
         tokenizer.encoder.hasten()
+        verdict = tokenizer.encoder.verdict
+        del tokenizer
+        status = asyncio.run(
+            serve_with_workers(config, arguments.config, partial(_worker, arguments), _announce, verdict)
+        )
+    else:
+        tokenizer.encoder.hasten(known=_known(arguments.seat))
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         # What is here now stays: no collection need look at it again, nor need one look at every few requests.
         gc.collect()
@@ -133,6 +140,17 @@ def _run(config: GatewayConfig, tokenizer: TextTokenizer, arguments: argparse.Na
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     return status
+
+
+def _known(seat: Sequence[str] | None) -> Verdict | None:
+    """What the parent of a worker has found out about the tokenizer's fast encoder."""
+    if seat is None:
+        return None
+    try:
+        return msgspec.json.decode((Path(seat[0]) / VERDICT).read_bytes(), type=Verdict | None)
+    except (OSError, msgspec.DecodeError) as error:
+        log.warning("what is known of the tokenizer cannot be read: %s", error)
+        return None
 
 
 def _worker(arguments: argparse.Namespace, directory: Path, number: int, port: int) -> list[str]:

@@ -149,7 +149,8 @@ class Strangers:
 
     At most `max_connections` are open, 0: as many as descriptors allow. A further one takes the place of the one that has
     been without a request for longest. `max_connections_per_address` and `max_bodies_per_address` (under way at once) do not
-    hold for this host and for `trusted_proxies`, which speak for many; `max_receiving_bytes` is for all together.
+    hold for this host and for `trusted_proxies`, which speak for many; `max_receiving_bytes` is for all together, and so is
+    `max_reading_bytes`, of bodies that are there and wait to be read: half of it is one tenant's at most.
     A request's head must be there `header_s` after the connection or, on one that has been used, after `idle_s`. A body has
     `body_grace_s`, and a second more for every `min_body_bytes_per_s` bytes that have come, up to `timeouts.body_s`.
     """
@@ -158,6 +159,7 @@ class Strangers:
     max_connections_per_address: int = 512
     max_bodies_per_address: int = 128
     max_receiving_bytes: int = 512 * 1024 * 1024
+    max_reading_bytes: int = 512 * 1024 * 1024
     trusted_proxies: tuple[str, ...] = ()
     header_s: float = 15.0
     idle_s: float = 75.0
@@ -166,7 +168,12 @@ class Strangers:
 
     def __post_init__(self) -> None:
         require(self.max_connections >= 0, "max_connections", self.max_connections, "an integer of at least 0")
-        for name in ("max_connections_per_address", "max_bodies_per_address", "max_receiving_bytes"):
+        for name in (
+            "max_connections_per_address",
+            "max_bodies_per_address",
+            "max_receiving_bytes",
+            "max_reading_bytes",
+        ):
             require(getattr(self, name) > 0, name, getattr(self, name), "an integer above 0")
         for name in ("header_s", "idle_s", "body_grace_s", "min_body_bytes_per_s"):
             require(getattr(self, name) > 0, name, getattr(self, name), "a number above 0")
@@ -320,7 +327,13 @@ class GatewayConfig:
         return Identity(certificate=self.certificate, key=self.key, authority=self.authority)
 
 
-DIVIDED: Final = ("max_connections", "max_connections_per_address", "max_bodies_per_address", "max_receiving_bytes")
+DIVIDED: Final = (
+    "max_connections",
+    "max_connections_per_address",
+    "max_bodies_per_address",
+    "max_receiving_bytes",
+    "max_reading_bytes",
+)
 CHANGEABLE: Final = (
     "threshold_tokens", "max_in_flight", "max_waiting", "log_level", "admission", "classes", "tenants", "operator_keys",
 )  # fmt: skip

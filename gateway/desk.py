@@ -5,6 +5,7 @@ Nothing is routed, there is no KVCache to speak of; but a place among those serv
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -22,7 +23,7 @@ from gateway.metrics import Metrics
 from gateway.node import Node
 from gateway.openai import NOT_JSON, RESERVED, Endpoint, check_text
 from gateway.openapi import DETOKENISE, PASSED_ON, TOKENISE, document
-from gateway.prompts import Model
+from gateway.prompts import Model, PromptMemory
 from gateway.read import Reader
 from gateway.receive import Receiver, too_large
 from gateway.tokenise import MAX_BODY_BYTES, text_of, tokens_of
@@ -81,7 +82,7 @@ class Desk:
             tenant, body, model = await self._received(http)
             with self._place(tenant):
                 unbounded = msgspec.structs.replace(model, max_model_len=ANY_LENGTH)
-                asked = self._reader.read(Endpoint.COUNT_TOKENS, body, unbounded, tenant.memory)
+                asked = self._reader.read(Endpoint.COUNT_TOKENS, body, unbounded, tenant.memory, share=tenant.share)
                 _, prompt = await asked
         return _json(msgspec.json.encode({"input_tokens": prompt.num_tokens}))
 
@@ -89,13 +90,18 @@ class Desk:
         with self._counted(http):
             tenant, body, model = await self._received(http, MAX_BODY_BYTES)
             with self._place(tenant):
-                return _json(await self._reader.think(lambda memory: tokens_of(body, model, memory, tenant.memory)))
+                read = partial(tokens_of, body, model, tenant=tenant.memory)
+                return _json(await self._reader.think(read, tenant.share, len(body)))
 
     async def _detokenise(self, http: web.Request) -> web.Response:
         with self._counted(http):
             tenant, body, model = await self._received(http, MAX_BODY_BYTES)
             with self._place(tenant):
-                return _json(await self._reader.think(lambda memory: text_of(body, model, memory.tokenizer)))
+
+                def read(memory: PromptMemory) -> bytes:
+                    return text_of(body, model, memory.tokenizer)
+
+                return _json(await self._reader.think(read, tenant.share, len(body)))
 
     async def _pass_on(self, http: web.Request) -> web.Response:
         """What a decode node's engine answers to the same."""

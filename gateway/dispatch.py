@@ -168,10 +168,12 @@ class Dispatcher:
         call, model = request.call, request.model or request.served.as_read()
         memory = request.tenant.memory
         if request.token_ids is not None:
-            prompt = await self._engine_readings.longer(request.token_ids, call, model, memory, answered)
+            prompt = await self._engine_readings.longer(request.token_ids, call, model, request.tenant, answered)
         else:
             async with self._reading_again:
-                _, prompt = await self._reader.read(call.endpoint, call.body({}), model, memory, answered)
+                _, prompt = await self._reader.read(
+                    call.endpoint, call.body({}), model, memory, answered, request.tenant.share
+                )
         request.first_prompt = request.asked
         request.prompt, request.answered = prompt, answered
         if may_have_died(error.reason):

@@ -122,7 +122,7 @@ class EngineReadings:
         is_assumed = self._renders_otherwise and call.endpoint is Endpoint.CHAT
         if not self._styles and not is_assumed:  # nothing differs, as far as is known: that costs nothing
             return Understood(prompt)
-        style = await self._reader.think(lambda _: style_of(call))
+        style = await self._reader.think(lambda _: style_of(call), tenant.share, sum(map(len, call.fields.values())))
         reading = self._styles.reading(style, self._clock())
         is_assumed = is_assumed and reading is Reading.OWN
         if reading is not Reading.ENGINE and not is_assumed:
@@ -141,7 +141,10 @@ class EngineReadings:
             self._styles.not_read(style, self._clock())
             return Understood(prompt, Reading.ALONE, failure=str(status))
 
-        found = await self._reader.think(lambda memory: _read(answer, call, model, memory, tenant.memory))
+        def read(memory: PromptMemory) -> Understood | None:
+            return _read(answer, call, model, memory, tenant.memory)
+
+        found = await self._reader.think(read, tenant.share, len(answer))
         return found or Understood(prompt, Reading.ALONE, failure="bad_answer")
 
     async def _with_media(self, call: Call, guessed: Prompt, guess: Guess, model: Model, tenant: Tenant) -> Understood:
@@ -172,7 +175,7 @@ class EngineReadings:
             prompt = prompt_from(call, seen.tokens, SEEN, model, memory, tenant.memory, insets=seen.insets)
             return Understood(replace(prompt, caching=guessed.caching), Reading.ENGINE)
 
-        found = await self._reader.think(read)
+        found = await self._reader.think(read, tenant.share, len(answer))
         if found.failure in NEVER_SEEN:
             self._styles.not_read(style, self._clock())
         elif not found.failure:
@@ -187,14 +190,14 @@ class EngineReadings:
             return True
         return bool(able) and self._worth.asks(guess, self._threshold_tokens())
 
-    async def longer(self, token_ids: Raw, call: Call, model: Model, tenant: bytes, answered: Sequence[int]) -> Prompt:
+    async def longer(self, token_ids: Raw, call: Call, model: Model, tenant: Tenant, answered: Sequence[int]) -> Prompt:
         """The prompt that an engine has read, with what has been `answered` after it. Raises BadRequest."""
 
         def read(memory: PromptMemory) -> Prompt:
             tokens = token_array(_IDS.decode(token_ids))
-            return prompt_from(call, tokens, ENGINE, model, memory, tenant, answered)
+            return prompt_from(call, tokens, ENGINE, model, memory, tenant.memory, answered)
 
-        return await self._reader.think(read)
+        return await self._reader.think(read, tenant.share, len(token_ids))
 
     def ended(self, request: Request, record: RequestRecord, arrived_unix_s: float) -> None:
         """Learns of a request that is over."""

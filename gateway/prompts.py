@@ -23,6 +23,7 @@ from hybrid_cache.chains import ChainCache
 from hybrid_cache.hashing import NAMESPACE, Inset, namespaced
 from prompts.conversations import Conversations
 from prompts.errors import BadPrompt, TakesLonger
+from prompts.ids import flat_ids
 from prompts.reading import Chat, chat_tokens, completion_tokens, truncated
 from prompts.segments import TokenArray, token_array
 from prompts.tokenizer import TextTokenizer
@@ -32,6 +33,7 @@ SAID: Final[tuple[str, ...]] = (
     "tools", "documents", "chat_template_kwargs", "add_generation_prompt", "reasoning_effort",
 )  # fmt: skip
 MEDIA: Final = "media"  # how such a prompt was read
+MANY_IDS_BYTES: Final = 4 * 1024  # of JSON: more is decoded in pieces
 ALONE: Final = "alone:"  # no namespace begins so
 SEVERAL_PROMPTS: Final = "several_prompts"  # the code of a refusal that `gateway.several` makes good
 _PROMPT: Final = msgspec.json.Decoder(str | list[int | str | list[int]])
@@ -314,6 +316,9 @@ def _chat(call: Call, memory: PromptMemory, tenant: bytes, most_new: int | None)
 
 
 def _completion(call: Call, tokenizer: TextTokenizer, tenant: bytes) -> TokenArray:
+    raw = bytes(call.fields.get("prompt", b""))
+    if len(raw) > MANY_IDS_BYTES and (ids := flat_ids(raw)) is not None:
+        return _known(ids, tokenizer)
     prompt = _field(call, "prompt", _PROMPT)
     if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
         if len(prompt) > MAX_ANSWERS:
@@ -322,6 +327,10 @@ def _completion(call: Call, tokenizer: TextTokenizer, tenant: bytes) -> TokenArr
             "'prompt' is a list of prompts; here, it can only be one.", param="prompt", code=SEVERAL_PROMPTS
         )
     tokens = completion_tokens(prompt, tokenizer, add_special_tokens=call.options.add_special_tokens, tenant=tenant)
+    return _known(tokens, tokenizer)
+
+
+def _known(tokens: TokenArray, tokenizer: TextTokenizer) -> TokenArray:
     if len(tokens) and int(np.max(tokens)) > tokenizer.max_token_id:
         raise _invalid("prompt", f"token ids must be in [0, {tokenizer.max_token_id}]")
     return tokens

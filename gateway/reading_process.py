@@ -1,24 +1,28 @@
 """The process in which long bodies are read: what takes seconds there would hold the gateway's interpreter for as long.
 
-It speaks over its standard input, a socket, until the gateway closes it. Frames are two lengths, of a msgpack header and of
-what follows it as it is:
+It finds the tokenizer, a Blueprint, in a file that the gateway has open for all of its processes, and speaks over its standard
+input, a socket, until the gateway closes it. Frames are two lengths, of a msgpack header and of what follows it as it is:
 
     gateway                                       process
-    Blueprint ─────────────────────────────────►  the tokenizer
+    Start ─────────────────────────────────────►  whether to use the fast encoder, and what is known of it
+    ◄────────────────────────────────────  Ready  the tokenizer is there
     Question · body of the call ───────────────►
     ◄───────────────────── Answer · fields of the body, one after the other
                            Refusal · nothing                                    one at a time, for ever
 """
 
+import dataclasses
 import io
+import mmap
+import os
 import socket
 import struct
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from gateway.caching import Caching
 from gateway.errors import ApiError
@@ -26,9 +30,20 @@ from gateway.media import Guess
 from gateway.openai import Call, Endpoint, call_of
 from gateway.prompts import Model, Prompt, PromptMemory, read_call
 from hybrid_cache.hashing import split_hashes
+from prompts.encoder import Verdict
 from prompts.tokenizer import Blueprint, TextTokenizer
 
 LENGTHS: Final = struct.Struct("<QQ")
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """How the tokenizer is to be used; `known` is what its fast encoder has shown, None: it is not to be used."""
+
+    known: Verdict | None
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The tokenizer has been loaded."""
 
 
 class Question(msgspec.Struct, frozen=True, tag=True):
@@ -73,6 +88,7 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
 
 
 _BLUEPRINT: Final = msgspec.msgpack.Decoder(Blueprint)
+_START: Final = msgspec.msgpack.Decoder(Start)
 _QUESTION: Final = msgspec.msgpack.Decoder(Question)
 _ANSWER: Final = msgspec.msgpack.Decoder(Answer | Refusal)
 
@@ -106,21 +122,28 @@ def answer_of(header: bytes, data: bytearray, endpoint: Endpoint) -> tuple[Call,
     )
     if endpoint is answer.endpoint:
         return call_of(endpoint, fields), prompt, answer.why_plain
-    call = replace(call_of(answer.endpoint, fields), dialect=endpoint, echo=answer.echo)
+    call = dataclasses.replace(call_of(answer.endpoint, fields), dialect=endpoint, echo=answer.echo)
     return call, prompt, answer.why_plain
 
 
-def serve(connection: socket.socket) -> None:
-    """Answers questions until the other end closes."""
+def serve(connection: socket.socket, blueprint: int) -> None:
+    """Answers questions until the other end closes; `blueprint` is the descriptor of the tokenizer's file."""
     with connection, connection.makefile("rb") as incoming:
         try:
-            memory = PromptMemory(TextTokenizer.build(_BLUEPRINT.decode(_frame(incoming)[0])))
+            known = _START.decode(_frame(incoming)[0]).known
+            memory = PromptMemory(TextTokenizer.build(replace(_blueprint(blueprint), known=known)))
+            connection.sendall(header_of(Ready()))
             while True:
                 header, body = _frame(incoming)
                 for part in _answer(_QUESTION.decode(header), body, memory):
                     connection.sendall(part)
         except (EOFError, ConnectionError):
             return  # the gateway has no more to ask
+
+
+def _blueprint(descriptor: int) -> Blueprint:
+    with os.fdopen(descriptor, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _BLUEPRINT.decode(data)
 
 
 def _answer(question: Question, body: bytes, memory: PromptMemory) -> Iterable[bytes]:
@@ -162,4 +185,4 @@ def _exactly(incoming: io.BufferedReader, size: int) -> bytes:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=sys.stdin.fileno()))
+    serve(socket.socket(fileno=sys.stdin.fileno()), int(sys.argv[1]))

@@ -28,6 +28,7 @@ TALLY: Final = "tally"
 DRAINED: Final = "drained"
 ALLOWANCES: Final = "allowances"
 FIRST_CONFIG: Final = "gateway.toml"  # the file as it was when the gateway was started
+VERDICT: Final = "verdict.json"  # what the parent has found out about the tokenizer's fast encoder
 ORPHANED: Final = signal.SIGUSR1  # what a worker gets when its parent is gone
 
 

@@ -70,6 +70,7 @@ log = logging.getLogger("prfaas.gateway")
 BEAT_S: Final = 0.25
 CLOSE_S: Final = 1.0
 NODES_S: Final = 5.0  # that a worker waits for its nodes before it takes connections
+WARM_S: Final = 60.0  # that a gateway waits for its first process for long bodies; three on an idle machine
 PROBE_TIMEOUT_S: Final = 10.0  # of a link: twice what a sender waits for a connection
 
 
@@ -122,10 +123,12 @@ async def running(
     clock: Callable[[], float],
     seat: Alone | Seat | None = None,
     read_again: Callable[[], GatewayConfig] | None = None,
+    warm_s: float = 0.0,
 ) -> AsyncIterator[Gateway]:
     """A gateway that answers inside the block, or the worker of one that has this seat.
 
-    `read_again` gives its configuration as it is now, when somebody wants that taken over.
+    `read_again` gives its configuration as it is now, when somebody wants that taken over. It waits for `warm_s` at most until a
+    process that reads long bodies is there; 0: the first long body has one started.
     """
     seat = seat or Alone()
     metrics = seat.metrics
@@ -172,7 +175,14 @@ async def running(
             RequestLog(config.request_log, metrics.upkeep.not_logged) if config.request_log.directory else None
         )
         traces = Traces(config.traces, metrics.upkeep.not_traced) if config.traces.endpoint else None
-    reader = Reader(tokenizer, afterwards, threads=config.tokenise_threads, timeout_s=config.timeouts.read_s)
+    reader = Reader(
+        tokenizer,
+        afterwards,
+        threads=config.tokenise_threads,
+        timeout_s=config.timeouts.read_s,
+        max_bytes=strangers.max_reading_bytes,
+    )
+    warming = afterwards.start(reader.warm(warm_s), "warm") if warm_s else None
     decider = Decider(config, clusters, links, cost, clock)
     engine_readings = EngineReadings(
         Styles(), clusters, legs, reader, afterwards, clock, config.timeouts.read_s,
@@ -321,6 +331,8 @@ async def running(
         )
         if siblings is not None:  # the others serve meanwhile; who comes here first should be served, too
             await clusters.wait_for(lambda: clusters.is_ready, NODES_S)
+        if warming is not None:
+            await warming
         idle_s, is_shared = strangers.idle_s, siblings is not None
         port = config.port if seat.port is None else seat.port
         desk = Desk(admission, rooms.receiver, rooms.reader, clusters, legs, metrics, door.keyring.tenant, allowances)
@@ -368,7 +380,7 @@ async def serve(
         gateway.leave_ports()
         stop.set()
 
-    async with running(config, tokenizer, loop.time, seat, read_again) as gateway:
+    async with running(config, tokenizer, loop.time, seat, read_again, WARM_S) as gateway:
         loop.add_signal_handler(signal.SIGHUP, gateway.reloads.run)
         loop.add_signal_handler(ORPHANED, on_orphaned, gateway)
         announce(f"gateway ready url={gateway.url}")

@@ -22,16 +22,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from gateway.allowances import Allowances
 from gateway.board import Board
 from gateway.config import GatewayConfig
 from gateway.errors import CannotListen, WorkersFail
 from gateway.metrics import forget_gauges
-from gateway.seat import ALLOWANCES, BOARD, FIRST_CONFIG, METRICS, ORPHANED, TALLY
+from gateway.seat import ALLOWANCES, BOARD, FIRST_CONFIG, METRICS, ORPHANED, TALLY, VERDICT
 from gateway.tally import Tally
 from node.children import Child, kill_group
 from node.owned import OwnedDirectory, sweep_directories
 from node.restarts import Restarts
+from prompts.encoder import Verdict
 from transport.path.tcp import format_address
 
 log = logging.getLogger("prfaas.gateway.workers")
@@ -193,15 +196,17 @@ async def serve_with_workers(
     path: Path,
     command: Callable[[Path, int, int], Sequence[str]],
     announce: Callable[[str], None],
+    verdict: Verdict | None = None,
 ) -> int:
     """A gateway of `config.workers` processes until SIGTERM or SIGINT; returns the exit status. Raises ConfigError.
 
-    `path` is the file of the configuration, which workers begin with a copy of.
+    `path` is the file of the configuration, which workers begin with a copy of; `verdict` is that on the
+    tokenizer's fast encoder.
 
     `command` makes a worker's out of the directory they share, its number and the port.
     """
     loop = asyncio.get_running_loop()
-    with _held_ports(config) as address, _laid_out(config, path) as directory:
+    with _held_ports(config) as address, _laid_out(config, path, verdict) as directory:
         board = Board(directory / BOARD)
         workers = Workers(lambda number: command(directory, number, address[1]), board, directory / METRICS, loop.time)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -218,13 +223,14 @@ async def serve_with_workers(
 
 
 @contextmanager
-def _laid_out(config: GatewayConfig, path: Path) -> Iterator[Path]:
+def _laid_out(config: GatewayConfig, path: Path, verdict: Verdict | None) -> Iterator[Path]:
     parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     sweep_directories(parent)
     owned = OwnedDirectory(parent)
     try:
         (owned.path / METRICS).mkdir()
         shutil.copyfile(path, owned.path / FIRST_CONFIG)
+        (owned.path / VERDICT).write_bytes(msgspec.json.encode(verdict))
         Tally.create(owned.path / TALLY)
         Allowances.create(owned.path / ALLOWANCES, config.workers)
         Board.create(owned.path / BOARD, config.workers, len(config.nodes))

@@ -7,24 +7,33 @@ that come later a few are compared, too, in a thread beside. Once it differs it 
     plain ──built, equal on every probe──► fast ──a text differs, or it raises──► plain, for good
       └─────not installed, not of its kind, or unequal: plain, with the reason
 
-fastokens remembers the words that it has met, a bounded number of them however long they are (0.3.5): 5 to 10 bytes for each of
-their characters. With words as languages have them that is some 100 MB at most; long ones, as of base64, are counted, and
-after so many another twin takes the place of the one that remembers them.
+What the comparison comes to is a value (`Verdict`): it takes seconds for a large vocabulary, so one process finds it out and
+hands it on to others of the same tokenizer.
+
+fastokens remembers words. Of long ones only so many characters are given to it (`prompts.words`); texts that have others are
+encoded by tokenizers.
 """
 
 import json
 import logging
 import os
 from collections.abc import Callable
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
 from itertools import count
+from random import Random
+from string import ascii_lowercase
 from threading import Lock, Thread
+from time import process_time
 from typing import Final, Protocol
 
+import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
 from prompts.probes import probes
 from prompts.segments import TokenArray, token_array
+from prompts.words import MOST_CHARS, LongWords, Splits, splits_of
 
 log = logging.getLogger("prfaas.prompts")
 
@@ -34,10 +43,10 @@ CHECKED_CHARS: Final = 8192  # of a longer text a part: 3 ms of tokenizers
 # One thread: several gain little on what a request asks for, and cost processor time while they wait for each other.
 THREADS: Final = ("FASTOKENS_BPE_THREADS", "1")
 
-
-LONG_CHARS: Final = 64  # of a word: fewer, and their bounded number is bound enough
-RENEWED_CHARS: Final = 8 << 20  # of long words: 80 MB
-NUMPY_CHARS: Final = 4096  # from so many on numpy is the faster one: 0.26 ms for 420 KB
+REPEATED_CHARS: Final = 20_000  # of texts by which it shows whether they are remembered
+REPEATED_TEXTS: Final = 8
+FASTER: Final = 3  # times, at a text that is remembered
+LONG_WORDS: Final = "long_words"  # why a text is encoded by tokenizers
 
 
 class Fast(Protocol):
@@ -46,12 +55,23 @@ class Fast(Protocol):
     def encode_batch_flat(self, inputs: list[str], add_special_tokens: bool) -> tuple[bytes, bytes]: ...
 
 
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found out about a tokenizer's fast twin; `of` names both and the versions of their programs.
+
+    `why_plain` is why there is none, in a word, or "". `splits` says what it remembers as a word.
+    """
+
+    of: str
+    why_plain: str = ""
+    splits: Splits = Splits.NEVER
+
+
 class NotEqual(Exception):
     """Why a tokenizer has no fast twin, in a word for a metric."""
 
 
 def in_a_thread(work: Callable[[], None]) -> None:
-    """Runs `work`, which takes milliseconds, or a second for another twin of a large vocabulary, beside."""
+    """Runs `work`, which takes milliseconds, beside."""
     Thread(target=work, name="check tokens").start()
 
 
@@ -62,18 +82,25 @@ class Encoder:
     found no more. It has to be asked for before the tokens are.
     """
 
-    def __init__(self, tokenizer: Tokenizer, later: Callable[[Callable[[], None]], None] = in_a_thread) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        later: Callable[[Callable[[], None]], None] = in_a_thread,
+        most_chars: int = MOST_CHARS,
+    ) -> None:
         self.generation = 0
         self.why_plain = ""  # once it is known
+        self.verdict: Verdict | None = None  # what was found out at the start
         self._plain = tokenizer
         self._fast: Fast | None = None
+        self._distrusted: Fast | None = None  # freeing it would hold the interpreter's lock for 0.1 s
         self._later = later
         self._numbers = count()
         self._checking = Lock()
         self._swapping = Lock()
-        self._again: Callable[[Tokenizer], Fast] = native_twin
-        self._splits = splits_at_spaces(tokenizer)
-        self._remembered_chars = 0  # threads may lose some of each other's: a bound that is nearly kept
+        self._most_chars = most_chars
+        self._long_words: LongWords | None = None
+        self._has_room = True
         self._counted: Callable[[str], object] = str
 
     @property
@@ -81,24 +108,34 @@ class Encoder:
         """Whether fastokens is asked."""
         return self._fast is not None
 
-    def hasten(
-        self, twin_of: Callable[[Tokenizer], Fast] | None = None, again: Callable[[Tokenizer], Fast] | None = None
-    ) -> None:
-        """Uses fastokens from now on, if it can be: a second of work for a large vocabulary, and 150 MB. `again` makes another of
-        what `twin_of` has compared.
-        """
+    def hasten(self, twin_of: Callable[[Tokenizer], Fast] | None = None, known: Verdict | None = None) -> None:
+        """Uses fastokens from now on, if it can be: 150 MB for a large vocabulary, and seconds unless the verdict is `known`."""
         if self._fast is not None or self.why_plain:
             return
+        of = identity(self._plain)
+        if known is not None and known.of == of:
+            self.follow(known)
+            return
         try:
-            self._fast = (twin_of or fast_twin)(self._plain)
-            self._again = again or native_twin
+            fast = (twin_of or fast_twin)(self._plain)
         except NotEqual as reason:
-            self.why_plain = str(reason)
-            log.warning("tokenizers is used, fastokens is not (%s): %s", reason, reason.__cause__ or "no more is known")
-            self._counted(self.why_plain)
+            self._stay_plain(Verdict(of=of, why_plain=str(reason)), reason.__cause__)
+        else:
+            self._use(fast, Verdict(of=of, splits=words_of(self._plain, fast)))
+
+    def follow(self, verdict: Verdict) -> None:
+        """Does what a `verdict` on the same tokenizer says."""
+        try:
+            if verdict.why_plain:
+                raise NotEqual(verdict.why_plain)
+            fast = known_twin(self._plain)
+        except NotEqual as reason:
+            self._stay_plain(msgspec.structs.replace(verdict, why_plain=str(reason)), reason.__cause__)
+        else:
+            self._use(fast, verdict)
 
     def report_to(self, counted: Callable[[str], object]) -> None:
-        """`counted` is told why fastokens is not used (any more), now or when that happens, by whichever thread sees it."""
+        """`counted` is told why fastokens is not used, at all, any more or for a text, by whichever thread sees it."""
         self._counted = counted
         if self.why_plain:
             counted(self.why_plain)
@@ -106,7 +143,7 @@ class Encoder:
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenArray:
         """The tokens of `text`."""
         fast = self._fast
-        if fast is None:
+        if fast is None or not self._is_for_fast(text):
             return _plainly(self._plain, text, add_special_tokens)
         try:
             tokens = _fast(fast, text, add_special_tokens)
@@ -119,10 +156,6 @@ class Encoder:
         number = next(self._numbers)
         if (number < CHECKED_FIRST or number % CHECKED_EVERY == 0) and self._checking.acquire(blocking=False):
             self._check_later(fast, number, text, tokens, add_special_tokens)
-        self._remembered_chars += long_chars(text) if self._splits else len(text)
-        if self._remembered_chars >= RENEWED_CHARS:
-            self._remembered_chars = 0
-            self._renew_later(fast)
         return tokens
 
     def distrust(self, why: str, what: str) -> None:
@@ -130,11 +163,33 @@ class Encoder:
         with self._swapping:
             if self._fast is None:
                 return
-            self._fast = None
+            self._distrusted, self._fast = self._fast, None
         self.generation = 1
         self.why_plain = why
         log.error("fastokens is not believed any more (%s): %s", why, what)
         self._counted(why)
+
+    def _use(self, fast: Fast, verdict: Verdict) -> None:
+        self.verdict = verdict
+        self._long_words = LongWords(verdict.splits, self._most_chars)
+        self._fast = fast
+
+    def _stay_plain(self, verdict: Verdict, cause: BaseException | None) -> None:
+        self.verdict = verdict
+        self.why_plain = verdict.why_plain
+        log.warning("tokenizers is used, fastokens is not (%s): %s", verdict.why_plain, cause or "no more is known")
+        self._counted(verdict.why_plain)
+
+    def _is_for_fast(self, text: str) -> bool:
+        if self._long_words is None or self._long_words.have_room(text):
+            return True
+        if self._has_room:
+            self._has_room = False
+            log.warning(
+                "fastokens remembers %d characters of long words: texts with others are slower", self._most_chars
+            )
+        self._counted(LONG_WORDS)
+        return False
 
     def _check_later(self, fast: Fast, number: int, text: str, tokens: TokenArray, add_special_tokens: bool) -> None:
         """One at a time: what would have to wait is left out."""
@@ -145,6 +200,8 @@ class Encoder:
                 if len(text) > CHECKED_CHARS:
                     start = number * CHECKED_CHARS // 3 % (len(text) - CHECKED_CHARS)
                     part = text[start : start + CHECKED_CHARS]
+                    if self._long_words is not None and not self._long_words.have_room(part):  # words are cut here
+                        return
                     found = _fast(fast, part, add_special_tokens)
                 if not np.array_equal(found, _plainly(self._plain, part, add_special_tokens)):
                     self.distrust("differs", f"{len(part)} characters of text number {number}")
@@ -157,46 +214,21 @@ class Encoder:
             self._checking.release()
             log.warning("a text was not compared: %s", error)
 
-    def _renew_later(self, old: Fast) -> None:
-        def renew() -> None:
-            try:
-                another = self._again(self._plain)
-            except Exception as error:  # what was built once, of the same vocabulary
-                log.warning("fastokens goes on with what it remembers: %s", error)
-                return
-            with self._swapping:
-                if self._fast is old:
-                    self._fast = another
 
-        try:
-            self._later(renew)
-        except RuntimeError as error:  # no more threads
-            log.warning("fastokens goes on with what it remembers: %s", error)
-
-
-def splits_at_spaces(tokenizer: Tokenizer) -> bool:
-    """Whether words are looked up one by one: a tokenizer that does not split takes a whole text for a word."""
-    text = "a a"
-    if tokenizer.normalizer is not None:
-        text = tokenizer.normalizer.normalize_str(text)
-    return tokenizer.pre_tokenizer is not None and len(tokenizer.pre_tokenizer.pre_tokenize_str(text)) > 1
-
-
-def long_chars(text: str) -> int:
-    """Characters, or in a long text bytes, between spaces that are far apart: of words that may be split further, too."""
-    if len(text) < LONG_CHARS:
-        return 0
-    if len(text) < NUMPY_CHARS:
-        return sum(len(word) for word in text.split() if len(word) >= LONG_CHARS)
-    characters = np.frombuffer(text.encode(errors="replace"), np.uint8)
-    words = np.diff(np.flatnonzero(characters <= ord(" ")), prepend=-1, append=len(characters)) - 1
-    return int(words[words >= LONG_CHARS].sum())
+def identity(tokenizer: Tokenizer) -> str:
+    """Names a tokenizer, and the programs by which it was compared."""
+    try:
+        programs = f"tokenizers {version('tokenizers')} fastokens {version('fastokens')}"
+    except PackageNotFoundError:
+        programs = "none"
+    return sha256(f"{programs} {tokenizer.to_str()}".encode()).hexdigest()
 
 
 def native_twin(tokenizer: Tokenizer) -> Fast:
     """A fastokens tokenizer of the same description."""
     from fastokens import Tokenizer as FastTokenizer  # takes memory only where it is wanted
 
+    os.environ.setdefault(*THREADS)  # read when the first one is built
     twin: Fast = FastTokenizer.from_json_str(tokenizer.to_str())
     return twin
 
@@ -206,7 +238,6 @@ def fast_twin(tokenizer: Tokenizer) -> Fast:
     model = json.loads(tokenizer.to_str())["model"]
     if model.get("type", "BPE") != "BPE" or model.get("dropout"):
         raise NotEqual("unsupported")
-    os.environ.setdefault(*THREADS)  # read when the first one is built
     try:
         twin = native_twin(tokenizer)
         texts = list(probes(tokenizer))
@@ -223,6 +254,40 @@ def fast_twin(tokenizer: Tokenizer) -> Fast:
     except BaseException as error:  # a panic of Rust's is no Exception
         raise NotEqual("unsupported") from error
     return twin
+
+
+def known_twin(tokenizer: Tokenizer) -> Fast:
+    """A twin of a tokenizer that has been compared, in a process before this one. Raises NotEqual."""
+    try:
+        return native_twin(tokenizer)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of Rust's is no Exception
+        raise NotEqual("unsupported") from error
+
+
+def words_of(tokenizer: Tokenizer, twin: Fast) -> Splits:
+    """What `twin` remembers as a word: some split at blanks where the tokenizer does not, because no token goes across."""
+    splits = splits_of(tokenizer)
+    return Splits.BLANKS if splits is Splits.NEVER and not remembers_texts(twin) else splits
+
+
+def remembers_texts(twin: Fast) -> bool:
+    """Whether `twin` takes much less time for a text of short words that it has met."""
+    rng = Random(7)
+    short = ["".join(rng.choices(ascii_lowercase, k=5)) for _ in range(100)]
+    texts = [" ".join(rng.choices(short, k=REPEATED_CHARS // 6)) for _ in range(2 * REPEATED_TEXTS)]
+    for text in texts[:REPEATED_TEXTS]:  # what takes long at first, and once, is no sign of memory
+        _fast(twin, text, False)
+    # The fastest of several: what else a machine does makes some slower.
+    new, met = (min(_time_s(twin, text) for text in texts[REPEATED_TEXTS:]) for _ in range(2))
+    return met * FASTER < new
+
+
+def _time_s(twin: Fast, text: str) -> float:
+    start = process_time()
+    _fast(twin, text, False)
+    return process_time() - start
 
 
 def _plainly(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> TokenArray:

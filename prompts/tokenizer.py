@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 from prompts.appending import Parts
 from prompts.byte_tokens import bytes_spelled
-from prompts.encoder import Encoder
+from prompts.encoder import Encoder, Verdict
 from prompts.errors import BadPrompt, TokenizerUnreadable
 from prompts.fair_cache import DEFAULT_BYTES, FairCache
 from prompts.form import Form, Message
@@ -27,14 +27,17 @@ SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad
 
 
 class Blueprint(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a tokenizer is made of, so that another process can have the same. A template of "" is none."""
+    """All that a tokenizer is made of, so that another process can have the same. A template of "" is none.
+
+    `known` is what its fast encoder has shown; None: it is not used.
+    """
 
     tokenizer: str
     special_tokens: dict[str, str]
     template: str = ""
     tool_template: str = ""
     eos_token_ids: tuple[int, ...] = ()
-    fast: bool = False
+    known: Verdict | None = None
     cache_bytes: int = DEFAULT_BYTES
 
 
@@ -111,7 +114,7 @@ class TextTokenizer:
             template=template.source if template else "",
             tool_template=tool_template.source if tool_template else "",
             eos_token_ids=self.eos_token_ids,
-            fast=self.encoder.is_fast,
+            known=self.encoder.verdict if self.encoder.is_fast else None,
             cache_bytes=self.cache.max_bytes,
         )
 
@@ -129,8 +132,8 @@ class TextTokenizer:
             eos_token_ids=blueprint.eos_token_ids,
             cache=FairCache(blueprint.cache_bytes),
         )
-        if blueprint.fast:
-            made.encoder.hasten()
+        if blueprint.known is not None:
+            made.encoder.follow(blueprint.known)
         return made
 
     @property

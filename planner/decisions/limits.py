@@ -101,6 +101,13 @@ def entered(limits: Limits, used: Used, now: float) -> Used | Refusal:
     return used._replace(requests_full_at=requests_full_at, at_once=used.at_once + 1)
 
 
+def solvent(limits: Limits, used: Used, now: float) -> Used | Refusal:
+    """A request that has entered is about to be read. It is not while tokens of those read meanwhile are owed."""
+    if limits.tokens and (wait_s := limits.tokens.wait_s(1, used.tokens_full_at, now)):
+        return Refusal(Limit.TOKENS, wait_s)
+    return used
+
+
 def read(limits: Limits, used: Used, tokens: int, answers: int, now: float) -> Used | Refusal:
     """A request that has entered has been read: it has so many tokens, and is for so many `answers`, each a request at once."""
     at_once = used.at_once + answers - 1

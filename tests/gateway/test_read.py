@@ -14,13 +14,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-import gateway.read
-from gateway.errors import ApiError, ReaderDied
+import gateway.reading_pool
+from gateway.errors import ApiError, Overloaded, ReaderDied, TenantLimited
 from gateway.openai import Endpoint
 from gateway.prompts import Hashing, Prompt, PromptMemory, read_call
 from gateway.read import LONG_BODY_BYTES, LONGER_BODY_BYTES, Reader
 from gateway.tasks import TaskSet
+from planner.decisions.waiting import Share
 from tests.gateway.worlds import model_of, on_loop, until
 from tests.prompts.builders import text_tokenizer
 
@@ -260,12 +262,12 @@ def test_a_process_that_does_not_end_keeps_no_other_one(monkeypatch: pytest.Monk
 def test_who_gives_up_while_a_process_is_spawned_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     spawned: list[int] = []
-    really_spawn = gateway.read.spawn
+    really_spawn = gateway.reading_pool.spawn
 
-    def slowly(stdin: socket.socket) -> "subprocess.Popen[bytes]":
+    def slowly(stdin: socket.socket, blueprint: int) -> "subprocess.Popen[bytes]":
         go_on.wait(60.0)
         assert stdin.fileno() >= 0, "still open"
-        process = really_spawn(stdin)
+        process = really_spawn(stdin, blueprint)
         spawned.append(process.pid)
         return process
 
@@ -279,7 +281,7 @@ def test_who_gives_up_while_a_process_is_spawned_leaves_nothing(monkeypatch: pyt
             await until(lambda: spawned)
             await until(lambda: children() == before)
 
-    monkeypatch.setattr(gateway.read, "spawn", slowly)
+    monkeypatch.setattr(gateway.reading_pool, "spawn", slowly)
     scenario()
 
 
@@ -297,9 +299,143 @@ async def test_a_client_that_leaves_does_not_spoil_the_next_answer() -> None:
 async def test_long_bodies_of_text_need_no_process_and_those_of_many_values_do() -> None:
     before = children()
     text = json.dumps({"model": "m", "prompt": "hello there " * 20_000, "max_tokens": 1}).encode()
-    values = json.dumps({"model": "m", "prompt": [1, 2] * 30_000, "max_tokens": 1}).encode()
+    ids = json.dumps({"model": "m", "prompt": [1, 2] * 30_000, "max_tokens": 1}).encode()
+    values = json.dumps({"model": "m", "prompt": "x", "unknown": ["y"] * 60_000}).encode()
     async with reader() as reads:
         assert (await reads.read(Endpoint.COMPLETIONS, text, MODEL))[1].num_tokens > 1
+        call, prompt = await reads.read(Endpoint.COMPLETIONS, ids, MODEL)
+        assert prompt.num_tokens == 60_000
+        assert json.loads(call.body({}))["prompt"] == [1, 2] * 30_000
         assert children() == before
-        assert (await reads.read(Endpoint.COMPLETIONS, values, MODEL))[1].num_tokens == 60_000
+        assert (await reads.read(Endpoint.COMPLETIONS, values, MODEL))[1].num_tokens == 1
         assert len(children() - before) == 1
+
+
+@on_loop
+async def test_the_first_long_body_finds_a_process_that_is_there() -> None:
+    before = children()
+    async with reader() as reads:
+        await reads.warm(60.0)
+        (pid,) = children() - before
+        assert reads.num_idle == 1
+        await reads.read(Endpoint.COMPLETIONS, long_body("a"), MODEL)
+        assert children() - before == {pid}
+        os.kill(pid, signal.SIGSTOP)  # a second body waits for no stopped one: another process is started
+        stuck = asyncio.create_task(reads.read(Endpoint.COMPLETIONS, long_body("b"), MODEL))
+        await until(lambda: reads.num_idle == 0)
+        assert (await reads.read(Endpoint.COMPLETIONS, long_body("c"), MODEL))[1].num_tokens
+        os.kill(pid, signal.SIGCONT)
+        assert (await stuck)[1].num_tokens
+
+
+@on_loop
+async def test_a_process_that_ended_is_replaced_before_the_next_body_comes() -> None:
+    before = children()
+    async with reader() as reads:
+        await reads.warm(60.0)
+        (pid,) = children() - before
+        os.kill(pid, signal.SIGSTOP)
+        asking = asyncio.create_task(reads.read(Endpoint.COMPLETIONS, long_body("b"), MODEL))
+        await until(lambda: reads.num_idle == 0)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ReaderDied):
+            await asking
+        await until(lambda: reads.num_idle == 1)
+
+
+@on_loop
+async def test_a_short_body_passes_the_long_ones_of_another_tenant_and_its_own() -> None:
+    heavy, light = Share("heavy"), Share("light")
+    async with reader() as reads:
+        held = threading.Event()
+        blocked = [asyncio.ensure_future(reads.think(lambda _: held.wait(60.0), heavy)) for _ in range(2)]
+        await asyncio.sleep(0)
+        order: list[str] = []
+
+        async def read(name: str, share: Share, size: int) -> None:
+            body = json.dumps({"model": "m", "prompt": "hello " * (size // 6)}).encode()
+            await reads.read(Endpoint.COMPLETIONS, body, MODEL, share=share, check=lambda: order.append(name))
+
+        waiting = [asyncio.ensure_future(read("heavy long", heavy, 60_000)) for _ in range(20)]
+        await asyncio.sleep(0)
+        waiting.append(asyncio.ensure_future(read("heavy short", heavy, 8_000)))
+        waiting.append(asyncio.ensure_future(read("light short", light, 8_000)))
+        await asyncio.sleep(0)
+        held.set()
+        await asyncio.gather(*blocked, *waiting)
+    assert sorted(order[:3]) == ["heavy long", "heavy short", "light short"]
+
+
+@on_loop
+async def test_who_is_refused_when_its_turn_comes_is_not_read() -> None:
+    async with reader() as reads:
+
+        def refuse() -> None:
+            raise TenantLimited("tokens are owed", "tokens_per_minute", 1.0, {})
+
+        for body in (long_body("a", 100_000), long_body("b")):
+            with pytest.raises(TenantLimited):
+                await reads.read(Endpoint.COMPLETIONS, body, MODEL, check=refuse)
+            await reads.read(Endpoint.COMPLETIONS, body, MODEL)  # no place was lost
+        assert reads.num_idle == 1
+
+
+@on_loop
+async def test_a_client_that_leaves_while_it_waits_takes_no_place() -> None:
+    async with reader() as reads:
+        held = threading.Event()
+        blocked = [asyncio.ensure_future(reads.think(lambda _: held.wait(60.0))) for _ in range(2)]
+        await asyncio.sleep(0)
+        left = asyncio.ensure_future(reads.read(Endpoint.COMPLETIONS, long_body("a", 100_000), MODEL))
+        await asyncio.sleep(0)
+        left.cancel()
+        blocked[0].cancel()  # its thread still works, and is still taken
+        await asyncio.gather(left, blocked[0], return_exceptions=True)
+        late = asyncio.ensure_future(reads.think(lambda _: "late"))
+        await asyncio.sleep(0)
+        assert not late.done()
+        held.set()
+        assert await late == "late"
+        await blocked[1]
+
+
+@on_loop
+async def test_bodies_that_wait_are_bounded() -> None:
+    tasks = TaskSet(lambda name: pytest.fail(name))
+    reads = Reader(text_tokenizer(), tasks, max_bytes=100_000)
+    held = threading.Event()
+    blocked = [asyncio.ensure_future(reads.think(lambda _: held.wait(60.0), Share("acme"), 20_000)) for _ in range(2)]
+    await asyncio.sleep(0)
+    try:
+        body = long_body("a", 20_000)
+        with pytest.raises(Overloaded, match="acme") as refusal:
+            await reads.read(Endpoint.COMPLETIONS, body, MODEL, share=Share("acme"))
+        assert (refusal.value.status, refusal.value.code) == (429, "reading_overload")
+        other = asyncio.ensure_future(reads.read(Endpoint.COMPLETIONS, body, MODEL, share=Share("beta")))
+        await asyncio.sleep(0)
+        held.set()
+        assert (await other)[1].num_tokens
+        assert (await reads.read(Endpoint.COMPLETIONS, body, MODEL, share=Share("acme")))[1].num_tokens
+    finally:
+        held.set()
+        await asyncio.gather(*blocked)
+        await reads.close()
+
+
+@on_loop
+async def test_a_process_believes_what_has_been_found_out_about_the_fast_encoder() -> None:
+    pytest.importorskip("fastokens")
+    tasks, tokenizer = TaskSet(lambda name: pytest.fail(name)), text_tokenizer()
+    tokenizer.encoder.hasten()
+    assert tokenizer.encoder.verdict is not None
+    # What it would never find out itself.
+    tokenizer.encoder.verdict = replace(tokenizer.encoder.verdict, why_plain="told")
+    told: list[str] = []
+    tokenizer.encoder.report_to(told.append)
+    reads = Reader(tokenizer, tasks)
+    try:
+        await reads.read(Endpoint.COMPLETIONS, long_body("hello there", LONGER_BODY_BYTES), MODEL)
+        assert told == ["told"]
+    finally:
+        await tasks.join(60.0)
+        await reads.close()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from engine.byte_tokenizer import byte_tokenizer
@@ -19,16 +20,19 @@ from prompts.encoder import (
     CHECKED_CHARS,
     CHECKED_EVERY,
     CHECKED_FIRST,
-    LONG_CHARS,
     Encoder,
     NotEqual,
+    Verdict,
     fast_twin,
-    long_chars,
-    splits_at_spaces,
+    identity,
+    native_twin,
+    remembers_texts,
+    words_of,
 )
 from prompts.fair_cache import FairCache
 from prompts.probes import PLAIN, probes
 from prompts.tokenizer import TextTokenizer
+from prompts.words import Splits
 from tests.prompts.builders import SPECIAL, bpe
 
 CL100K = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -279,74 +283,83 @@ def test_tokens_that_may_have_been_wrong_are_not_remembered() -> None:
     assert tokenizer.encode_rendered(text).tolist() == plain(bpe(), text)
 
 
-def with_a_twin_that_remembers(later: Callable[[Callable[[], None]], None]) -> tuple[Encoder, list[Liar]]:
-    made: list[Liar] = []
+def with_a_twin_that_remembers(most_chars: int) -> tuple[Encoder, list[str], list[str]]:
+    """An encoder whose twin remembers long words; the texts that the twin is given, and what is counted."""
+    given: list[str] = []
+    counted: list[str] = []
 
-    def another(tokenizer: Tokenizer) -> Liar:
-        made.append(Liar(tokenizer))
-        return made[-1]
+    class Remembering(Liar):
+        def encode_batch_flat(self, inputs: list[str], add_special_tokens: bool) -> tuple[bytes, bytes]:
+            given.append(inputs[0])
+            return super().encode_batch_flat(inputs, add_special_tokens)
 
-    each = Encoder(split_by(CL100K), later)
-    each.hasten(another, another)
-    return each, made
-
-
-def test_a_twin_that_remembers_many_long_words_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoder, "RENEWED_CHARS", 1000)
-    each, made = with_a_twin_that_remembers(lambda work: work())
-    for _ in range(100):
-        each.encode("words as languages have them " * 4, add_special_tokens=False)
-    assert len(made) == 1
-    for _ in range(100):
-        each.encode("x" * 64, add_special_tokens=False)
-    assert len(made) == 1 + 6  # at every 16th
+    each = Encoder(split_by(CL100K), lambda check: check(), most_chars)
+    each.hasten(Remembering)
+    each.report_to(counted.append)
+    return each, given, counted
 
 
-def test_a_twin_that_is_not_believed_any_more_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoder, "RENEWED_CHARS", 1000)
-    works: list[Callable[[], None]] = []
-    each, made = with_a_twin_that_remembers(works.append)
-    each.encode("x" * 1000, add_special_tokens=False)
+def test_a_twin_that_remembers_enough_long_words_is_given_no_others() -> None:
+    each, given, counted = with_a_twin_that_remembers(1000)
+    words = [letter * 100 for letter in "abcdefghijklmnop"]
+    for word in words:
+        text = f"see {word} there"
+        assert each.encode(text, add_special_tokens=False).tolist() == plain(split_by(CL100K), text)
+    assert {word for word in words if any(word in text for text in given)} == set(words[:10])
+    assert counted == ["long_words"] * 6
+    given.clear()
+    for text in (f"again {words[0]}", "words as languages have them " * 4, "漢字仮名交じり文。" * 40):
+        each.encode(text, add_special_tokens=False)
+    assert len([text for text in given if len(text) > 1]) >= 3
+    assert each.is_fast
+
+
+def test_what_another_process_has_found_out_is_not_found_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fastokens")
+    first = Encoder(split_by(CL100K))
+    first.hasten()
+    assert first.verdict is not None
+    monkeypatch.setattr(encoder, "fast_twin", lambda tokenizer: pytest.fail("compared again"))
+    second = Encoder(split_by(CL100K))
+    second.hasten(known=first.verdict)
+    assert (second.is_fast, second.verdict) == (True, first.verdict)
+    third = Encoder(split_by(CL100K))
+    third.hasten(known=replace(first.verdict, why_plain="unequal"))
+    assert (third.is_fast, third.why_plain) == (False, "unequal")
+
+
+def test_a_verdict_on_another_tokenizer_is_void() -> None:
+    pytest.importorskip("fastokens")
+    each = Encoder(bpe())
+    each.hasten(known=Verdict(of="another", why_plain="unequal"))
+    assert each.is_fast
+    assert each.verdict is not None
+    assert each.verdict.of == identity(bpe())
+
+
+def test_a_twin_that_is_not_believed_any_more_is_not_freed_at_once() -> None:
+    """Freeing that of a large vocabulary holds the interpreter's lock for 0.1 s."""
+
+    class Freed(Liar):
+        def __del__(self) -> None:
+            freed.append(True)
+
+    freed: list[bool] = []
+    each = Encoder(bpe())
+    each.hasten(Freed)
     each.distrust("differs", "in this test")
-    for work in works:
-        work()
-    assert (len(made), each.is_fast) == (2, False)
+    assert not each.is_fast
+    assert not freed
 
 
-def test_a_twin_that_cannot_be_replaced_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(work: object) -> None:
-        raise OSError("no memory") if isinstance(work, Tokenizer) else RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(encoder, "RENEWED_CHARS", 1000)
-    for later in (never, lambda work: work()):
-        each = Encoder(bpe(), later)
-        each.hasten(Liar, never)  # type: ignore[arg-type]
-        text = "x" * 1000
-        assert each.encode(text, add_special_tokens=False).tolist() == plain(bpe(), text)
-        assert each.is_fast
-
-
-@pytest.mark.parametrize(("kind", "splits"), [("bytes", False), ("llama", True), ("qwen", True), ("gpt-oss", True)])
-def test_whether_a_tokenizer_splits_at_spaces(kind: str, splits: bool) -> None:
-    assert splits_at_spaces(KINDS[kind]()) is splits
-
-
-def test_a_space_that_is_written_otherwise_may_split_nothing() -> None:
-    tokenizer = bpe()
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    assert splits_at_spaces(tokenizer)
-    tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    assert not splits_at_spaces(tokenizer)
-
-
-@given(words=st.lists(st.integers(0, 200)), times=st.sampled_from([1, 40]))
-def test_long_words_are_counted_in_short_texts_and_long_ones(words: list[int], times: int) -> None:
-    text = " ".join("x" * length for length in words * times)
-    assert long_chars(text) == sum(length for length in words if length >= LONG_CHARS) * times
+def test_whether_texts_are_remembered_whole_shows_in_the_time_they_take() -> None:
+    pytest.importorskip("fastokens")
+    assert remembers_texts(native_twin(byte_tokenizer()))
+    assert words_of(split_by(QWEN), native_twin(split_by(QWEN))) is Splits.CLASSES
 
 
 def test_memory_of_long_words_is_bounded() -> None:
-    """Without another twin this takes 10 bytes for each character: 640 MB."""
+    """Without a bound this takes 10 bytes for each character: 640 MB."""
     pytest.importorskip("fastokens")
     program = (
         "import random; from engine.byte_tokenizer import byte_tokenizer; from prompts.encoder import Encoder\n"

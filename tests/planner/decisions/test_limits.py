@@ -4,7 +4,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.decisions.limits import MINUTE_S, Bucket, Limit, Limits, Refusal, Used, entered, left, read, settled
+from planner.decisions.limits import (
+    MINUTE_S,
+    Bucket,
+    Limit,
+    Limits,
+    Refusal,
+    Used,
+    entered,
+    left,
+    read,
+    settled,
+    solvent,
+)
 
 SIXTY = Limits(requests=Bucket(60))
 
@@ -86,3 +98,12 @@ def test_a_limit_that_is_lowered_holds_at_once():
         used = let_in(entered(SIXTY, used, 0.0))
     assert used.requests_full_at == 30.0
     assert refused(entered(Limits(requests=Bucket(1)), used, 0.0)).wait_s == 30.0
+
+
+def test_a_prompt_is_not_read_while_tokens_of_others_are_owed() -> None:
+    limits = Limits(tokens=Bucket(60))
+    assert solvent(limits, Used(), 0.0) == Used()
+    owing = settled(limits, Used(), 90, 0.0)
+    assert solvent(limits, owing, 0.0) == Refusal(Limit.TOKENS, 31.0)
+    assert solvent(limits, owing, 31.0) == owing
+    assert solvent(Limits(at_once=1), Used(at_once=9), 0.0) == Used(at_once=9)

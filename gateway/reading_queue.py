@@ -1,0 +1,158 @@
+"""Whose body is read next: tenants take turns by bytes, so that a short prompt does not wait for all long ones of another.
+
+Start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM '96) in two stages. Between tenants bytes are shared by weight; within a
+tenant each class of sizes gets as much as any other, so its own short prompts pass its long ones, too; within a class who came
+first is first.
+
+    acme  ≤ 16 KiB   ▪▪▪           ┐
+          ≤ 128 KiB                ├ by bytes ┐
+          more       ████ ████ ███ ┘          ├ by bytes and weight ──► a place, of which there are few
+    beta  ≤ 16 KiB   ▪             ─ by bytes ┘
+
+What waits and what is read is bounded, for a tenant and for all together. All methods belong to one event loop.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from gateway.errors import Overloaded
+from planner.decisions.waiting import Share
+
+CLASS_BYTES: Final = (16 * 1024, 128 * 1024)
+LEAST_BYTES: Final = 1024  # a body costs at least as much as one of so many
+MAX_REMEMBERED: Final = 4096  # tenants that nothing waits of
+TENANTS_PART: Final = 0.5  # of the bytes for all, for a tenant with a name
+FULL: Final = "reading_overload"
+
+Turn = asyncio.Future[None]
+
+
+@dataclass(slots=True)
+class _Line:
+    """Bodies of one class of sizes. `start` is the virtual time, in bytes, at which the next one begins."""
+
+    start: float
+    waiting: deque[tuple[float, Turn]] = field(default_factory=deque)
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """What waits of a tenant, by class. `start` is as that of a line, between tenants; `now` is the time within this one."""
+
+    weight: float
+    start: float
+    now: float = 0.0
+    lines: dict[int, _Line] = field(default_factory=dict)
+
+
+class ReadingQueue:
+    """Places for reading, `places` at first, taken in a fair order."""
+
+    def __init__(self, places: int) -> None:
+        self._free = places
+        self._now = 0.0  # virtual: bytes by weight
+        self._waiting: dict[str, _Tenant] = {}
+        self._ends: dict[str, float] = {}  # when what tenants have had ends
+
+    def __len__(self) -> int:
+        return sum(len(line.waiting) for tenant in self._waiting.values() for line in tenant.lines.values())
+
+    @property
+    def has_free(self) -> bool:
+        """Whether the next body waits for nobody."""
+        return self._free > 0
+
+    async def take(self, share: Share, num_bytes: int) -> None:
+        """Waits for a place; to be given back once, by `give_back`."""
+        cost = float(max(LEAST_BYTES, num_bytes))
+        if self._free:
+            self._free -= 1
+            start = self._start_of(share)
+            self._now = max(self._now, start)
+            self._has_had(share.flow, start + cost / share.weight)
+            return
+        turn: Turn = asyncio.get_running_loop().create_future()
+        tenant = self._waiting.get(share.flow)
+        if tenant is None:
+            tenant = self._waiting[share.flow] = _Tenant(share.weight, self._start_of(share))
+        tenant.weight = share.weight
+        number = sum(num_bytes > limit for limit in CLASS_BYTES)
+        tenant.lines.setdefault(number, _Line(tenant.now)).waiting.append((cost, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # it came at the same time
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """A place is free, or there is another one: whose turn it is has it."""
+        while (turn := self._next()) is not None:
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+    def _next(self) -> Turn | None:
+        while self._waiting:
+            name, tenant = min(self._waiting.items(), key=lambda each: each[1].start)
+            number, line = min(tenant.lines.items(), key=lambda each: each[1].start)
+            cost, turn = line.waiting.popleft()
+            is_wanted = not turn.done()
+            if is_wanted:
+                self._now, tenant.now = tenant.start, line.start
+                tenant.start += cost / tenant.weight
+                line.start += cost
+            if not line.waiting:
+                del tenant.lines[number]
+            if not tenant.lines:
+                del self._waiting[name]
+                self._has_had(name, tenant.start)
+            if is_wanted:
+                return turn
+        return None
+
+    def _start_of(self, share: Share) -> float:
+        return max(self._now, self._ends.get(share.flow, 0.0))
+
+    def _has_had(self, name: str, end: float) -> None:
+        self._ends[name] = end
+        if len(self._ends) > MAX_REMEMBERED:
+            self._ends = {each: end for each, end in self._ends.items() if end > self._now}
+
+
+class ReadingRoom:
+    """Bytes of bodies that wait to be read, or are read: `max_bytes` for all, and a part of them for each tenant."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._held: Counter[str] = Counter()
+
+    @property
+    def held_bytes(self) -> int:
+        """Those of all tenants."""
+        return self._held.total()
+
+    @contextmanager
+    def held(self, flow: str, num_bytes: int) -> Iterator[None]:
+        """So many are held inside the block. Raises Overloaded."""
+        if flow:
+            self._check(flow, self._held[flow], num_bytes, int(self._max_bytes * TENANTS_PART))
+        self._check("all", self.held_bytes, num_bytes, self._max_bytes)
+        self._held[flow] += num_bytes
+        try:
+            yield
+        finally:
+            self._held[flow] -= num_bytes
+            if not self._held[flow]:
+                del self._held[flow]
+
+    def _check(self, whose: str, held: int, more: int, limit: int) -> None:
+        if held and held + more > limit:  # alone, a body may be of any size that is received
+            raise Overloaded(
+                f"Bodies of {whose} that wait to be read have {held} bytes, {limit} at most. Please retry.", FULL
+            )
