@@ -49,7 +49,7 @@ from gateway.run import Attempt, Runner
 from gateway.shapes import Shape, shape_of
 from gateway.waiting import ASK_AGAIN_S, Place, WaitingLine
 from planner.decisions.poison import Poison
-from planner.decisions.retries import MAX_DEATHS, Failure, Next, Stage, may_have_died, tries_of
+from planner.decisions.retries import MAX_DEATHS, Failure, Next, Stage, adds_enough, may_have_died, tries_of
 from planner.decisions.routing import Route, Target
 
 
@@ -59,7 +59,14 @@ class Tried:
 
     failed: dict[str, Failure] = field(default_factory=dict)
     full: dict[str, Route] = field(default_factory=dict)
+    tries: int = 0  # that failed; one node may have failed several
     waits: int = 0  # for any decode node to be ready
+
+    def fail(self, node_id: str, failure: Failure) -> None:
+        """A try on `node_id` has failed; one that found it full and then asked it for more is one try."""
+        if self.failed.get(node_id) is not Failure.FULL:
+            self.tries += tries_of([failure])
+        self.failed[node_id] = failure
 
 
 class Answering:
@@ -67,15 +74,18 @@ class Answering:
 
     def __init__(self, dispatcher: "Dispatcher", request: Request, attempt: Attempt, held: AsyncExitStack) -> None:
         self.attempt = attempt
+        self._tried = Tried()  # since the answer last went on far enough
         self._dispatcher = dispatcher
         self._request = request
         self._held = held  # what the attempt holds on nodes
 
     async def go_on(self, answered: list[int], error: DecodeFailed) -> None:
         """Has another decode node go on after the tokens `answered` so far. Raises ApiError."""
-        failed = self.attempt
+        failed, request = self.attempt, self._request
+        if adds_enough(len(answered), len(request.answered)):
+            self._tried = Tried()
         await self._held.aclose()
-        self.attempt = await self._dispatcher.rest(self._request, answered, failed, error, self._held)
+        self.attempt = await self._dispatcher.rest(request, answered, failed, error, self._tried, self._held)
 
 
 class Dispatcher:
@@ -154,11 +164,17 @@ class Dispatcher:
             chosen = self._decider.route(request)
         self._refusals.check(request, chosen)
         self._refusals.accepted(request, chosen)
-        self._retries.begins()
+        self._retries.begins(request)
         return await self._answer(request, chosen, place, Tried(), held)
 
     async def rest(
-        self, request: Request, answered: list[int], failed: Attempt, error: DecodeFailed, held: AsyncExitStack
+        self,
+        request: Request,
+        answered: list[int],
+        failed: Attempt,
+        error: DecodeFailed,
+        tried: Tried,
+        held: AsyncExitStack,
     ) -> Attempt:
         """The attempt that goes on after the tokens `answered`, the last of them by `failed` before its `error`. Raises ApiError.
 
@@ -176,7 +192,6 @@ class Dispatcher:
             request.broken.append((failed.decode, failed.engine))
         place = held.enter_context(self._line.place(request.service, request.timeline.arrived, request.tenant.share))
         assert request.route is not None
-        tried = Tried()
         following = await self._following(request, request.route, error, tried, Stage.STREAM)
         if following is None:
             following = await self._turn(request, place)
@@ -234,7 +249,7 @@ class Dispatcher:
     ) -> Attempt:
         """The first attempt that is answered, from that by `chosen` on; what it holds is handed to `held`."""
         while True:
-            self._accounts.routed(request, chosen, len(tried.failed))
+            self._accounts.routed(request, chosen, tried.tries)
             if self.replicas and chosen.prefill_node and not request.served.is_paired:
                 self.replicas.wanted(request.prompt, chosen.prefill_node)
             try:
@@ -275,8 +290,8 @@ class Dispatcher:
 
         Raises ApiError when there is to be none.
         """
-        tried.failed[chosen.decode_node] = error.failure
-        rule = self._retries.rule_after(request, stage, chosen.decode_node, tried.failed)
+        tried.fail(chosen.decode_node, error.failure)
+        rule = self._retries.rule_after(request, stage, chosen.decode_node, error.failure, tried.tries)
         if rule.otherwise is Next.ALONE:
             tried.full[chosen.decode_node] = chosen
         if stage is not Stage.RESERVE:  # it has computed the prompt itself, or was to: it is not asked for that again
@@ -289,7 +304,9 @@ class Dispatcher:
             raise KillsEngines(request.deaths)
         if rule.is_over_budget:
             raise Unavailable("A decode node failed, as many do now. Please retry.", "retry_budget_spent")
-        raise Unavailable(f"{tries_of(tried.failed.values())} decode nodes failed in turn.", "attempts_exhausted")
+        if stage is Stage.STREAM and self._retries.are_takeovers_spent(request):
+            raise Unavailable(f"{request.takeovers} decode nodes have gone on with the answer.", "takeovers_spent")
+        raise Unavailable(f"{tried.tries} decode nodes failed in turn.", "attempts_exhausted")
 
     def _elsewhere(self, request: Request, tried: Tried) -> Route | None:
         try:

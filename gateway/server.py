@@ -205,6 +205,7 @@ async def running(
         accounts,
         clock,
         max_tries=config.max_attempts,
+        max_takeovers=config.max_takeovers,
         share=config.retry_share,
         least=config.least_retries / seat.workers,
     )
