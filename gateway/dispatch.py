@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from gateway.accounts import Accounts
-from gateway.bookings import booked
+from gateway.bookings import Booking, booked
 from gateway.clusters import Clusters
 from gateway.decide import Decider
 from gateway.engine_reading import EngineReadings
@@ -136,8 +136,6 @@ class Dispatcher:
             all_held.callback(self._judge, request, shape)
             attempt = await self._first_answer(request, held)
             self._accounts.answering(request)
-            if request.route is not None:  # whoever computed the prompt
-                self._refusals.decoding(request, request.route.decode_node)
             answering = Answering(self, request, attempt, held)
             yield answering
             if request.is_served and answering.attempt.answer.status == 200:
@@ -195,9 +193,7 @@ class Dispatcher:
         following = await self._following(request, request.route, error, tried, Stage.STREAM)
         if following is None:
             following = await self._turn(request, place)
-        attempt = await self._answer(request, following, place, tried, held)
-        self._refusals.decoding(request, attempt.decode.id)
-        return attempt
+        return await self._answer(request, following, place, tried, held)
 
     async def _following(
         self, request: Request, chosen: Route, error: NodeFailure, tried: Tried, stage: Stage
@@ -274,14 +270,26 @@ class Dispatcher:
                 if decode.is_paired:
                     place.served()
                     async with self._pairing.attempt(request, chosen, booking) as attempt:
+                        self._begins_to_answer(request, attempt, booking)
                         yield attempt
                     return
                 async with self._reservations.held(request, chosen) as hold:
                     place.served()
                     async with self._runner.attempt(request, chosen, hold, booking) as attempt:
+                        self._begins_to_answer(request, attempt, booking)
                         yield attempt
             finally:
                 self._line.freed()
+
+    def _begins_to_answer(self, request: Request, attempt: Attempt, booking: Booking) -> None:
+        """Whoever computed the prompt, decode has it from now until its engine has said all."""
+
+        def decoded() -> None:
+            booking.answered()
+            self._refusals.decoded(request)
+
+        self._refusals.decoding(request, attempt.decode.id)
+        attempt.answer.when_whole(decoded)
 
     def _next_route(
         self, request: Request, chosen: Route, error: NodeFailure, tried: Tried, stage: Stage

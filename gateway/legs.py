@@ -104,6 +104,10 @@ class DecodeAnswer:
             reason = STREAM_REASONS.get(error.reason, "stream_broken")
             raise DecodeFailed(self._node.id, reason, str(error)) from error
 
+    def when_whole(self, tell: Callable[[], None]) -> None:
+        """Has `tell` called once the node has said all, though its client may not have read that; at once if it has."""
+        self._answer.when_whole(tell)
+
     def close(self) -> None:
         """Lets go of the node: it stops if it has more to say."""
         self._answer.close()

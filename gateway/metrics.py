@@ -206,7 +206,7 @@ class Metrics:
         self._tbt = Children(
             Histogram(
                 "prfaas_inter_token_latency_seconds",
-                "Mean time between the events of a stream",
+                "Mean time between the tokens of a stream, until its client has to be waited for",
                 ["route"],
                 registry=registry,
                 buckets=TBT_BUCKETS_S,

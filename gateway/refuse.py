@@ -84,19 +84,28 @@ class Refusals:
                 forecast=self._forecast,
             )  # fmt: skip
             _raise_unless_accepted(verdict, request)
-        self.decoding(request, decode_node)
+        if request.stay is not None and request.stay.since is None:  # else its answer has begun, or is over already
+            self.decoding(request, decode_node)
 
     def decoding(self, request: Request, decode_node: str) -> None:
         """It decodes there, if that is news; a node that had it before has failed."""
         stay = request.stay
-        if stay is None or stay.node == decode_node:
+        if stay is None or (stay.node == decode_node and stay.until is None):
             return
         if stay.since is None:
             self._forecast.on_started(stay.expected)
-        else:
+        elif stay.until is None:
             self._gone_from(stay.node)
+        else:
+            self._forecast.on_back()
         self._decoding[decode_node] += 1
-        stay.since, stay.node, stay.beside = self._clock(), decode_node, self._decoding[decode_node]
+        stay.since, stay.until = self._clock(), None
+        stay.node, stay.beside = decode_node, self._decoding[decode_node]
+
+    def decoded(self, request: Request) -> None:
+        """Its engine has said all: decode is through with it, whether its client has read that or not."""
+        if request.stay is not None:
+            self._through(request.stay)
 
     def left(self, request: Request) -> None:
         """It is over, or goes another way."""
@@ -106,14 +115,21 @@ class Refusals:
         if stay.since is None:
             self._forecast.on_dropped(stay.expected)
             return
-        beside = (stay.beside + self._decoding[stay.node]) / 2
-        self._gone_from(stay.node)
+        ended = self._through(stay)
         if not request.is_served:
-            self._forecast.on_left()
             return
-        self._forecast.on_ended(stay.since, self._clock())
+        self._forecast.learn(ended - stay.since)
         if (tbt_s := request.tbt_s) is not None:
-            self._steps.observe(stay.node, beside, tbt_s)
+            self._steps.observe(stay.node, stay.beside, tbt_s)
+
+    def _through(self, stay: Stay) -> float:
+        """Decode has no more to do for it: since when."""
+        if stay.until is None:
+            stay.until = self._clock()
+            stay.beside = (stay.beside + self._decoding[stay.node]) / 2
+            self._gone_from(stay.node)
+            self._forecast.on_left()
+        return stay.until
 
     def _gone_from(self, node_id: str) -> None:
         self._decoding[node_id] -= 1

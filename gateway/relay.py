@@ -136,6 +136,7 @@ class Relay:
 
     async def _end(self, reply: Reply | PartReply, request: Request, rest: bytes = b"") -> None:
         request.writing_since = self._clock()
+        request.falls_behind(request.writing_since)
         await reply.write_eof(rest)
         request.writing_since = None
         self._accounts.relayed(request)
@@ -293,6 +294,7 @@ async def pass_on(read: Read, reply: Offered, request: Request, clock: Callable[
 async def waited_for(reply: Offered, request: Request, clock: Callable[[], float]) -> None:
     """The time in which a client has to take what it is offered, or loses its place."""
     request.writing_since = clock()
+    request.falls_behind(request.writing_since)
     try:
         await reply.taken()
     finally:

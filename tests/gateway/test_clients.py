@@ -7,11 +7,13 @@ from dataclasses import replace
 import aiohttp
 import pytest
 
+from gateway.classes import ClassConfig
 from gateway.clusters import ServedModel
-from gateway.config import Strangers
+from gateway.config import RoutingConfig, Strangers
 from gateway.openai import Endpoint
 from gateway.prompts import Hashing, PromptMemory, read_call
 from gateway.relay import pass_on
+from gateway.reply import Reply
 from gateway.request import Request, Timeline
 from tests.gateway.scripted import LAYOUT
 from tests.gateway.worlds import PATIENT, model_of, on_loop, until, world
@@ -147,3 +149,59 @@ async def test_a_body_that_never_arrives_is_a_408() -> None:
         assert b"408" in answer.split(b"\r\n")[0]
         writer.close()
         await w.idle()
+
+
+@on_loop
+async def test_an_engine_is_timed_by_what_it_says_not_by_a_client_that_does_not_read() -> None:
+    hashing = Hashing(block_size=16, salt=b"salt")
+    body = b'{"model":"scripted","prompt":"x","stream":true}'
+    call, prompt = read_call(Endpoint.COMPLETIONS, body, model_of(hashing), PromptMemory(text_tokenizer()))
+    served = ServedModel("scripted", "scripted", LAYOUT, 4096, hashing)
+    now = 0.0
+    request = Request("r", "r-1", call, prompt, served, Timeline(0.0, first_token=0.0))
+    chunks = [b"data: x\n\n"] * 12 + [b""]
+
+    class Client:
+        def offer(self, data: bytes) -> bool:
+            return request.events > 10
+
+        async def taken(self) -> None:
+            nonlocal now
+            now += 1000.0
+
+    async def read() -> bytes:
+        nonlocal now
+        now += 0.9
+        return chunks.pop(0)
+
+    await pass_on(read, Client(), request, lambda: now)
+    request.timeline.last_token = now
+    assert now > 2000.0
+    assert request.tbt_s == pytest.approx(9.9 / 9)
+
+
+@on_loop
+async def test_a_client_that_does_not_read_takes_no_room_in_decode_once_its_engine_has_said_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads = asyncio.Event()
+
+    async def taken(reply: Reply) -> None:
+        await reads.wait()
+
+    offer = Reply.offer
+    monkeypatch.setattr(Reply, "taken", taken)
+    monkeypatch.setattr(Reply, "offer", lambda reply, data: offer(reply, data) or True)
+    promised = {"default": ClassConfig(ttft_s=1000.0, tbt_ms=1e6)}
+    async with world(decode=1, classes=promised, routing=RoutingConfig(decode_slots=1)) as w:
+        nodes = w.gateway.clusters.nodes
+        answers = []
+        for asked in range(1, 5):
+            answers.append(asyncio.create_task(w.complete(stream=True)))
+            await until(lambda: len(w.nodes.decode[0].bodies) == asked)  # noqa: B023 it is awaited here
+            await until(lambda: not w.gateway.refusals.running and not any(node.pending_requests for node in nodes))
+        assert not any(answer.done() for answer in answers)
+        reads.set()
+        assert [(await answer).status for answer in answers] == [200] * 4
+        assert w.gateway.refusals.running == 0
+        await w.settled()
