@@ -21,6 +21,8 @@ log = logging.getLogger("prfaas.gateway.route")
 
 BUSY: Final = (429, 503)  # that would have been served by a larger system
 
+CLIENT_LEFT: Final = "client_closed"
+
 OnEnded = Callable[[Request, RequestRecord, float], None]  # with the time of arrival, in seconds since 1970
 
 
@@ -130,6 +132,8 @@ class Accounts:
         """
         if (broken := request.broken_off) is not None:
             status, error, code = broken.status, broken.detail, broken.reason
+        elif code == CLIENT_LEFT and request.unheard_tokens:
+            request.completion_tokens = request.unheard_tokens
         request.wasted_prefill_s = self._wasted_s(request)
         record = self._records.add(request, status, error)
         if self._on_ended:

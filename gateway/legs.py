@@ -9,7 +9,8 @@ first token of the answer.
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import msgspec
@@ -19,13 +20,13 @@ from msgspec.structs import replace
 from gateway.config import Timeouts
 from gateway.engine_http import NODE_SILENT, Answer
 from gateway.engine_pool import EnginePool
-from gateway.errors import DecodeFailed, LegFailed, PrefillFailed
+from gateway.errors import DecodeFailed, LegFailed, NodeFailure, PrefillFailed
 from gateway.node import Node
 from gateway.openai import NOT_JSON
 from gateway.request import PrefillOutcome, Request
 from gateway.rooms import Room, label_in
 from gateway.seam import DATA, ERROR
-from planner.decisions.retries import SAME_EVERYWHERE, Failure
+from planner.decisions.retries import NOTHING_DONE, SAME_EVERYWHERE, Failure
 from transport.control.messages import TicketInfo
 
 MAX_ERROR_BYTES: Final = 64 * 1024
@@ -147,6 +148,10 @@ class Legs:
         if "truncate_prompt_tokens" in request.call.fields:  # to which length may depend on what else is asked for
             values["truncate_prompt_tokens"] = request.asked.num_tokens
         body = request.call.body(values, drop=NOT_FOR_PREFILL)
+        with _sent(request):
+            return await self._prefill(node, request, body)
+
+    async def _prefill(self, node: Node, request: Request, body: bytes) -> PrefillOutcome:
         try:
             answer = await self._post(node, request, body, self.timeouts.prefill_s)
             try:
@@ -170,7 +175,8 @@ class Legs:
             params["resumable"] = True
         if request.answered:
             params["answered"] = request.answered
-        return await self._decode(node, request, request.call.body(_common(request, params)))
+        with _sent(request):
+            return await self._decode(node, request, request.call.body(_common(request, params)))
 
     async def _decode(self, node: Node, request: Request, body: bytes) -> DecodeAnswer:
         try:
@@ -188,6 +194,11 @@ class Legs:
         """Has `node` compute the prompt and hand it to whoever asks for `room`. Raises PrefillFailed."""
         began = self._clock()
         body = request.call.body(_paired(request, room) | {"stream": _FALSE}, drop=NOT_FOR_PAIRED_PREFILL)
+        with _sent(request):
+            told = await self._prefill_paired(node, request, body)
+        return _paired_outcome(node, request, told, self._clock() - began)
+
+    async def _prefill_paired(self, node: Node, request: Request, body: bytes) -> bytes:
         try:
             answer = await self._post(node, request, body, self.timeouts.prefill_s)
             try:
@@ -201,11 +212,12 @@ class Legs:
             others_too = answer.status not in RETRYABLE
             reason = _told_by_us(failed, answer.status) or _label(failed, answer.status)
             raise PrefillFailed(node.id, reason, failed.message, Failure.REQUEST if others_too else None)
-        return _paired_outcome(node, request, told, self._clock() - began)
+        return told
 
     async def decode_in(self, node: Node, request: Request, room: Room) -> DecodeAnswer:
         """The answer of `node` to what another node prefills in `room`, as of `decode`. Raises DecodeFailed."""
-        return await self._decode(node, request, request.call.body(_paired(request, room)))
+        with _sent(request):
+            return await self._decode(node, request, request.call.body(_paired(request, room)))
 
     async def ask(
         self, node: Node, path: str, body: bytes, max_bytes: int = MAX_ANSWER_BYTES
@@ -258,6 +270,18 @@ class Legs:
             body,
             within_s,
         )
+
+
+@contextmanager
+def _sent(request: Request) -> Iterator[None]:
+    """A leg of it: what it costs is paid for even if its client does not wait, unless the engine has turned it away."""
+    request.legs += 1
+    try:
+        yield
+    except NodeFailure as error:
+        if error.failure in NOTHING_DONE:
+            request.legs -= 1
+        raise
 
 
 async def _check_goes_on(node: Node, request: Request, answer: Answer) -> None:

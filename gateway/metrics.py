@@ -398,6 +398,16 @@ class Metrics:
         if tenant:
             self._tenant_requests[tenant, str(status)].inc()
 
+    def passed_on(self, tenant: str, status: int) -> None:
+        """Counts a tenant's request that an engine has answered, and that is no generation."""
+        if tenant:
+            self._tenant_requests[tenant, str(status)].inc()
+
+    def computed(self, tenant: str, tokens: int) -> None:
+        """Counts a prompt of a tenant that is for no generation."""
+        if tenant and tokens:
+            self._tenant_tokens[tenant, "prompt"].inc(tokens)
+
     def fallback(self, reason: str) -> None:
         self._fallbacks.labels(reason).inc()
 

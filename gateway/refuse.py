@@ -17,6 +17,7 @@ from planner.decisions.decoding import DecodeForecast, LearnedSteps
 from planner.decisions.routing import Route
 from planner.decisions.views import Role
 
+TYPICAL_STEP_S: Final = 0.02  # from token to token, where no stream has shown it
 DECODE_S: Final = 10.0  # of an answer, until some have ended
 
 MESSAGES: Final = {
@@ -117,10 +118,21 @@ class Refusals:
             return
         ended = self._through(stay)
         if not request.is_served:
+            request.unheard_tokens = self._unheard_tokens(request, stay, ended)
             return
         self._forecast.learn(ended - stay.since)
         if (tbt_s := request.tbt_s) is not None:
             self._steps.observe(stay.node, stay.beside, tbt_s)
+
+    def _unheard_tokens(self, request: Request, stay: Stay, ended: float) -> int:
+        """What is estimated of an answer that comes as a whole, and has not come."""
+        if request.call.stream or request.timeline.first_token is not None or stay.since is None:
+            return 0
+        began = stay.since if request.outcome is not None else max(stay.since, stay.expected)
+        step_s = self._steps.step_s(stay.node, stay.beside) or TYPICAL_STEP_S
+        most = request.call.options.output_tokens
+        said = int(max(0.0, ended - began) / step_s)
+        return said if most is None else min(said, most)
 
     def _through(self, stay: Stay) -> float:
         """Decode has no more to do for it: since when."""

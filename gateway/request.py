@@ -119,6 +119,7 @@ class Request:
     stay: Stay | None = None
     prefill_node: str = ""
     prefilling_since: float | None = None  # a prefill leg is under way
+    legs: int = 0  # that engines were sent for it, and did not turn away
     wasted_prefill_s: float = 0.0  # computed for an answer that never began
     origin: str = ""  # the cluster that computes its prompt
     destination: str = ""  # the cluster that its KVCache was sent to
@@ -127,6 +128,7 @@ class Request:
     fallbacks: list[str] = field(default_factory=list)
     fetched_from: str = ""  # the node whose prefix was sent to the prefill node for this request
     events: int = 0  # SSE events relayed
+    unheard_tokens: int = 0  # that its engine is taken to have said by the time at which nobody waited any more
     completion_tokens: int | None = None  # as the answer names them, or its usage says; a stream need not have either
     is_between_events: bool = True  # of the stream: the last one relayed was whole
     writing_since: float | None = None  # when the client was last offered bytes that it has not taken yet
@@ -199,8 +201,8 @@ class Request:
 
     @property
     def has_cost(self) -> bool:
-        """Whether anything was computed for it."""
-        return self.timeline.first_token is not None or self.wasted_prefill_s > 0
+        """Whether an engine was given work for it, whoever waited for the end of that."""
+        return self.legs > 0
 
     @property
     def route_label(self) -> str:

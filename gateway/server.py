@@ -254,7 +254,7 @@ async def running(
         accounts=accounts,
     )
     allowances = seat.allowances(clock)
-    door = FrontDoor(config, rooms, clusters, metrics, requests, clock, allowances, traces)
+    door = FrontDoor(config, rooms, clusters, metrics, requests, clock, allowances, decider.answer_tokens, traces)
     load = LoadReport(
         seat.offered, clusters, links, lambda: decider.setting, lambda: follower.plan,
         config.routing.decode_slots,

@@ -173,6 +173,7 @@ def rule_after(stage: Stage, failure: Failure, *, tries: int, max_tries: int, de
     return rule
 
 
+NOTHING_DONE: Final = frozenset({Failure.UNREACHABLE, Failure.FULL, Failure.AWAY})
 REPEATING: Final = frozenset({Failure.LOST, Failure.TIMEOUT, Failure.TROUBLE})  # what was done is done again
 
 
