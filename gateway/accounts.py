@@ -123,7 +123,7 @@ class Accounts:
 
     def relayed(self, request: Request) -> None:
         """The client has all that it will get."""
-        request.timeline.last_token = self._clock()
+        request.has_all(self._clock())
 
     def closed(self, request: Request, status: int, error: str, code: str) -> None:
         """The request is over, however it ended; `code` is why.

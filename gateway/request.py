@@ -189,6 +189,12 @@ class Request:
             return None
         return (last - first) / (tokens - 1)
 
+    def has_all(self, now: float) -> None:
+        """The client has been given all, if it had not before."""
+        if self.timeline.last_token is None:
+            self.falls_behind(now)
+            self.timeline.last_token = now
+
     @property
     def is_answered(self) -> bool:
         """Whether the client has everything it will get."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from typing import Any
 
 import aiohttp
 import pytest
@@ -10,13 +11,14 @@ import pytest
 from gateway.classes import ClassConfig
 from gateway.clusters import ServedModel
 from gateway.config import RoutingConfig, Strangers
+from gateway.engine_http import Answer
 from gateway.openai import Endpoint
 from gateway.prompts import Hashing, PromptMemory, read_call
 from gateway.relay import pass_on
 from gateway.reply import Reply
 from gateway.request import Request, Timeline
 from tests.gateway.scripted import LAYOUT
-from tests.gateway.worlds import PATIENT, model_of, on_loop, until, world
+from tests.gateway.worlds import PATIENT, model_of, on_both_loops, on_loop, until, world
 from tests.prompts.builders import text_tokenizer
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
@@ -205,3 +207,56 @@ async def test_a_client_that_does_not_read_takes_no_room_in_decode_once_its_engi
         assert [(await answer).status for answer in answers] == [200] * 4
         assert w.gateway.refusals.running == 0
         await w.settled()
+
+
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/completions", {"prompt": LONG}),
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 9}),
+        ("/v1/responses", {"input": "x"}),
+    ],
+)
+@on_both_loops
+async def test_a_client_that_hangs_up_at_the_last_event_has_been_served(
+    path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = asyncio.Event()
+    read = Answer.read
+
+    async def until_it_ends(answer: Answer) -> bytes:
+        data = await read(answer)
+        if not data:  # the engine's connection ends later than its answer
+            await ends.wait()
+        return data
+
+    async with world(decode=1) as w:
+        monkeypatch.setattr(Answer, "read", until_it_ends)
+        body = {"model": "scripted", "stream": True, **fields}
+        host, port = w.gateway.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        raw = json.dumps(body).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+        )
+        writer.write(head.encode() + raw)
+        told = b""
+        while not any(last in told for last in (b"[DONE]\n\n", b'"message_stop"}\n\n', b"event: response.completed")):
+            told += await reader.read(1 << 16)
+        assert told.startswith(b"HTTP/1.1 200")
+        writer.transport.abort()
+        page = ""
+        while 'connections{listener="clients"} 1.0' not in page:  # the session's own
+            async with w.http.get("/metrics") as metrics:
+                page = await metrics.text()
+        ends.set()
+        await w.idle()
+        (record,) = await w.records()
+        assert (record["status"], record["error"]) == (200, "")
+        assert record["output_tokens"] >= 3
+        assert record["e2e_s"] is not None
