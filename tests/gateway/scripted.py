@@ -56,7 +56,6 @@ class Script:
     reserve_gate: asyncio.Event | None = None  # the same of the answers to Reserve
     room: int = 1 << 30  # reservations at once
     cached_tokens: int = 0
-    usage: dict[str, int] = field(default_factory=dict)  # of embeddings
     reserve: list[str] = field(default_factory=list)  # a grpc.StatusCode name
     # "die", "lament" (as a server whose engine has died), "hang", "drop", "garbled", "undelivered REASON" or "STATUS code"
     prefill: list[str] = field(default_factory=list)
@@ -306,10 +305,8 @@ class ScriptedNode(NodeAgentServicer):
 
     async def _embed(self, http: web.Request) -> web.Response:
         self.bodies.append(await http.json())
-        if self.script.decode_gate is not None:
-            await self.script.decode_gate.wait()
-        told = {"object": "list", "data": [{"embedding": [0.5]}], "model": "scripted"}
-        return web.json_response(told | {"usage": self.script.usage} if self.script.usage else told)
+        await self._fault(http, next_of(self.script.decode))  # "hang"
+        return web.json_response({"object": "list", "data": [{"embedding": [0.5]}], "usage": {"total_tokens": 100}})
 
     async def _fault(self, http: web.Request, fault: str) -> web.Response | None:
         if not fault or "_after_first" in fault or "_after " in fault:

@@ -193,8 +193,6 @@ async def test_what_no_engine_took_costs_nothing() -> None:
 @on_loop
 async def test_embeddings_are_paid_for_whether_waited_for_or_not() -> None:
     async with world(tenants=LIMITED, operator_keys=(digest_of(OPERATOR),), decode=1) as w:
-        script = w.nodes.decode[0].script
-        script.usage = {"prompt_tokens": 100, "total_tokens": 100}
 
         async def embed() -> int:
             async with w.http.post("/v1/embeddings", json={"input": LONG}, headers=key(ACME)) as answer:
@@ -202,12 +200,11 @@ async def test_embeddings_are_paid_for_whether_waited_for_or_not() -> None:
 
         assert await embed() == 200
         assert (await spent(w))["prompt_tokens"] == 100
-        script.decode_gate = asyncio.Event()
+        w.nodes.decode[0].script.decode = ["hang"]
         asking = asyncio.create_task(embed())
         await until(lambda: len(w.nodes.decode[0].bodies) == 2)
         asking.cancel()
         await asyncio.wait([asking])
-        script.decode_gate.set()
         await until(lambda: not w.gateway.admission.in_flight)
         account = await spent(w)
         assert account["prompt_tokens"] == 100 + -(-len(json.dumps({"input": LONG})) // 4)
