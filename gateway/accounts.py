@@ -21,6 +21,8 @@ log = logging.getLogger("prfaas.gateway.route")
 
 BUSY: Final = (429, 503)  # that would have been served by a larger system
 
+CLIENT_LEFT: Final = "client_closed"
+
 OnEnded = Callable[[Request, RequestRecord, float], None]  # with the time of arrival, in seconds since 1970
 
 
@@ -133,7 +135,7 @@ class Accounts:
 
     def relayed(self, request: Request) -> None:
         """The client has all that it will get."""
-        request.timeline.last_token = self._clock()
+        request.has_all(self._clock())
 
     def closed(self, request: Request, status: int, error: str, code: str) -> None:
         """The request is over, however it ended; `code` is why.
@@ -142,6 +144,8 @@ class Accounts:
         """
         if (broken := request.broken_off) is not None:
             status, error, code = broken.status, broken.detail, broken.reason
+        elif code == CLIENT_LEFT and request.unheard_tokens:
+            request.completion_tokens = request.unheard_tokens
         self._settle_doubts(request, status)
         request.wasted_prefill_s = self._wasted_s(request)
         record = self._records.add(request, status, error)

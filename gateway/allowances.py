@@ -1,8 +1,8 @@
 """What each tenant has taken of its limits; `planner.decisions.limits` says what follows from that.
 
 Workers of one gateway share a file, of which a tenant has a row: its name (a digest), when its buckets will be full again,
-and by worker its requests under way, and tokens that it is about to have kept for it. A worker that starts clears its own
-columns: what one that died in its seat had under way is no more.
+and by worker its requests under way, and tokens that it is about to have kept for it. The parent clears the columns of a worker
+that has died: what it had under way is no more. One that starts clears its own, too.
 """
 
 import fcntl
@@ -69,8 +69,12 @@ class Allowances:
         self._fd = -1 if path is None else os.open(path, os.O_RDWR)
         self._map = mmap.mmap(self._fd, 0 if path else ROWS * width * CELL_BYTES)
         self._cells = np.frombuffer(self._map, np.float64).reshape(ROWS, width)
+        self.clear(own)
+
+    def clear(self, worker: int) -> None:
+        """What this worker had under way is no more."""
         with self._locked():
-            self._cells[:, [self._own, self._own + workers]] = 0
+            self._cells[:, [OWN_CELLS + worker, OWN_CELLS + self._workers + worker]] = 0
 
     @staticmethod
     def create(path: Path, workers: int) -> None:

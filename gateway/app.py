@@ -13,7 +13,7 @@ from typing import Final
 from aiohttp import web
 
 from gateway import openapi
-from gateway.accounts import Accounts
+from gateway.accounts import CLIENT_LEFT, Accounts
 from gateway.admit import Admission
 from gateway.allowances import UNLIMITED, Allowance, Allowances
 from gateway.classes import Classes
@@ -81,8 +81,11 @@ class FrontDoor:
         tasks: TaskSet,
         clock: Callable[[], float],
         allowances: Allowances,
+        expected_answer: Callable[[], float],
         traces: Traces | None = None,
     ) -> None:
+        """`expected_answer` says how many tokens an answer mostly has."""
+        self._expected_answer = expected_answer
         self.config = config
         self.traces = traces
         self.rooms = rooms
@@ -168,20 +171,21 @@ class FrontDoor:
     async def _serve(self, visit: Visit) -> web.StreamResponse:
         try:
             requests = await self._read_all(visit)
-            visit.allowance.read(_prompt_tokens(requests), len(requests))
+            taken = _prompt_tokens(requests) + sum(self._answer_tokens(request) for request in requests)
+            visit.allowance.read(taken, len(requests))
             visit.requests = requests
         except ApiError as error:
             self.metrics.rejected(error.code or "invalid", error.status, visit.tenant.name)
             raise
         except asyncio.CancelledError:
-            self.metrics.rejected("client_closed", CLIENT_CLOSED, visit.tenant.name)
+            self.metrics.rejected(CLIENT_LEFT, CLIENT_CLOSED, visit.tenant.name)
             raise
         try:
             if len(requests) == 1:
                 return await self._answer(visit.http, requests[0])
             return await self._answer_all(visit)
         finally:
-            visit.allowance.settle(_unpaid_tokens(requests))
+            visit.allowance.settle(_used_tokens(requests) - taken)
 
     async def _read_all(self, visit: Visit) -> list[Request]:
         """The requests for one answer each that a visit makes, almost always one. Raises ApiError."""
@@ -290,6 +294,13 @@ class FrontDoor:
             self.rooms.accounts.fell_back(request, understood.fallback)
         return request
 
+    def _answer_tokens(self, request: Request) -> int:
+        """What an answer takes of its tenant's tokens until it is over: as many as it may have, or answers mostly have."""
+        most = request.call.options.output_tokens
+        expected = self._expected_answer() if most is None else most
+        room = request.served.max_model_len - request.asked.num_tokens
+        return max(0, min(int(expected), room))
+
     def _trace(self, headers: Mapping[str, str]) -> tuple[Trace | None, dict[str, str]]:
         """Where a request with these headers stands in a trace, if traces are wanted; and what its legs are told."""
         if self.traces is not None:
@@ -320,7 +331,7 @@ class FrontDoor:
             raise
         except (asyncio.CancelledError, ConnectionResetError):
             if response is None:
-                status, error, code = CLIENT_CLOSED, "client disconnected", "client_closed"
+                status, error, code = CLIENT_CLOSED, "client disconnected", CLIENT_LEFT
                 if isinstance(listener, Part) and listener.is_given_up:
                     error, code = "another answer to the same request failed", "given_up"
                     request.broken_off = request.broken_off or BrokenOff(code, error, status)
@@ -361,11 +372,11 @@ def _prompt_tokens(requests: Sequence[Request]) -> int:
     return sum({id(request.asked): request.asked.num_tokens for request in requests}.values())
 
 
-def _unpaid_tokens(requests: Sequence[Request]) -> int:
-    """What these took beyond their prompts; those of prompts that nobody has computed for are given back."""
+def _used_tokens(requests: Sequence[Request]) -> int:
+    """What these have cost their tenant; prompts that no engine was given cost nothing."""
     if any(request.has_cost for request in requests):
-        return sum(request.output_tokens for request in requests)
-    return -_prompt_tokens(requests)
+        return _prompt_tokens(requests) + sum(request.output_tokens for request in requests)
+    return 0
 
 
 def _first(failures: BaseExceptionGroup[ApiError]) -> ApiError:

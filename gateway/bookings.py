@@ -26,7 +26,7 @@ class Booking:
         self._hashes = hashes
         self._computing: tuple[Node, Computing] | None = None
         self._landing: Landing | None = None
-        self._answer = Work()
+        self._answer: Work | None = Work()
         self._prefill: tuple[Node, Work] | None = None
         decode.take(self._answer)
         if decode.info is not None:
@@ -48,9 +48,9 @@ class Booking:
             )
         if node is self._decode:  # it is counted there once already
             node.prefill_share.add(route.compute_s, self._clock())
-            node.give_back(self._answer)
+            self.answered()
             self._answer = work
-            node.take(self._answer)
+            node.take(work)
         else:
             self._prefill = node, work
             node.take(work)
@@ -95,11 +95,17 @@ class Booking:
             self._computing = self.awaited = None
             node.underway.end(computing)
 
+    def answered(self) -> None:
+        """The decode node is through with it: its engine has said all."""
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            self._decode.give_back(answer)
+
     def close(self) -> None:
         """The try is over. To be called once."""
         self.landed(has_landed=False)
         self.prefilled()
-        self._decode.give_back(self._answer)
+        self.answered()
 
     def __enter__(self) -> Self:
         return self

@@ -216,8 +216,8 @@ class GatewayConfig:
     that port alone, with descriptors of its own.
     `workers` processes answer on one port, and are one gateway: limits, metrics and records are those of all of them.
     All answers to one request take `max_several_bytes` of requests to engines at most: each is asked with the body's fields.
-    A request is tried on `max_attempts` nodes. Of the requests of the last ten seconds or so `retry_share` may be tried again
-    after failures that cost nodes work, and `least_retries` more.
+    A request is tried on `max_attempts` nodes, a stream is carried on by `max_takeovers` more. Of the requests of the last ten
+    seconds or so `retry_share` may be tried again after failures that cost nodes work, and `least_retries` more.
     `kept_answer_bytes` of the names of each answer's tokens are kept, about six a token, so that another decode node can go on
     when one fails in the middle of a stream; 0: no answer is continued.
     `prompt_memory_bytes` of earlier prompts (tokens, hashes, texts) are remembered by each worker, tenants sharing them fairly,
@@ -241,6 +241,7 @@ class GatewayConfig:
     max_in_flight: int = 1024
     max_waiting: int = 256
     max_attempts: int = 3
+    max_takeovers: int = 8
     retry_share: float = 0.2
     least_retries: int = 10
     kept_answer_bytes: int = 1 << 20
@@ -282,6 +283,7 @@ class GatewayConfig:
         ):
             require(getattr(self, name) > 0, name, getattr(self, name), "an integer above 0")
         require(self.retry_share >= 0, "retry_share", self.retry_share, "a number of at least 0")
+        require(self.max_takeovers >= 0, "max_takeovers", self.max_takeovers, "an integer of at least 0")
         require(self.least_retries >= 0, "least_retries", self.least_retries, "an integer of at least 0")
         require(self.kept_answer_bytes >= 0, "kept_answer_bytes", self.kept_answer_bytes, "an integer of at least 0")
         require_range("workers", self.workers, 1, MAX_WORKERS)

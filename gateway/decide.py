@@ -170,6 +170,10 @@ class Decider:
             accuracy = self._arrivals.setdefault((node.cluster, decode.cluster), Accuracy())
             accuracy.note(way.arrives_s, self._clock() - routed)
 
+    def answer_tokens(self) -> float:
+        """How many an answer mostly has, of late."""
+        return self._answers.tokens()
+
     def learn_answer(self, request: Request) -> None:
         """`request` has been answered."""
         self._answers.observe(request.output_tokens, request.call.options.output_tokens)

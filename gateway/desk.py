@@ -1,8 +1,10 @@
 """What is asked of a model and is no generation: tokens, their number, and what engines of other kinds answer whole.
 
-Nothing is routed, there is no KVCache to speak of; but a place among those served is taken.
+Nothing is routed, there is no KVCache to speak of; but a place among those served is taken. What an engine is given costs its
+tenant tokens: as many as its body may have, then as many as the answer counts.
 """
 
+import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -13,7 +15,7 @@ from aiohttp import web
 from msgspec import Raw
 
 from gateway.admit import Admission
-from gateway.allowances import Allowances
+from gateway.allowances import Allowance, Allowances
 from gateway.clusters import Clusters
 from gateway.connections import JSON
 from gateway.errors import ApiError, BadRequest, LegFailed, Unauthorised, Unavailable, unknown_model
@@ -31,6 +33,10 @@ from planner.decisions.views import Role
 
 ANY_LENGTH: Final = 1 << 62  # of a context
 NOT_SERVED: Final = frozenset({404, 405, 501})  # what an engine says of a path that it does not have
+
+BYTES_PER_TOKEN: Final = 4  # of English, and of token ids as JSON
+USAGE_BYTES: Final = 4096
+_TOTAL_TOKENS: Final = re.compile(rb'"(?:total|prompt)_tokens":\s*(\d{1,12})')
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _FIELDS: Final = msgspec.json.Decoder(dict[str, Raw])
@@ -108,15 +114,25 @@ class Desk:
         with self._counted(http):
             tenant, body, model = await self._received(http)
             asked = _for_engine(body, model)
-            with self._place(tenant):
-                node = self._node()
+            taken = _tokens_guessed(body)
+            with self._place(tenant) as allowance:
+                allowance.read(taken, 1)
+                used = 0
                 try:
+                    node = self._node()
+                    used = taken  # also of a client that does not wait for the answer
                     status, kind, told = await self._legs.ask(node, http.path, asked)
+                    used = _tokens_counted(told, taken) if status == 200 else 0
                 except LegFailed as error:
+                    used = 0
                     raise Unavailable(f"The engine did not answer: {error.reason}.", "engine_failed") from error
+                finally:
+                    allowance.settle(used - taken)
+                    self._metrics.computed(tenant.name, used)
             if status in NOT_SERVED:
                 message = f"The engine of '{model.names[0]}' does not serve {http.path}: it is no model of that kind."
                 raise ApiError(404, message, code="endpoint_not_served")
+            self._metrics.passed_on(tenant.name, status)
             return web.Response(status=status, body=told, headers={"Content-Type": kind})
 
     async def _received(self, http: web.Request, max_bytes: int | None = None) -> tuple[Tenant, bytes, Model]:
@@ -138,13 +154,13 @@ class Desk:
         return min(ready, key=lambda node: (node.pending_requests, node.load.running))
 
     @contextmanager
-    def _place(self, tenant: Tenant) -> Iterator[None]:
-        """A place among those served, and among the tenant's requests; what it asks for is no generation, and costs no tokens."""
+    def _place(self, tenant: Tenant) -> Iterator[Allowance]:
+        """A place among those served, and among the tenant's requests."""
         allowance = self._allowances.enter(tenant)
         try:
             self._admission.take()
             try:
-                yield
+                yield allowance
             finally:
                 self._admission.give_back()
         finally:
@@ -178,6 +194,17 @@ def _for_engine(body: bytes, model: Model) -> bytes:
     if name is not None and name not in model.names:
         raise unknown_model(name, model.names[0])
     return msgspec.json.encode(fields | {"model": Raw(msgspec.json.encode(model.names[-1]))})
+
+
+def _tokens_guessed(body: bytes) -> int:
+    """What a body that nobody here reads may have."""
+    return -(-len(body) // BYTES_PER_TOKEN)
+
+
+def _tokens_counted(told: bytes, guessed: int) -> int:
+    """What the usage of an answer counts, which stands at its end or its beginning; else what was guessed."""
+    found = _TOTAL_TOKENS.findall(told[-USAGE_BYTES:]) or _TOTAL_TOKENS.findall(told[:USAGE_BYTES])
+    return int(found[-1]) if found else guessed
 
 
 def _json(body: bytes) -> web.Response:

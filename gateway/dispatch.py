@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from gateway.accounts import Accounts
-from gateway.bookings import booked
+from gateway.bookings import Booking, booked
 from gateway.clusters import Clusters
 from gateway.decide import Decider
 from gateway.engine_reading import EngineReadings
@@ -49,7 +49,7 @@ from gateway.run import Attempt, Runner
 from gateway.shapes import Shape, shape_of
 from gateway.waiting import ASK_AGAIN_S, Place, WaitingLine
 from planner.decisions.poison import Poison
-from planner.decisions.retries import MAX_DEATHS, Failure, Next, Stage, may_have_died, tries_of
+from planner.decisions.retries import MAX_DEATHS, Failure, Next, Stage, adds_enough, may_have_died, tries_of
 from planner.decisions.routing import Route, Target
 
 
@@ -59,7 +59,14 @@ class Tried:
 
     failed: dict[str, Failure] = field(default_factory=dict)
     full: dict[str, Route] = field(default_factory=dict)
+    tries: int = 0  # that failed; one node may have failed several
     waits: int = 0  # for any decode node to be ready
+
+    def fail(self, node_id: str, failure: Failure) -> None:
+        """A try on `node_id` has failed; one that found it full and then asked it for more is one try."""
+        if self.failed.get(node_id) is not Failure.FULL:
+            self.tries += tries_of([failure])
+        self.failed[node_id] = failure
 
 
 class Answering:
@@ -67,15 +74,18 @@ class Answering:
 
     def __init__(self, dispatcher: "Dispatcher", request: Request, attempt: Attempt, held: AsyncExitStack) -> None:
         self.attempt = attempt
+        self._tried = Tried()  # since the answer last went on far enough
         self._dispatcher = dispatcher
         self._request = request
         self._held = held  # what the attempt holds on nodes
 
     async def go_on(self, answered: list[int], error: DecodeFailed) -> None:
         """Has another decode node go on after the tokens `answered` so far. Raises ApiError."""
-        failed = self.attempt
+        failed, request = self.attempt, self._request
+        if adds_enough(len(answered), len(request.answered)):
+            self._tried = Tried()
         await self._held.aclose()
-        self.attempt = await self._dispatcher.rest(self._request, answered, failed, error, self._held)
+        self.attempt = await self._dispatcher.rest(request, answered, failed, error, self._tried, self._held)
 
 
 class Dispatcher:
@@ -127,8 +137,6 @@ class Dispatcher:
             all_held.callback(self._judge, request, shape)
             attempt = await self._first_answer(request, held)
             self._accounts.answering(request, attempt.answer.status)
-            if request.route is not None:  # whoever computed the prompt
-                self._refusals.decoding(request, request.route.decode_node)
             answering = Answering(self, request, attempt, held)
             yield answering
             if request.is_served and answering.attempt.answer.status == 200:
@@ -155,11 +163,17 @@ class Dispatcher:
             chosen = self._decider.route(request)
         self._refusals.check(request, chosen)
         self._refusals.accepted(request, chosen)
-        self._retries.begins()
+        self._retries.begins(request)
         return await self._answer(request, chosen, place, Tried(), held)
 
     async def rest(
-        self, request: Request, answered: list[int], failed: Attempt, error: DecodeFailed, held: AsyncExitStack
+        self,
+        request: Request,
+        answered: list[int],
+        failed: Attempt,
+        error: DecodeFailed,
+        tried: Tried,
+        held: AsyncExitStack,
     ) -> Attempt:
         """The attempt that goes on after the tokens `answered`, the last of them by `failed` before its `error`. Raises ApiError.
 
@@ -180,13 +194,10 @@ class Dispatcher:
             request.broken.append((failed.decode, failed.engine))
         place = held.enter_context(self._line.place(request.service, request.timeline.arrived, request.tenant.share))
         assert request.route is not None
-        tried = Tried()
         following = await self._following(request, request.route, error, tried, Stage.STREAM)
         if following is None:
             following = await self._turn(request, place)
-        attempt = await self._answer(request, following, place, tried, held)
-        self._refusals.decoding(request, attempt.decode.id)
-        return attempt
+        return await self._answer(request, following, place, tried, held)
 
     async def _following(
         self, request: Request, chosen: Route, error: NodeFailure, tried: Tried, stage: Stage
@@ -238,7 +249,7 @@ class Dispatcher:
     ) -> Attempt:
         """The first attempt that is answered, from that by `chosen` on; what it holds is handed to `held`."""
         while True:
-            self._accounts.routed(request, chosen, len(tried.failed))
+            self._accounts.routed(request, chosen, tried.tries)
             if self.replicas and chosen.prefill_node and not request.served.is_paired:
                 self.replicas.wanted(request.prompt, chosen.prefill_node)
             try:
@@ -264,6 +275,7 @@ class Dispatcher:
                 if decode.is_paired:
                     place.served()
                     async with self._pairing.attempt(request, chosen, booking) as attempt:
+                        self._begins_to_answer(request, attempt, booking)
                         yield attempt
                     return
                 if chosen.prefill_node is not None and not request.is_unshared:
@@ -273,9 +285,20 @@ class Dispatcher:
                 async with self._reservations.held(request, chosen, booking) as hold:
                     place.served()
                     async with self._runner.attempt(request, chosen, hold, booking) as attempt:
+                        self._begins_to_answer(request, attempt, booking)
                         yield attempt
             finally:
                 self._line.freed()
+
+    def _begins_to_answer(self, request: Request, attempt: Attempt, booking: Booking) -> None:
+        """Whoever computed the prompt, decode has it from now until its engine has said all."""
+
+        def decoded() -> None:
+            booking.answered()
+            self._refusals.decoded(request)
+
+        self._refusals.decoding(request, attempt.decode.id)
+        attempt.answer.when_whole(decoded)
 
     def _next_route(
         self, request: Request, chosen: Route, error: NodeFailure, tried: Tried, stage: Stage
@@ -284,8 +307,8 @@ class Dispatcher:
 
         Raises ApiError when there is to be none.
         """
-        tried.failed[chosen.decode_node] = error.failure
-        rule = self._retries.rule_after(request, stage, chosen.decode_node, tried.failed)
+        tried.fail(chosen.decode_node, error.failure)
+        rule = self._retries.rule_after(request, stage, chosen.decode_node, error.failure, tried.tries)
         if rule.otherwise is Next.ALONE:
             tried.full[chosen.decode_node] = chosen
         if stage is not Stage.RESERVE:  # it has computed the prompt itself, or was to: it is not asked for that again
@@ -298,7 +321,9 @@ class Dispatcher:
             raise KillsEngines(request.deaths)
         if rule.is_over_budget:
             raise Unavailable("A decode node failed, as many do now. Please retry.", "retry_budget_spent")
-        raise Unavailable(f"{tries_of(tried.failed.values())} decode nodes failed in turn.", "attempts_exhausted")
+        if stage is Stage.STREAM and self._retries.are_takeovers_spent(request):
+            raise Unavailable(f"{request.takeovers} decode nodes have gone on with the answer.", "takeovers_spent")
+        raise Unavailable(f"{tried.tries} decode nodes failed in turn.", "attempts_exhausted")
 
     def _elsewhere(self, request: Request, tried: Tried) -> Route | None:
         try:

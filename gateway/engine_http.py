@@ -7,6 +7,7 @@ to an exchange (it is cancelled, late, broken, closed early, answered twice) clo
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Final, Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
@@ -29,7 +30,7 @@ class Answer:
     """What an engine answers. Status and type are known; its body may still be on its way."""
 
     __slots__ = (
-        "_chunks", "_connection", "_error", "_idle_s", "_loop", "_size", "_timer", "_waiter", "_waiting_since",
+        "_chunks", "_connection", "_error", "_idle_s", "_loop", "_on_whole", "_size", "_timer", "_waiter", "_waiting_since",
         "answered", "content_type", "is_whole", "not_resumable", "status",
     )  # fmt: skip
 
@@ -44,6 +45,7 @@ class Answer:
         self._chunks: list[bytes] = []
         self._size = 0
         self._error: LegFailed | None = None
+        self._on_whole: Callable[[], None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._waiting_since: float | None = None
         self._idle_s = 0.0
@@ -86,9 +88,17 @@ class Answer:
             self._idle_s = idle_s
             self._timer = self._loop.call_later(idle_s, self._look)
 
+    def when_whole(self, tell: Callable[[], None]) -> None:
+        """Has `tell` called once all of it has come, whoever has read it by then; at once if it has."""
+        if self.is_whole:
+            tell()
+        else:
+            self._on_whole = tell
+
     def close(self) -> None:
         """Nobody reads on: the engine stops if it has more to say."""
         self._timer.cancel()
+        self._on_whole = None
         if not self.is_whole:
             self._connection.abort()
 
@@ -129,6 +139,9 @@ class Answer:
         """Nothing follows."""
         self.is_whole = True
         self._timer.cancel()
+        tell, self._on_whole = self._on_whole, None
+        if tell is not None:
+            tell()
 
     def failed(self, error: LegFailed) -> None:
         """Nothing follows, and something is missing. What has come before can still be read."""

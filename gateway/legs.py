@@ -9,7 +9,8 @@ first token of the answer.
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import msgspec
@@ -20,13 +21,13 @@ from gateway.bodies import Body
 from gateway.config import Timeouts
 from gateway.engine_http import NODE_SILENT, Answer
 from gateway.engine_pool import EnginePool
-from gateway.errors import DecodeFailed, LegFailed, PrefillFailed
+from gateway.errors import DecodeFailed, LegFailed, NodeFailure, PrefillFailed
 from gateway.node import Node
 from gateway.openai import NOT_JSON
 from gateway.request import PrefillOutcome, Request
 from gateway.rooms import Room, label_in
 from gateway.seam import DATA, ERROR
-from planner.decisions.retries import SAME_EVERYWHERE, Failure
+from planner.decisions.retries import NOTHING_DONE, SAME_EVERYWHERE, Failure
 from transport.control.messages import TicketInfo
 
 MAX_ERROR_BYTES: Final = 64 * 1024
@@ -105,6 +106,10 @@ class DecodeAnswer:
             reason = STREAM_REASONS.get(error.reason, "stream_broken")
             raise DecodeFailed(self._node.id, reason, str(error)) from error
 
+    def when_whole(self, tell: Callable[[], None]) -> None:
+        """Has `tell` called once the node has said all, though its client may not have read that; at once if it has."""
+        self._answer.when_whole(tell)
+
     def close(self) -> None:
         """Lets go of the node: it stops if it has more to say."""
         self._answer.close()
@@ -144,6 +149,10 @@ class Legs:
         if "truncate_prompt_tokens" in request.call.fields:  # to which length may depend on what else is asked for
             values["truncate_prompt_tokens"] = request.asked.num_tokens
         body = request.call.written(values, drop=NOT_FOR_PREFILL)
+        with _sent(request):
+            return await self._prefill(node, request, body)
+
+    async def _prefill(self, node: Node, request: Request, body: Body) -> PrefillOutcome:
         try:
             answer = await self._post(node, request, body, self.timeouts.prefill_s)
             try:
@@ -167,7 +176,8 @@ class Legs:
             params["resumable"] = True
         if request.answered:
             params["answered"] = request.answered
-        return await self._decode(node, request, request.call.written(_common(request, params)))
+        with _sent(request):
+            return await self._decode(node, request, request.call.written(_common(request, params)))
 
     async def _decode(self, node: Node, request: Request, body: Body) -> DecodeAnswer:
         try:
@@ -185,6 +195,11 @@ class Legs:
         """Has `node` compute the prompt and hand it to whoever asks for `room`. Raises PrefillFailed."""
         began = self._clock()
         body = request.call.written(_paired(request, room) | {"stream": _FALSE}, drop=NOT_FOR_PAIRED_PREFILL)
+        with _sent(request):
+            told = await self._prefill_paired(node, request, body)
+        return _paired_outcome(node, request, told, self._clock() - began)
+
+    async def _prefill_paired(self, node: Node, request: Request, body: Body) -> bytes:
         try:
             answer = await self._post(node, request, body, self.timeouts.prefill_s)
             try:
@@ -198,11 +213,12 @@ class Legs:
             others_too = answer.status not in RETRYABLE
             reason = _told_by_us(failed, answer.status) or _label(failed, answer.status)
             raise PrefillFailed(node.id, reason, failed.message, Failure.REQUEST if others_too else None)
-        return _paired_outcome(node, request, told, self._clock() - began)
+        return told
 
     async def decode_in(self, node: Node, request: Request, room: Room) -> DecodeAnswer:
         """The answer of `node` to what another node prefills in `room`, as of `decode`. Raises DecodeFailed."""
-        return await self._decode(node, request, request.call.written(_paired(request, room)))
+        with _sent(request):
+            return await self._decode(node, request, request.call.written(_paired(request, room)))
 
     async def ask(
         self, node: Node, path: str, body: Body | bytes, max_bytes: int = MAX_ANSWER_BYTES
@@ -255,6 +271,18 @@ class Legs:
             body,
             within_s,
         )
+
+
+@contextmanager
+def _sent(request: Request) -> Iterator[None]:
+    """A leg of it: what it costs is paid for even if its client does not wait, unless the engine has turned it away."""
+    request.legs += 1
+    try:
+        yield
+    except NodeFailure as error:
+        if error.failure in NOTHING_DONE:
+            request.legs -= 1
+        raise
 
 
 async def _check_goes_on(node: Node, request: Request, answer: Answer) -> None:

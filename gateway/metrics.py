@@ -202,7 +202,7 @@ class Metrics:
         self._tbt = Children(
             Histogram(
                 "prfaas_inter_token_latency_seconds",
-                "Mean time between the events of a stream",
+                "Mean time between the tokens of a stream, until its client has to be waited for",
                 ["route"],
                 registry=registry,
                 buckets=TBT_BUCKETS_S,
@@ -393,6 +393,16 @@ class Metrics:
         self._requests["none", code, str(status)].inc()
         if tenant:
             self._tenant_requests[tenant, str(status)].inc()
+
+    def passed_on(self, tenant: str, status: int) -> None:
+        """Counts a tenant's request that an engine has answered, and that is no generation."""
+        if tenant:
+            self._tenant_requests[tenant, str(status)].inc()
+
+    def computed(self, tenant: str, tokens: int) -> None:
+        """Counts a prompt of a tenant that is for no generation."""
+        if tenant and tokens:
+            self._tenant_tokens[tenant, "prompt"].inc(tokens)
 
     def fallback(self, reason: str) -> None:
         self._fallbacks.labels(reason).inc()

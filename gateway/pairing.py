@@ -33,7 +33,7 @@ from gateway.retrying import Retries
 from gateway.rooms import Room, is_certain, room_at, to_blame
 from gateway.run import Attempt, cancel, hang_up, has_killed
 from gateway.tasks import TaskSet
-from planner.decisions.retries import Failure, Next, Stage
+from planner.decisions.retries import Failure, Next, Stage, tries_of
 from planner.decisions.routing import Route
 
 log = logging.getLogger("prfaas.gateway.pairing")
@@ -154,7 +154,7 @@ class Pairing:
         alone."""
         noted = self._accounts.doubted if error.failure is Failure.REQUEST else self._accounts.fell_back
         noted(request, f"prefill_{error.reason}", error)
-        rule = self._retries.rule_after(request, Stage.PREFILL, failing, failed)
+        rule = self._retries.rule_after(request, Stage.PREFILL, failing, failed[failing], tries_of(failed.values()))
         if rule.next is Next.REFUSE:
             raise KillsEngines(request.deaths)
         if error.failure is Failure.REQUEST:

@@ -17,6 +17,7 @@ from planner.decisions.decoding import DecodeForecast, LearnedSteps
 from planner.decisions.routing import Route
 from planner.decisions.views import Role
 
+TYPICAL_STEP_S: Final = 0.02  # from token to token, where no stream has shown it
 DECODE_S: Final = 10.0  # of an answer, until some have ended
 
 MESSAGES: Final = {
@@ -84,19 +85,28 @@ class Refusals:
                 forecast=self._forecast,
             )  # fmt: skip
             _raise_unless_accepted(verdict, request)
-        self.decoding(request, decode_node)
+        if request.stay is not None and request.stay.since is None:  # else its answer has begun, or is over already
+            self.decoding(request, decode_node)
 
     def decoding(self, request: Request, decode_node: str) -> None:
         """It decodes there, if that is news; a node that had it before has failed."""
         stay = request.stay
-        if stay is None or stay.node == decode_node:
+        if stay is None or (stay.node == decode_node and stay.until is None):
             return
         if stay.since is None:
             self._forecast.on_started(stay.expected)
-        else:
+        elif stay.until is None:
             self._gone_from(stay.node)
+        else:
+            self._forecast.on_back()
         self._decoding[decode_node] += 1
-        stay.since, stay.node, stay.beside = self._clock(), decode_node, self._decoding[decode_node]
+        stay.since, stay.until = self._clock(), None
+        stay.node, stay.beside = decode_node, self._decoding[decode_node]
+
+    def decoded(self, request: Request) -> None:
+        """Its engine has said all: decode is through with it, whether its client has read that or not."""
+        if request.stay is not None:
+            self._through(request.stay)
 
     def left(self, request: Request) -> None:
         """It is over, or goes another way."""
@@ -106,14 +116,32 @@ class Refusals:
         if stay.since is None:
             self._forecast.on_dropped(stay.expected)
             return
-        beside = (stay.beside + self._decoding[stay.node]) / 2
-        self._gone_from(stay.node)
+        ended = self._through(stay)
         if not request.is_served:
-            self._forecast.on_left()
+            request.unheard_tokens = self._unheard_tokens(request, stay, ended)
             return
-        self._forecast.on_ended(stay.since, self._clock())
+        self._forecast.learn(ended - stay.since)
         if (tbt_s := request.tbt_s) is not None:
-            self._steps.observe(stay.node, beside, tbt_s)
+            self._steps.observe(stay.node, stay.beside, tbt_s)
+
+    def _unheard_tokens(self, request: Request, stay: Stay, ended: float) -> int:
+        """What is estimated of an answer that comes as a whole, and has not come."""
+        if request.call.stream or request.timeline.first_token is not None or stay.since is None:
+            return 0
+        began = stay.since if request.outcome is not None else max(stay.since, stay.expected)
+        step_s = self._steps.step_s(stay.node, stay.beside) or TYPICAL_STEP_S
+        most = request.call.options.output_tokens
+        said = int(max(0.0, ended - began) / step_s)
+        return said if most is None else min(said, most)
+
+    def _through(self, stay: Stay) -> float:
+        """Decode has no more to do for it: since when."""
+        if stay.until is None:
+            stay.until = self._clock()
+            stay.beside = (stay.beside + self._decoding[stay.node]) / 2
+            self._gone_from(stay.node)
+            self._forecast.on_left()
+        return stay.until
 
     def _gone_from(self, node_id: str) -> None:
         self._decoding[node_id] -= 1

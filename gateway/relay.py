@@ -129,7 +129,12 @@ class Relay:
 
     async def _end(self, reply: Reply | PartReply, request: Request, rest: bytes = b"") -> None:
         request.writing_since = self._clock()
-        await reply.write_eof(rest)
+        request.falls_behind(request.writing_since)
+        try:
+            await reply.write_eof(rest)
+        except ConnectionResetError:
+            if not request.is_answered:
+                raise  # else it has hung up at the last event: nothing was missing
         request.writing_since = None
         self._accounts.relayed(request)
 
@@ -274,18 +279,23 @@ def _notice_error(request: Request, told: bytes) -> None:
 
 
 async def pass_on(read: Read, reply: Offered, request: Request, clock: Callable[[], float]) -> None:
-    """Offers all that is read."""
+    """Offers all that is read. A client that has been given the last event has its answer, and may hang up."""
+    tail, telling = b"", request.telling
     while chunk := await read():
+        tail = (tail + chunk)[-len(DONE) :]
         request.events += chunk.count(EVENT_END)
         # Before it is offered: it has left when the client has to be waited for, and others may write then.
         request.is_between_events = chunk.endswith(EVENT_END)
         if reply.offer(chunk):
             await waited_for(reply, request, clock)
+        if tail == DONE or (telling is not None and telling.has_ended):
+            request.has_all(clock())
 
 
 async def waited_for(reply: Offered, request: Request, clock: Callable[[], float]) -> None:
     """The time in which a client has to take what it is offered, or loses its place."""
     request.writing_since = clock()
+    request.falls_behind(request.writing_since)
     try:
         await reply.taken()
     finally:

@@ -79,14 +79,23 @@ class BrokenOff(msgspec.Struct, frozen=True):
     status: int = 502
 
 
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What an engine had said by a time at which its client was not behind: what comes after goes at the client's pace."""
+
+    until: float
+    tokens: int
+
+
 @dataclass(slots=True)
 class Stay:
     """An accepted request as decode will have it, or has it."""
 
     expected: float  # when its first token was predicted to come
     since: float | None = None  # it decodes
+    until: float | None = None  # its engine has said all, whether its client has read that or not
     node: str = ""
-    beside: int = 0  # requests that decoded there by then, itself included
+    beside: float = 0.0  # requests that decode there, itself included: when it began, then the mean of begin and end
 
 
 @dataclass(slots=True)
@@ -110,6 +119,7 @@ class Request:
     stay: Stay | None = None
     prefill_node: str = ""
     prefilling_since: float | None = None  # a prefill leg is under way
+    legs: int = 0  # that engines were sent for it, and did not turn away
     wasted_prefill_s: float = 0.0  # computed for an answer that never began
     origin: str = ""  # the cluster that computes its prompt
     destination: str = ""  # the cluster that its KVCache was sent to
@@ -119,9 +129,11 @@ class Request:
     doubts: list[str] = field(default_factory=list)  # fallbacks, if it is not the client's mistake
     fetched_from: str = ""  # the node whose prefix was sent to the prefill node for this request
     events: int = 0  # SSE events relayed
+    unheard_tokens: int = 0  # that its engine is taken to have said by the time at which nobody waited any more
     completion_tokens: int | None = None  # as the answer names them, or its usage says; a stream need not have either
     is_between_events: bool = True  # of the stream: the last one relayed was whole
     writing_since: float | None = None  # when the client was last offered bytes that it has not taken yet
+    heard: Heard | None = None  # before its client had to be waited for, or all
     broken_off: BrokenOff | None = None  # its client is given no more of its answer than it had by then
     deaths: list[str] = field(default_factory=list)  # nodes whose engine died while it worked on this
     kept_bytes: int = 0  # of the names of its answer's tokens, for another engine to go on with; 0: it could not
@@ -163,13 +175,26 @@ class Request:
             return self.completion_tokens
         return max(0, self.events - 1 - self.call.options.wants_usage)
 
+    def falls_behind(self, now: float) -> None:
+        """Its client has to be waited for, now or at the end: how fast its engine is has been seen by now."""
+        if self.heard is None:
+            self.heard = Heard(now, self.output_tokens)
+
     @property
     def tbt_s(self) -> float | None:
-        """Mean time from token to token of a whole stream."""
+        """Mean time from token to token of a whole stream, as its engine says them."""
         first, last, tokens = self.timeline.first_token, self.timeline.last_token, self.output_tokens
-        if not self.call.stream or first is None or last is None or tokens < 2:
+        if self.heard is not None:
+            last, tokens = self.heard.until, self.heard.tokens
+        if not self.call.stream or not self.is_answered or first is None or last is None or tokens < 2:
             return None
         return (last - first) / (tokens - 1)
+
+    def has_all(self, now: float) -> None:
+        """The client has been given all, if it had not before."""
+        if self.timeline.last_token is None:
+            self.falls_behind(now)
+            self.timeline.last_token = now
 
     @property
     def is_answered(self) -> bool:
@@ -183,8 +208,8 @@ class Request:
 
     @property
     def has_cost(self) -> bool:
-        """Whether anything was computed for it."""
-        return self.timeline.first_token is not None or self.wasted_prefill_s > 0
+        """Whether an engine was given work for it, whoever waited for the end of that."""
+        return self.legs > 0
 
     @property
     def route_label(self) -> str:

@@ -25,7 +25,7 @@ from gateway.request import PrefillOutcome, Request
 from gateway.reserve import Hold
 from gateway.retrying import Retries
 from gateway.tasks import TaskSet
-from planner.decisions.retries import Failure, Next, Stage, may_have_died
+from planner.decisions.retries import Failure, Next, Stage, may_have_died, tries_of
 from planner.decisions.routing import Route
 
 log = logging.getLogger("prfaas.gateway.run")
@@ -173,7 +173,9 @@ class Runner:
         """Who prefills after node `failing`, None for nobody. Raises KillsEngines."""
         noted = self._accounts.doubted if error.failure is Failure.REQUEST else self._accounts.fell_back
         noted(request, f"prefill_{error.reason}", error)
-        match self._retries.rule_after(request, Stage.PREFILL, failing, failed).next:
+        match self._retries.rule_after(
+            request, Stage.PREFILL, failing, failed[failing], tries_of(failed.values())
+        ).next:
             case Next.ELSEWHERE:
                 return self._decider.other_prefill(request, chosen, failed)
             case Next.REFUSE:

@@ -218,6 +218,7 @@ async def running(
         accounts,
         clock,
         max_tries=config.max_attempts,
+        max_takeovers=config.max_takeovers,
         share=config.retry_share,
         least=config.least_retries / seat.workers,
     )
@@ -266,7 +267,7 @@ async def running(
         accounts=accounts,
     )
     allowances = seat.allowances(clock)
-    door = FrontDoor(config, rooms, clusters, metrics, requests, clock, allowances, traces)
+    door = FrontDoor(config, rooms, clusters, metrics, requests, clock, allowances, decider.answer_tokens, traces)
     load = LoadReport(
         seat.offered, clusters, links, lambda: decider.setting, lambda: follower.plan,
         config.routing.decode_slots,

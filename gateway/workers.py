@@ -3,10 +3,10 @@
     parent ── board, names of sockets, metrics' files in a directory of its own ── worker 0 … N-1, all listening on one port
 
 The kernel deals connections out among those that listen (SO_REUSEPORT). A worker that dies takes its own streams with it and
-nothing else: its row of the board is cleared, what it had counted stays. One that is stopped or stuck is killed: the kernel
-deals it connections all the same. Who takes its place begins with the file as it was at the start, like the others, whatever it
-says meanwhile. Should the parent die, workers stop listening and let their streams end; so whoever starts the gateway again
-gets the port.
+nothing else: what it had under way is cleared from all that workers share, at once, and what it had counted stays. One that is
+stopped or stuck is killed: the kernel deals it connections all the same. Who takes its place begins with the file as it was at
+the start, like the others, whatever it says meanwhile. Should the parent die, workers stop listening and let their streams
+end; so whoever starts the gateway again gets the port.
 """
 
 import asyncio
@@ -61,7 +61,10 @@ class Workers:
         max_restarts: int = MAX_RESTARTS,
         silence_s: float = SILENCE_S,
         start_s: float = START_S,
+        on_ended: Callable[[int], None] = lambda number: None,
     ) -> None:
+        """`on_ended` hears of each worker that has ended, before another one takes its place."""
+        self._on_ended = on_ended
         self._command = command
         self._board = board
         self._metrics = metrics
@@ -110,6 +113,7 @@ class Workers:
         while not self._stopping.is_set():
             status = await self._run_once(number, restarts)
             self._board.clear(number)
+            self._on_ended(number)
             forget_gauges(self._metrics, number)
             if self._stopping.is_set():
                 return
@@ -208,7 +212,14 @@ async def serve_with_workers(
     loop = asyncio.get_running_loop()
     with _held_ports(config) as address, _laid_out(config, path, verdict) as directory:
         board = Board(directory / BOARD)
-        workers = Workers(lambda number: command(directory, number, address[1]), board, directory / METRICS, loop.time)
+        allowances = Allowances(loop.time, directory / ALLOWANCES, workers=config.workers)
+        workers = Workers(
+            lambda number: command(directory, number, address[1]),
+            board,
+            directory / METRICS,
+            loop.time,
+            on_ended=allowances.clear,
+        )
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, workers.stop)
         loop.add_signal_handler(signal.SIGHUP, workers.reload)
@@ -218,6 +229,7 @@ async def serve_with_workers(
             log.error("%s", error)
             return BAD_CONFIG if error.status == BAD_CONFIG else 1
         finally:
+            allowances.close()
             board.close()
     return 0
 

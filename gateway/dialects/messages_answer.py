@@ -69,6 +69,11 @@ class MessagesTelling:
             self._message([_whole_block(part) for part in self._parts.all], self._usage) | self._stopped()
         )
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the event that ends the stream has been told."""
+        return self._has_ended
+
     def events(self, data: bytes) -> bytes:
         """Events of a message. Raises ApiError."""
         told: list[dict[str, Any]] = []

@@ -79,6 +79,11 @@ class ResponsesTelling:
         self._count(answer.usage)
         return msgspec.json.encode(self._ended_response())
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the event that ends the stream has been told."""
+        return self._has_ended
+
     def events(self, data: bytes) -> bytes:
         """Events of a response. Raises ApiError."""
         told: list[dict[str, Any]] = []

@@ -17,6 +17,10 @@ class Telling(Protocol):
     output_tokens: int | None
     headers: Mapping[str, str]
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the event that ends the stream has been told."""
+
     def whole(self, status: int, body: bytes) -> bytes:
         """The dialect's answer for a whole chat answer. Raises ApiError for one that makes no sense."""
 

@@ -41,13 +41,21 @@ class DecodeForecast:
 
     def on_ended(self, started: float, now: float) -> None:
         """A request that started at `started` is done."""
-        self.running -= 1
-        self._samples += 1
-        self.decode_s += max(FADE, 1.0 / self._samples) * (max(LEAST_S, now - started) - self.decode_s)
+        self.on_left()
+        self.learn(now - started)
 
     def on_left(self) -> None:
-        """A request that had started is gone before its time: that says nothing about how long answers take."""
+        """A request that had started is gone, which alone says nothing about how long answers take."""
         self.running -= 1
+
+    def on_back(self) -> None:
+        """One that was gone decodes again: on another node, say, as its answer was cut."""
+        self.running += 1
+
+    def learn(self, seconds: float) -> None:
+        """An answer has taken so long."""
+        self._samples += 1
+        self.decode_s += max(FADE, 1.0 / self._samples) * (max(LEAST_S, seconds) - self.decode_s)
 
     def on_dropped(self, predicted: float) -> None:
         """A request that was to start at `predicted` will not."""

@@ -1,8 +1,9 @@
 """What a tenant may ask for: requests and tokens by the minute, and requests at once.
 
 requests   one is taken when a request comes
-tokens     those of the prompt are taken when it has been read, those of the answer when it is over, be there any left or not:
-           what was not known in advance is owed, and nobody is let in before it is paid off
+tokens     those of the prompt and as many as its answer may have are taken when it has been read; what was not used is given
+           back when it is over. What nobody knew in advance is owed, for `MAX_DEBT_S` at most, and nobody is let in before
+           it is paid off
 at once    a place, until the request is over
 
 A bucket holds what is allowed in a minute and fills evenly. What is kept of it is one number, the time at which it will be full
@@ -16,6 +17,8 @@ from math import floor
 from typing import Final, NamedTuple
 
 MINUTE_S: Final = 60.0
+MAX_DEBT_S: Final = 120.0  # within which what is owed has run in again
+TOLERANCE: Final = 1e-3  # of one request or token: times of many days have no more digits
 AT_ONCE_RETRY_S: Final = 1.0  # nobody knows when a request of the same tenant will end
 
 
@@ -40,11 +43,16 @@ class Bucket:
     def wait_s(self, amount: float, full_at: float, now: float) -> float:
         """Until `amount` may be taken, or the bucket is full."""
         spare_s = MINUTE_S - self._fills_s(min(amount, self.per_minute))
-        return max(0.0, full_at - now - spare_s)
+        wait_s = full_at - now - spare_s
+        return wait_s if wait_s > self._fills_s(TOLERANCE) else 0.0
 
     def taken(self, amount: float, full_at: float, now: float) -> float:
         """When it will be full again; `amount` below 0 is given back."""
         return max(now, max(now, full_at) + self._fills_s(amount))
+
+    def owed(self, amount: float, full_at: float, now: float) -> float:
+        """As `taken`, of what was not known before it was used: nobody waits for long for that."""
+        return min(self.taken(amount, full_at, now), max(full_at, now + MINUTE_S + MAX_DEBT_S))
 
     def _fills_s(self, amount: float) -> float:
         return amount * MINUTE_S / self.per_minute
@@ -109,22 +117,25 @@ def solvent(limits: Limits, used: Used, now: float) -> Used | Refusal:
 
 
 def read(limits: Limits, used: Used, tokens: int, answers: int, now: float) -> Used | Refusal:
-    """A request that has entered has been read: it has so many tokens, and is for so many `answers`, each a request at once."""
+    """A request that has entered has been read: it may use so many tokens, and is for so many `answers`, each one at once."""
     at_once = used.at_once + answers - 1
     if limits.at_once and at_once > limits.at_once and answers > 1:
         return Refusal(Limit.AT_ONCE, AT_ONCE_RETRY_S)
     if limits.tokens and (wait_s := limits.tokens.wait_s(tokens, used.tokens_full_at, now)):
         return Refusal(Limit.TOKENS, wait_s)
-    return settled(limits, used._replace(at_once=at_once), tokens, now)
+    used = used._replace(at_once=at_once)
+    if not limits.tokens:
+        return used
+    return used._replace(tokens_full_at=limits.tokens.taken(tokens, used.tokens_full_at, now))
 
 
 def settled(limits: Limits, used: Used, tokens: int, now: float) -> Used:
     """So many tokens more than were taken were used; below 0: fewer."""
     if not limits.tokens:
         return used
-    return used._replace(tokens_full_at=limits.tokens.taken(tokens, used.tokens_full_at, now))
+    return used._replace(tokens_full_at=limits.tokens.owed(tokens, used.tokens_full_at, now))
 
 
 def left(bucket: Bucket, full_at: float, now: float) -> Left:
     """As clients are told it."""
-    return Left(floor(bucket.per_minute), max(0, floor(bucket.left(full_at, now) + 1e-6)), max(0.0, full_at - now))
+    return Left(floor(bucket.per_minute), max(0, floor(bucket.left(full_at, now) + TOLERANCE)), max(0.0, full_at - now))

@@ -14,8 +14,13 @@ elsewhere, whatever the stage, and then refused.
 
 A system that is sick must not be asked twice as much as it can do. So tries that repeat work of nodes that are still there (they
 were too slow, or in trouble) are a share of the requests of late, and a few: a budget, as Finagle's and Envoy's. Who has lost
-its node, or the way from it, does not ask the same again: that is counted, and never refused. Nor is the rest of a stream. Who
-was sent away by a full node, or one that leaves, has had nothing done, which is not even counted.
+its node, or the way from it, does not ask the same again: that is counted, and never refused. Who was sent away by a full node,
+or one that leaves, has had nothing done, which is not even counted. A try costs the budget by its prompt's length beside the
+mean one's of late.
+
+The rest of a stream is asked of another node at most `max_takeovers` times. A takeover that adds fewer than `LEAST_PROGRESS`
+tokens to the answer is one more try of the same work: it counts against `max_tries`, and the budget may refuse the next one. A
+takeover that adds more has paid for itself: the next failure is the stream's first again.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,6 +33,8 @@ from typing import Final
 from planner.decisions.paths import PATH_FAILED
 
 BUDGET_WINDOW_S: Final = 10.0  # Finagle's
+LEAST_PROGRESS: Final = 16  # tokens of an answer
+COSTS: Final = (0.25, 4.0)  # of one try, in requests: one long prompt does not spend what all others may need
 MAX_DEATHS: Final = 2  # a request under which that many engines have died is not carried to another one
 
 
@@ -166,7 +173,13 @@ def rule_after(stage: Stage, failure: Failure, *, tries: int, max_tries: int, de
     return rule
 
 
+NOTHING_DONE: Final = frozenset({Failure.UNREACHABLE, Failure.FULL, Failure.AWAY})
 REPEATING: Final = frozenset({Failure.LOST, Failure.TIMEOUT, Failure.TROUBLE})  # what was done is done again
+
+
+def adds_enough(answered: int, answered_before: int) -> bool:
+    """Whether a stream has gone on far enough since its last takeover for its next failure to count as the first."""
+    return answered - answered_before >= LEAST_PROGRESS
 
 
 class RetryBudget:
@@ -178,27 +191,37 @@ class RetryBudget:
     def __init__(self, share: float, least: float) -> None:
         self._share = share
         self._least = least
-        self._requests = self._tries = self._at = 0.0
+        self._requests = self._tokens = self._tries = self._at = 0.0
 
-    def request(self, now: float) -> None:
-        """A request begins."""
+    def request(self, now: float, tokens: int = 1) -> None:
+        """A request with a prompt of so many tokens begins."""
         self._fade(now)
         self._requests += 1.0
+        self._tokens += tokens
 
     def rule_after(
-        self, now: float, stage: Stage, failure: Failure, *, tries: int, max_tries: int, deaths: int
+        self, now: float, stage: Stage, failure: Failure, *, tries: int, max_tries: int, deaths: int, tokens: int = 1
     ) -> Rule:
-        """As the function of that name; another try is counted, or is not to be."""
+        """As the function of that name; another try of so many tokens is counted, or is not to be."""
         rule = rule_after(stage, failure, tries=tries, max_tries=max_tries, deaths=deaths)
         if rule.next is not Next.ELSEWHERE or failure is Failure.AWAY or failure is Failure.FULL:
             return rule
         self._fade(now)
-        is_bound = failure in REPEATING and stage is not Stage.STREAM
+        is_first_takeover = stage is Stage.STREAM and tries <= 1  # after a failure of which no client is to hear
+        is_bound = failure in REPEATING and not is_first_takeover
         if is_bound and self._tries + 0.5 > self._least + self._share * self._requests:  # to the nearest whole try
             return replace(rule, next=rule.otherwise, is_over_budget=True)
-        self._tries += 1.0
+        self._tries += self._cost(tokens)
         return rule
+
+    def _cost(self, tokens: int) -> float:
+        """Of a try, in requests of the mean length of late."""
+        if not self._tokens:
+            return 1.0
+        cheapest, dearest = COSTS
+        return min(dearest, max(cheapest, tokens * self._requests / self._tokens))
 
     def _fade(self, now: float) -> None:
         kept = exp((self._at - now) / BUDGET_WINDOW_S) if now > self._at else 1.0
-        self._requests, self._tries, self._at = self._requests * kept, self._tries * kept, max(now, self._at)
+        self._requests, self._tokens, self._tries = self._requests * kept, self._tokens * kept, self._tries * kept
+        self._at = max(now, self._at)

@@ -308,7 +308,8 @@ class ScriptedNode(NodeAgentServicer):
 
     async def _embed(self, http: web.Request) -> web.Response:
         self.bodies.append(await http.json())
-        return web.json_response({"object": "list", "data": [{"embedding": [0.5]}], "model": "scripted"})
+        await self._fault(http, next_of(self.script.decode))  # "hang"
+        return web.json_response({"object": "list", "data": [{"embedding": [0.5]}], "usage": {"total_tokens": 100}})
 
     async def _fault(self, http: web.Request, fault: str) -> web.Response | None:
         if not fault or "_after_first" in fault or "_after " in fault:

@@ -148,7 +148,23 @@ def test_workers_see_what_others_are_about_to_pin(tmp_path: Path) -> None:
     assert first.are_shared
     assert (first.about_to_pin("acme", 100), second.about_to_pin("acme", 50)) == (0, 100)
     assert (first.about_to_pin("acme", -100), first.about_to_pin("globex", 1)) == (50, 0)
+    first.clear(1)  # as the parent does when the second has died
+    assert first.about_to_pin("acme", 0) == 0
+    second.about_to_pin("acme", 50)
     third = Allowances(lambda: 0.0, path, workers=2, own=1)  # in the place of the second, which has died
     assert first.about_to_pin("acme", 0) == 0
     for each in (first, second, third):
+        each.close()
+
+
+def test_a_worker_that_has_died_leaves_its_tenants_places_to_the_others_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "allowances"
+    Allowances.create(path, 2)
+    parent, first, second = (Allowances(lambda: 0.0, path, workers=2, own=number) for number in (0, 0, 1))
+    first.enter(TENANT)
+    kept = second.enter(TENANT)
+    parent.clear(0)
+    second.enter(TENANT).leave()
+    kept.leave()
+    for each in (parent, first, second):
         each.close()

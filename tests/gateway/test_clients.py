@@ -3,18 +3,22 @@
 import asyncio
 import json
 from dataclasses import replace
+from typing import Any
 
 import aiohttp
 import pytest
 
+from gateway.classes import ClassConfig
 from gateway.clusters import ServedModel
-from gateway.config import Strangers
+from gateway.config import RoutingConfig, Strangers
+from gateway.engine_http import Answer
 from gateway.openai import Endpoint
 from gateway.prompts import Hashing, PromptMemory, read_call
 from gateway.relay import pass_on
+from gateway.reply import Reply
 from gateway.request import Request, Timeline
 from tests.gateway.scripted import LAYOUT
-from tests.gateway.worlds import PATIENT, model_of, on_loop, until, world
+from tests.gateway.worlds import PATIENT, model_of, on_both_loops, on_loop, until, world
 from tests.prompts.builders import text_tokenizer
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
@@ -147,3 +151,112 @@ async def test_a_body_that_never_arrives_is_a_408() -> None:
         assert b"408" in answer.split(b"\r\n")[0]
         writer.close()
         await w.idle()
+
+
+@on_loop
+async def test_an_engine_is_timed_by_what_it_says_not_by_a_client_that_does_not_read() -> None:
+    hashing = Hashing(block_size=16, salt=b"salt")
+    body = b'{"model":"scripted","prompt":"x","stream":true}'
+    call, prompt = read_call(Endpoint.COMPLETIONS, body, model_of(hashing), PromptMemory(text_tokenizer()))
+    served = ServedModel("scripted", "scripted", LAYOUT, 4096, hashing)
+    now = 0.0
+    request = Request("r", "r-1", call, prompt, served, Timeline(0.0, first_token=0.0))
+    chunks = [b"data: x\n\n"] * 12 + [b""]
+
+    class Client:
+        def offer(self, data: bytes) -> bool:
+            return request.events > 10
+
+        async def taken(self) -> None:
+            nonlocal now
+            now += 1000.0
+
+    async def read() -> bytes:
+        nonlocal now
+        now += 0.9
+        return chunks.pop(0)
+
+    await pass_on(read, Client(), request, lambda: now)
+    request.timeline.last_token = now
+    assert now > 2000.0
+    assert request.tbt_s == pytest.approx(9.9 / 9)
+
+
+@on_loop
+async def test_a_client_that_does_not_read_takes_no_room_in_decode_once_its_engine_has_said_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads = asyncio.Event()
+
+    async def taken(reply: Reply) -> None:
+        await reads.wait()
+
+    offer = Reply.offer
+    monkeypatch.setattr(Reply, "taken", taken)
+    monkeypatch.setattr(Reply, "offer", lambda reply, data: offer(reply, data) or True)
+    promised = {"default": ClassConfig(ttft_s=1000.0, tbt_ms=1e6)}
+    async with world(decode=1, classes=promised, routing=RoutingConfig(decode_slots=1)) as w:
+        nodes = w.gateway.clusters.nodes
+        answers = []
+        for asked in range(1, 5):
+            answers.append(asyncio.create_task(w.complete(stream=True)))
+            await until(lambda: len(w.nodes.decode[0].bodies) == asked)  # noqa: B023 it is awaited here
+            await until(lambda: not w.gateway.refusals.running and not any(node.pending_requests for node in nodes))
+        assert not any(answer.done() for answer in answers)
+        reads.set()
+        assert [(await answer).status for answer in answers] == [200] * 4
+        assert w.gateway.refusals.running == 0
+        await w.settled()
+
+
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/completions", {"prompt": LONG}),
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 9}),
+        ("/v1/responses", {"input": "x"}),
+    ],
+)
+@on_both_loops
+async def test_a_client_that_hangs_up_at_the_last_event_has_been_served(
+    path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = asyncio.Event()
+    read = Answer.read
+
+    async def until_it_ends(answer: Answer) -> bytes:
+        data = await read(answer)
+        if not data:  # the engine's connection ends later than its answer
+            await ends.wait()
+        return data
+
+    async with world(decode=1) as w:
+        monkeypatch.setattr(Answer, "read", until_it_ends)
+        body = {"model": "scripted", "stream": True, **fields}
+        host, port = w.gateway.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        raw = json.dumps(body).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+        )
+        writer.write(head.encode() + raw)
+        told = b""
+        while not any(last in told for last in (b"[DONE]\n\n", b'"message_stop"}\n\n', b"event: response.completed")):
+            told += await reader.read(1 << 16)
+        assert told.startswith(b"HTTP/1.1 200")
+        writer.transport.abort()
+        page = ""
+        while 'connections{listener="clients"} 1.0' not in page:  # the session's own
+            async with w.http.get("/metrics") as metrics:
+                page = await metrics.text()
+        ends.set()
+        await w.idle()
+        (record,) = await w.records()
+        assert (record["status"], record["error"]) == (200, "")
+        assert record["output_tokens"] >= 3
+        assert record["e2e_s"] is not None

@@ -244,3 +244,26 @@ async def test_classes_change_while_the_gateway_runs() -> None:
         answer = await w.complete(headers={"x-prfaas-class": "batch"})
         assert (answer.status, (await answer.json())["error"]["code"]) == (400, "unknown_class")
         assert [record["service_class"] for record in await w.records()] == ["gold"]
+
+
+@pytest.mark.parametrize(("fields", "said"), [("", 400), (',"max_tokens":300', 300), (',"stream":true', 0)])
+def test_what_an_engine_said_of_an_answer_that_nobody_waited_for_is_estimated(fields: str, said: int) -> None:
+    now, steps = 0.0, LearnedSteps()
+    config = GatewayConfig(tokenizer_dir=Path("unused"), nodes=(NodeConfig(agent="unused:1"),))
+    refusals = Refusals(config, cast(Clusters, None), steps, lambda: now)
+    hashing = Hashing(block_size=16, salt=b"salt")
+    served = ServedModel("scripted", "scripted", LAYOUT, 4096, hashing)
+    body = f'{{"model":"scripted","prompt":"x"{fields}}}'.encode()
+    call, prompt = read_call(Endpoint.COMPLETIONS, body, served.as_read(), PromptMemory(text_tokenizer()))
+    for _ in range(STEPS_BELIEVED):
+        steps.observe("d0", 1, 0.01)
+    way = Route(
+        target=Target.DECODE, reason=Reason.SHORT, decode_node="d0", prefill_node=None, uncached_tokens=1,
+        cached_tokens=0, threshold_tokens=1.0, compute_s=2.0, ttft_s=2.0,
+    )  # fmt: skip
+    request = Request("r", "r-1", call, prompt, served, Timeline(now))
+    refusals.accepted(request, way)
+    refusals.decoding(request, "d0")
+    now = 2.0 + 4.0
+    refusals.left(request)
+    assert request.unheard_tokens == pytest.approx(said, abs=1)

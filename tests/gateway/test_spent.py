@@ -1,9 +1,12 @@
 """What tenants have been served: the same on /metrics, as JSON and as CSV; every byte over a link has an owner."""
 
+import asyncio
 import csv
 import io
 import json
-from typing import cast
+from typing import Any, cast
+
+import pytest
 
 from gateway.agent import AgentClient
 from gateway.errors import NodeError
@@ -13,7 +16,7 @@ from gateway.moves import Move, Moves
 from gateway.node import Node
 from gateway.spent import Sent, Spent, as_csv, spent_by
 from gateway.tasks import TaskSet
-from tests.gateway.worlds import PATIENCE_S, on_loop, world
+from tests.gateway.worlds import PATIENCE_S, World, on_loop, until, world
 from transport.control.messages import TicketInfo
 
 ACME, RIVAL, OPERATOR = "sk-acme", "sk-rival", "sk-operator"
@@ -136,3 +139,74 @@ async def test_a_prefix_that_crossed_the_link_and_was_not_taken_is_counted() -> 
     await tasks.join(PATIENCE_S)
     (spent,) = metrics.spent()
     assert [each.bytes for each in spent.kv_bytes] == [500]
+
+
+LIMITED = {"acme": TenantConfig(keys=(digest_of(ACME),), tokens_per_minute=600)}
+
+
+async def spent(w: World) -> dict[str, Any]:
+    async with w.http.get("/prfaas/usage", headers=key(OPERATOR)) as answer:
+        (acme,) = (await answer.json())["data"]
+        return cast(dict[str, Any], acme)
+
+
+async def left_of(w: World) -> int:
+    """What is left of its tokens, after one more request for an answer that is short."""
+    answer = await w.complete("x", headers=key(ACME), max_tokens=1)
+    return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+@on_loop
+async def test_who_hangs_up_before_the_first_byte_pays_for_the_prompt(stream: bool, is_alone: bool) -> None:
+    threshold = 1e9 if is_alone else 100.0
+    places = {"remote": 0, "decode": 1} if is_alone else {}
+    async with world(tenants=LIMITED, operator_keys=(digest_of(OPERATOR),), threshold_tokens=threshold, **places) as w:
+        gate = asyncio.Event()
+        for node in w.nodes.remote + w.nodes.local + w.nodes.decode:
+            node.script.decode_gate = node.script.prefill_gate = gate
+        asking = asyncio.create_task(w.complete(LONG, headers=key(ACME), stream=stream, max_tokens=50))
+        await until(lambda: any(node.bodies for node in w.nodes.decode))
+        asking.cancel()
+        await asyncio.wait([asking])
+        await w.idle()
+        gate.set()
+        account = await spent(w)
+        assert account["requests"] == {"499": 1}
+        assert account["prompt_tokens"] > 300
+        assert account["completion_tokens"] <= 50
+        assert await left_of(w) < 500  # and some have run in meanwhile
+
+
+@on_loop
+async def test_what_no_engine_took_costs_nothing() -> None:
+    async with world(tenants=LIMITED, operator_keys=(digest_of(OPERATOR),), remote=0, local=0, decode=1) as w:
+        for node in w.nodes.decode:
+            await node.stop_engine()
+        assert (await w.complete("hello there", headers=key(ACME))).status == 503
+        await w.idle()
+        account = await spent(w)
+        assert (account["requests"], account["prompt_tokens"]) == ({"503": 1}, 0)
+
+
+@on_loop
+async def test_embeddings_are_paid_for_whether_waited_for_or_not() -> None:
+    async with world(tenants=LIMITED, operator_keys=(digest_of(OPERATOR),), decode=1) as w:
+
+        async def embed() -> int:
+            async with w.http.post("/v1/embeddings", json={"input": LONG}, headers=key(ACME)) as answer:
+                return answer.status
+
+        assert await embed() == 200
+        assert (await spent(w))["prompt_tokens"] == 100
+        w.nodes.decode[0].script.decode = ["hang"]
+        asking = asyncio.create_task(embed())
+        await until(lambda: len(w.nodes.decode[0].bodies) == 2)
+        asking.cancel()
+        await asyncio.wait([asking])
+        await until(lambda: not w.gateway.admission.in_flight)
+        account = await spent(w)
+        assert account["prompt_tokens"] == 100 + -(-len(json.dumps({"input": LONG})) // 4)
+        assert account["requests"] == {"200": 1}
+        assert await left_of(w) < 400  # and some have run in meanwhile

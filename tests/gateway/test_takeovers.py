@@ -113,7 +113,7 @@ async def test_the_node_that_goes_on_is_asked_for_what_follows_and_the_prompt_tr
 
 @on_loop
 async def test_one_stream_may_outlive_several_engines_that_lose_their_connection() -> None:
-    async with world(decode=4) as w:
+    async with world(decode=4, max_attempts=4) as w:
         resumable(w, "die_after 3", "half_after 7", "cut_after 9")
         assert texts(await streamed(w)) == list(WORDS)
         assert (await takeovers(w)) == {"continued": 3}

@@ -21,10 +21,12 @@ async def test_workers_that_end_as_often_as_they_are_started_are_given_up(tmp_pa
     board.be(State.READY)  # worker 0 is taken to serve
     commands = (["sleep", "1000"], [sys.executable, "-c", "raise SystemExit(3)"])
     now = asyncio.get_running_loop().time
-    workers = Workers(lambda number: commands[number], board, tmp_path, now, max_restarts=1)
+    ended: list[int] = []
+    workers = Workers(lambda number: commands[number], board, tmp_path, now, max_restarts=1, on_ended=ended.append)
     with pytest.raises(WorkersFail, match="worker 1 ended 2 times, at last with status 3"):
         await workers.run(lambda: None)
     assert board.restarts == 1
+    assert ended == [1, 1]
     board.close()
 
 

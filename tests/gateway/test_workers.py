@@ -17,6 +17,7 @@ from typing import Any, Final
 import aiohttp
 import pytest
 
+from gateway.keys import digest_of
 from gateway.workers import SHARED_MEMORY
 from node.owned import sweep_directories
 from tests.gateway.scripted import Topology, topology
@@ -103,12 +104,12 @@ def is_alive(pid: int) -> bool:
 
 
 @asynccontextmanager
-async def system(directory: Path, decode: int = 2, settings: str = "") -> AsyncIterator[System]:
+async def system(directory: Path, decode: int = 2, settings: str = "", tables: str = "") -> AsyncIterator[System]:
     """A gateway of two workers that is ready; before decode nodes alone, so that nothing is reserved anywhere."""
     async with AsyncExitStack() as stack:
         nodes = await stack.enter_async_context(topology(remote=0, local=0, decode=decode))
         path = write_config(directory, nodes)
-        path.write_text(path.read_text().replace("port = 0", f"port = 0\nworkers = {WORKERS}\n{settings}"))
+        path.write_text(path.read_text().replace("port = 0", f"port = 0\nworkers = {WORKERS}\n{settings}") + tables)
         yield await stack.enter_async_context(started(path, nodes))
 
 
@@ -405,3 +406,33 @@ async def test_a_worker_is_started_again_with_the_file_that_the_others_have(
             async with sessions[0].post("/v1/completions", json=SHORT) as answer:
                 assert answer.status == 200
     assert said in capfd.readouterr().err
+
+
+@on_loop
+async def test_a_worker_that_is_killed_leaves_its_tenants_place_before_another_one_is_there(tmp_path: Path) -> None:
+    key = {"Authorization": "Bearer sk-one"}
+    tenant = f'[gateway.tenants.one]\nkeys = ["{digest_of("sk-one")}"]\nconcurrent_requests = 1\n'
+    async with system(tmp_path, tables=tenant) as s:
+        clients = await s.clients(each=2)
+        release = s.hold_answers()
+        killed, survivor = clients
+
+        async def status(http: aiohttp.ClientSession) -> int:
+            try:
+                async with http.post("/v1/completions", json=SHORT, headers=key) as answer:
+                    return answer.status
+            except aiohttp.ClientError:
+                return 0
+
+        dying = asyncio.create_task(status(clients[killed][0]))
+        await until(lambda: s.running == 1)
+        other = clients[survivor][0]
+        assert await status(other) == 429
+        os.kill(killed, signal.SIGKILL)
+        assert await dying == 0
+        release()
+        async with asyncio.timeout(PATIENCE_S):
+            while await status(other) != 200:  # noqa: ASYNC110 in other processes
+                await asyncio.sleep(0.01)
+        async with other.get("/health") as health:  # its successor is not there yet
+            assert (await health.json())["workers_ready"] == 1

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.decisions.limits import (
+    MAX_DEBT_S,
     MINUTE_S,
     Bucket,
     Limit,
@@ -107,3 +108,31 @@ def test_a_prompt_is_not_read_while_tokens_of_others_are_owed() -> None:
     assert solvent(limits, owing, 0.0) == Refusal(Limit.TOKENS, 31.0)
     assert solvent(limits, owing, 31.0) == owing
     assert solvent(Limits(at_once=1), Used(at_once=9), 0.0) == Used(at_once=9)
+
+
+@pytest.mark.parametrize("now", [0.0, 1234.567, 98765.4321, 3e6 + 0.123])
+def test_a_bucket_lets_in_what_it_says_whatever_the_time(now: float):
+    for per_minute in range(1, 601):
+        limits, used, count = Limits(requests=Bucket(per_minute)), Used(), 0
+        while isinstance(found := entered(limits, used, now), Used):
+            used, count = found, count + 1
+        assert count == per_minute
+        assert left(Bucket(per_minute), used.requests_full_at, now).remaining == 0
+
+
+def test_what_was_owed_unknown_is_paid_off_soon():
+    limits = Limits(tokens=Bucket(10_000))
+    used = Used()
+    for _ in range(50):
+        used = let_in(read(limits, let_in(entered(limits, used, 0.0)), 10, 1, 0.0))
+    for _ in range(50):
+        used = settled(limits, used, 8_000, 0.0)
+    assert refused(entered(limits, used, 0.0)).wait_s == pytest.approx(MAX_DEBT_S, abs=0.1)
+
+
+def test_what_an_answer_may_have_is_taken_before_it_begins_and_given_back():
+    limits = Limits(tokens=Bucket(10_000))
+    used = let_in(read(limits, Used(), 10 + 8_000, 1, 0.0))
+    assert refused(read(limits, used, 10 + 8_000, 1, 0.0)).limit is Limit.TOKENS
+    used = settled(limits, used, 300 - 8_000, 0.0)
+    assert left(Bucket(10_000), used.tokens_full_at, 0.0).remaining == 9_690

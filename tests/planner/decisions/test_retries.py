@@ -12,6 +12,7 @@ from planner.decisions.retries import (
     RetryBudget,
     Rule,
     Stage,
+    adds_enough,
     failure_of,
     rule_after,
     tries_of,
@@ -101,3 +102,36 @@ def test_a_sick_system_is_asked_little_more_than_a_well_one(
             tries += not again(budget, now).is_over_budget
     windows = 1 + now / 10.0
     assert tries <= share * requests + (least + 1) * windows
+
+
+@pytest.mark.parametrize("failure", sorted(REPEATING))
+def test_a_stream_that_did_not_go_on_is_a_try_like_others(failure: Failure) -> None:
+    budget = RetryBudget(0.0, 0)
+    first, second = (
+        budget.rule_after(0.0, Stage.STREAM, failure, tries=tries, max_tries=3, deaths=0) for tries in (1, 2)
+    )
+    assert (first.next, second.next) == (Next.ELSEWHERE, Next.REFUSE)
+    assert second.is_over_budget
+
+
+def test_a_stream_has_to_go_on_so_far() -> None:
+    assert adds_enough(116, 100)
+    assert not adds_enough(115, 100)
+
+
+def tried(budget: RetryBudget, tokens: int) -> int:
+    """How many tries of prompts of that length the budget lets through at one time."""
+    count = 0
+    while not budget.rule_after(
+        0.0, Stage.DECODE, Failure.TIMEOUT, tries=1, max_tries=3, deaths=0, tokens=tokens
+    ).is_over_budget:
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(1_000, 20), (2_000, 10), (500, 40), (1_000_000, 5), (1, 80)])
+def test_a_try_costs_by_its_length_within_bounds(tokens: int, count: int) -> None:
+    budget = RetryBudget(0.2, 0)
+    for _ in range(100):
+        budget.request(0.0, 1_000)
+    assert tried(budget, tokens) == pytest.approx(count, abs=2)
