@@ -354,13 +354,22 @@ HANDED_OVER: Final[Mapping[Reason, str]] = MappingProxyType(
     }
 )
 
+# A long prompt that the link's pressure would have kept at home, if home were sooner.
+LATER_AT_HOME: Final = (
+    "{compared} {what} are above the threshold of {threshold}, and the link from {away} is busy, "
+    "but home would be later still: prefill goes to {away}"
+)
+
 
 def _in_words(
     route: Route, compared: int, request: RouteRequest, local: Side, remote: Side, policy: RoutingPolicy
 ) -> str:
     threshold = policy.threshold_tokens
     words = WORDS if route.prefill_node is None else {**WORDS, **HANDED_OVER}
-    told = words[route.reason].format(
+    sentence = words[route.reason]
+    if route.reason is Reason.LONG and compared <= route.threshold_tokens and threshold < route.threshold_tokens:
+        sentence = LATER_AT_HOME
+    told = sentence.format(
         compared=compared,
         what="tokens, cached or not," if policy.by_total_length else "tokens to compute at home",
         threshold=_tokens(threshold),
