@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -42,10 +41,11 @@ from node.supervisor import EngineSupervisor
 from node.tasks import Tasks
 from transport.control import messages as m
 from transport.control.proto import node_pb2 as pb
+from transport.control.release import release
 
 log = logging.getLogger(__name__)
 
-VERSION: Final = version("prfaas")
+VERSION: Final = release()
 HOUSEKEEPING_S = 0.5
 ENGINE_SILENCE_S = 120.0  # of one that is stopped or stuck, and may come back: its gateways go elsewhere meanwhile
 POLL_S = 0.02
@@ -78,7 +78,7 @@ class NodeAgent:
         self.contexts: Contexts | None = None
         self.reloads = Counter(applied=0, unchanged=0, refused=0)
         self.calls_port = 0  # where calls are taken over kept connections; 0: nowhere
-        self.draining = False
+        self.draining = self.ending = False
         self.unusable = ""  # why no engine can work here, whatever it does
         self._now = now
         self._alone_since = now()
@@ -116,16 +116,34 @@ class NodeAgent:
                     raise EngineError("it died too often")
                 await asyncio.sleep(POLL_S)
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Refuses what is new and waits for what runs. True if all ended in time."""
+    async def drain(self, timeout_s: float, by: str) -> bool:
+        """Refuses what is new and waits for what runs. True if all ended in time, and nobody undid it meanwhile."""
+        log.info("draining node=%s by=%s", self.config.node_id, by)
         self.draining = True
         if self._engine:
             self._engine.send(m.Drain())
         self.publish_description()
         deadline = self._now() + timeout_s
-        while not self.is_idle() and self._now() < deadline:  # noqa: ASYNC110 many owners, and no hurry
+        while self.draining and not self.is_idle() and self._now() < deadline:  # noqa: ASYNC110 many owners, and no hurry
             await asyncio.sleep(POLL_S)
-        return self.is_idle()
+        return self.draining and self.is_idle()
+
+    async def end(self, timeout_s: float) -> bool:
+        """Drains for good."""
+        self.ending = True
+        return await self.drain(timeout_s, "its own end")
+
+    def undrain(self, by: str) -> None:
+        """Takes what is new again. Raises NodeRefusal when the node is about to end."""
+        if self.ending:
+            raise NodeRefusal("draining", f"{self.config.node_id} is about to end")
+        if not self.draining:
+            return
+        log.info("taking requests again node=%s by=%s", self.config.node_id, by)
+        self.draining = False
+        if self._engine:
+            self._engine.send(m.Resume())
+        self.publish_description()
 
     async def close(self) -> None:
         """Ends the engine, the links and the arena, in the order in which they use each other."""

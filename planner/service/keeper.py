@@ -176,7 +176,7 @@ class Keeper:
             await self._change(lambda ledger: ledger.adopted(followed, self._wall(), ITSELF))
         was = self.superseded
         self.superseded = followed is not None and followed.rank > self.ledger.rank
-        if self.superseded and not was:
+        if followed is not None and self.superseded and not was:
             log.error(
                 "gateways follow a plan of term %d of leader %s, this is term %d of leader %s: another service leads, "
                 "this one changes nothing",

@@ -503,10 +503,18 @@ class CacheCleared(_message.Message):
     def __init__(self, medium: _Optional[_Union[Medium, str]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("timeout_s",)
+    __slots__ = ("timeout_s", "by")
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
     timeout_s: float
-    def __init__(self, timeout_s: _Optional[float] = ...) -> None: ...
+    by: str
+    def __init__(self, timeout_s: _Optional[float] = ..., by: _Optional[str] = ...) -> None: ...
+
+class UndrainRequest(_message.Message):
+    __slots__ = ("by",)
+    BY_FIELD_NUMBER: _ClassVar[int]
+    by: str
+    def __init__(self, by: _Optional[str] = ...) -> None: ...
 
 class ConvertRequest(_message.Message):
     __slots__ = ("epoch", "role", "drain_timeout_s", "verify_timeout_s", "wait_s")
