@@ -24,6 +24,7 @@ from node.broadcast import Broadcast
 from node.config import RELOADABLE, SERVERS, NodeConfig
 from node.consumer import Consumer
 from node.contexts import Contexts
+from node.draining import Draining
 from node.engine_cache import EngineCache
 from node.engine_socket import EngineConnection, EngineSocket
 from node.errors import ArenaError, ConfigError, EngineError, EngineRefused, LayoutMismatch, NodeRefusal, SecondEngine
@@ -78,7 +79,7 @@ class NodeAgent:
         self.contexts: Contexts | None = None
         self.reloads = Counter(applied=0, unchanged=0, refused=0)
         self.calls_port = 0  # where calls are taken over kept connections; 0: nowhere
-        self.draining = self.ending = False
+        self.draining = Draining(config.node_id, now, self.is_idle, self._on_draining)
         self.unusable = ""  # why no engine can work here, whatever it does
         self._now = now
         self._alone_since = now()
@@ -116,33 +117,9 @@ class NodeAgent:
                     raise EngineError("it died too often")
                 await asyncio.sleep(POLL_S)
 
-    async def drain(self, timeout_s: float, by: str) -> bool:
-        """Refuses what is new and waits for what runs. True if all ended in time, and nobody undid it meanwhile."""
-        log.info("draining node=%s by=%s", self.config.node_id, by)
-        self.draining = True
+    def _on_draining(self, is_on: bool) -> None:
         if self._engine:
-            self._engine.send(m.Drain())
-        self.publish_description()
-        deadline = self._now() + timeout_s
-        while self.draining and not self.is_idle() and self._now() < deadline:  # noqa: ASYNC110 many owners, and no hurry
-            await asyncio.sleep(POLL_S)
-        return self.draining and self.is_idle()
-
-    async def end(self, timeout_s: float) -> bool:
-        """Drains for good."""
-        self.ending = True
-        return await self.drain(timeout_s, "its own end")
-
-    def undrain(self, by: str) -> None:
-        """Takes what is new again. Raises NodeRefusal when the node is about to end."""
-        if self.ending:
-            raise NodeRefusal("draining", f"{self.config.node_id} is about to end")
-        if not self.draining:
-            return
-        log.info("taking requests again node=%s by=%s", self.config.node_id, by)
-        self.draining = False
-        if self._engine:
-            self._engine.send(m.Resume())
+            self._engine.send(m.Drain() if is_on else m.Resume())
         self.publish_description()
 
     async def close(self) -> None:
@@ -233,7 +210,7 @@ class NodeAgent:
                 chunk_tokens=self.config.chunk_tokens,
             )
         )
-        if self.draining:
+        if self.draining.is_on:
             engine.send(m.Drain())
         log.info("engine joined node=%s pid=%d url=%s", self.config.node_id, hello.engine_pid, hello.http_url)
         if hello.notice:
@@ -366,7 +343,7 @@ class NodeAgent:
 
     def ready_consumer(self) -> Consumer:
         """The consumer, if this node takes new reservations. Raises NodeRefusal."""
-        if self.draining:
+        if self.draining.is_on:
             raise NodeRefusal("draining", f"{self.config.node_id} finishes what it has")
         if not self._engine_serves or self.consumer is None:
             raise NodeRefusal("engine_down", f"{self.config.node_id} has no engine right now")
@@ -402,7 +379,7 @@ class NodeAgent:
 
     def state(self) -> pb.NodeState:
         """The node's state as the control service names it."""
-        if self.draining:
+        if self.draining.is_on:
             return pb.NODE_STATE_DRAINING
         if self.vigil.silence is not None:
             return pb.NODE_STATE_ENGINE_SILENT

@@ -173,13 +173,13 @@ class NodeService(rpc.NodeAgentServicer):
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.Done:
         timeout_s = request.timeout_s or self._agent.config.drain_timeout_s
-        ended = await self._agent.drain(timeout_s, _who(request.by, context))
-        reason = "requests still run" if self._agent.draining else "undone"
+        ended = await self._agent.draining.begin(timeout_s, _who(request.by, context))
+        reason = "requests still run" if self._agent.draining.is_on else "undone"
         return pb.Done(ok=ended, reason="" if ended else reason)
 
     async def Undrain(self, request: pb.UndrainRequest, context: grpc.aio.ServicerContext) -> pb.Done:
         try:
-            self._agent.undrain(_who(request.by, context))
+            self._agent.draining.undo(_who(request.by, context))
         except NodeRefusal as exc:
             await _refuse(context, exc)
         return pb.Done(ok=True)

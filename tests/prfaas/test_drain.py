@@ -58,7 +58,7 @@ def test_a_drained_node_takes_requests_again_and_logs_who_asked(
 def test_a_node_that_is_about_to_end_does_not_come_back(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running_node(config(tmp_path, node_id="d0")) as node:
-            await node.agent.end(0.0)
+            await node.agent.draining.for_good(0.0)
             said: list[str] = []
             assert not await drain_node(Wish(node="d0", undo=True), file_for(tmp_path, node.address), said.append)
             assert "d0 is about to end" in said[0]
