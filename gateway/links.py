@@ -6,7 +6,6 @@ that is gone itself says nothing of the way to it. What follows of either is `pl
 """
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -24,6 +23,7 @@ from planner.decisions.views import ClusterKind, LinkView, Role
 log = logging.getLogger("prfaas.gateway.links")
 
 PRFAAS: Final = ClusterKind.PRFAAS.value
+UNHEARD: Final = "unheard"  # of a sender whose agent does not answer the gateway
 
 
 # What senders report and were promised; those that cannot send; pairs without a way; what coding makes of bytes.
@@ -32,7 +32,10 @@ _Seen = tuple[tuple[tuple[LinkLoad | None, int], ...], tuple[str, ...], tuple[tu
 
 
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A link as `GET /prfaas/links` shows it; `senders` are the states of their breakers by node, `lost` pairs without a way."""
+    """A link as `GET /prfaas/links` shows it; `lost` are pairs without a way.
+
+    `senders` are the states of their breakers by node, UNHEARD of one whose agent does not answer.
+    """
 
     source: str
     destination: str
@@ -51,7 +54,7 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Links:
-    """All links. `nodes` are all nodes there are, whatever their state."""
+    """All links. `nodes` are all nodes there are, whatever their state; `expected` links there are before they are heard of."""
 
     def __init__(
         self,
@@ -59,11 +62,13 @@ class Links:
         clock: Callable[[], float],
         unmeasured_bytes_per_s: float = 0.0,
         on_failed: Callable[[str, str], None] = lambda source, destination: None,
+        expected: Sequence[tuple[str, str]] = (),
     ) -> None:
         self._nodes = nodes
         self._clock = clock
         self._unmeasured_bytes_per_s = unmeasured_bytes_per_s
         self._on_failed = on_failed
+        self._expected = expected
         self._paths = Paths()
         self._drained: frozenset[tuple[str, str]] = frozenset()
         self._coding: dict[tuple[str, str], CodingEstimate] = {}  # by (source, destination)
@@ -79,19 +84,24 @@ class Links:
     def views(self) -> list[LinkView]:
         """The egress from each PrfaaS cluster to each PD cluster, as all its senders together see it.
 
-        A link that no node has measured yet is taken to be up, its bandwidth what the configuration says, or unknown.
+        A link that no node has measured yet is taken to be up, its bandwidth what the configuration says, or unknown. One
+        of whose senders nobody answers is still there, and down.
         """
-        senders: dict[str, list[Node]] = defaultdict(list)
+        senders: dict[str, list[Node]] = {}
         destinations: dict[str, None] = {}
         for node in self._nodes:
             info = node.info
-            if info is None or not node.connected:
+            if info is None:
                 continue
             if info.cluster_kind == PRFAAS:
-                senders[info.cluster].append(node)
+                connected = senders.setdefault(info.cluster, [])
+                if node.connected:
+                    connected.append(node)
             else:
                 destinations[info.cluster] = None
-        viewed = {(source, to): self._view(source, to, senders[source]) for source in senders for to in destinations}
+        ways = dict.fromkeys((source, to) for source in senders for to in destinations)
+        ways |= dict.fromkeys((*self._expected, *sorted(self._drained)))
+        viewed = {(source, to): self._view(source, to, senders.get(source, ())) for source, to in ways}
         self._viewed = viewed
         return [view for _, view in viewed.values()]
 
@@ -169,9 +179,9 @@ class Links:
                 up=view.up,
                 drained=view.drained,
                 senders={
-                    node.id: str(self._paths.state(node.id, view.destination))
+                    node.id: str(self._paths.state(node.id, view.destination)) if node.connected else UNHEARD
                     for node in self._nodes
-                    if node.connected and node.cluster == view.source
+                    if node.info is not None and node.cluster == view.source
                 },
                 lost=view.lost,
                 available_bytes_per_s=view.available_bytes_per_s,

@@ -143,6 +143,10 @@ CAUSES: dict[str, dict[str, str]] = {
     "PrfaasLinkDead": {
         f'prfaas_link_senders{{{GATEWAY}, source="east", destination="west", state="open"}}': "1x60 0x120",
         f'prfaas_link_senders{{{GATEWAY}, source="east", destination="west", state="closed"}}': "3x180",
+        # No sender is heard of; the same while it is drained, which is what somebody wants.
+        f'prfaas_link_up{{{GATEWAY}, source="north", destination="west"}}': "0x60 1x120",
+        f'prfaas_link_up{{{GATEWAY}, source="south", destination="west"}}': "0x180",
+        f'prfaas_link_drained{{{GATEWAY}, source="south", destination="west"}}': "1x180",
     },
     "PrfaasLinkSaturated": {f"prfaas_link_utilisation_ratio{{{LINK}}}": "0.9x60 0.5x120"},
     "PrfaasLinkLossy": {f"prfaas_link_retransmit_ratio{{{LINK}}}": "0.02x60 0.001x120"},

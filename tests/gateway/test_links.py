@@ -222,3 +222,48 @@ async def test_a_sender_without_probes_is_not_left_out_for_ever() -> None:
         await until(lambda: w.gateway.links.views()[0].up)
         (route,) = await routes(w, 1)
         assert route.startswith("remote;")
+
+
+def status_of(links: Links) -> dict[str, object]:
+    (status,) = links.status()
+    return {"up": status.up, "drained": status.drained, "senders": dict(status.senders)}
+
+
+def test_a_link_whose_senders_have_all_fallen_silent_is_still_there_and_dead():
+    r0, r1, d0 = sender("r0", WEST), sender("r1", WEST), node_of("d0", role="decode")
+    links = Links([r0, r1, d0], lambda: 0.0)
+    r1.connected = False
+    assert status_of(links) == {"up": True, "drained": False, "senders": {"r0": "closed", "r1": "unheard"}}
+    r0.connected = False
+    assert status_of(links) == {"up": False, "drained": False, "senders": {"r0": "unheard", "r1": "unheard"}}
+    d0.connected = False
+    assert len(links.status()) == 1
+    r0.connected = d0.connected = True
+    assert status_of(links)["up"]
+
+
+def test_a_link_that_is_configured_is_missed_before_anybody_of_it_is_heard_of():
+    d0 = node_of("d0", role="decode")
+    links = Links([d0], lambda: 0.0, expected=[("east", "west")])
+    assert status_of(links) == {"up": False, "drained": False, "senders": {}}
+    links.drain(frozenset({("east", "west")}))
+    assert status_of(links) == {"up": False, "drained": True, "senders": {}}
+
+
+@on_loop
+async def test_a_dead_link_is_told_to_operators_and_long_prompts_stay_at_home() -> None:
+    async with world(remote=1, links=("east:west", "north:west")) as w:
+        assert 'prfaas_link_up{destination="west",source="east"} 1.0' in await w.metrics()
+        assert 'prfaas_link_up{destination="west",source="north"} 0.0' in await w.metrics()
+        (node,) = w.nodes.remote
+        await node.stop_agent()
+        await until(lambda: any(not each.up for each in w.gateway.links.status() if each.source == "east"))
+        page = await w.metrics()
+        assert 'prfaas_link_up{destination="west",source="east"} 0.0' in page
+        assert 'prfaas_link_senders{destination="west",source="east",state="unheard"} 1.0' in page
+        async with w.http.get("/prfaas/links") as answer:
+            shown = {each["source"]: each["up"] for each in (await answer.json())["data"]}
+        assert shown == {"east": False, "north": False}
+        async with w.http.get("/prfaas/console") as answer:
+            assert [link["status"]["up"] for link in (await answer.json())["links"]] == [False, False]
+        assert (await w.complete(LONG)).headers["x-prfaas-route"].startswith(("local;", "decode;"))
