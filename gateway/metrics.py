@@ -445,6 +445,9 @@ class Metrics:
         up = {(link.source, link.destination): int(link.up) for link in links}
         self._seen.note("prfaas_link_up", "1 while requests may go over a link", ends, up)
         drained = {(link.source, link.destination): int(link.drained) for link in links}
+        budgets = {(link.source, link.destination): link.budget_bytes_per_s or 0.0 for link in links}
+        what = "Egress budgets of all senders of a link, silent ones too; 0: not every sender has one"
+        self._seen.note("prfaas_line_budget_bytes_per_second", what, ("cluster", "link"), budgets)
         self._seen.note("prfaas_link_drained", "1 while operators want nothing new on a link", ends, drained)
 
     def observe_estimates(self, errors: Mapping[tuple[str, str], Error]) -> None:

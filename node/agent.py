@@ -400,6 +400,7 @@ class NodeAgent:
             egress_bytes_total=self.links.bytes_sent,
             ingress_bytes_total=self.links.bytes_received,
             links=self.links.states(),
+            budgets=self.links.own_budgets(),
             slots=self.engine_load.slots,
             steps=[pb.StepTime(batch=batch, seconds=seconds) for batch, seconds in self.engine_load.steps],
             room=self.pages.room() if self.pages else None,

@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from planner.decisions.lines import bytes_to_send
 from planner.decisions.placement import PlacementPolicy, Placer, PrefillChoice, choose_decode, has_memory
 from planner.decisions.policy import RoutingPolicy
 from planner.decisions.routing import (
@@ -19,7 +20,6 @@ from planner.decisions.routing import (
     Side,
     Target,
     best_remote,
-    bytes_to_send,
     compared_tokens,
     is_fed,
     is_scarce,
@@ -272,7 +272,7 @@ class _Prefills:
             choice = self._place.prefill(request, [node], side.lenders(self._policy), placement, cost)
         compute_s = cost.prefill_s(node, request.num_tokens, choice.cached_tokens)
         link_bytes = bytes_to_send(request, self._decode) if side.link is not None else 0.0
-        transfer_s = side.link.arrives_s(link_bytes) if side.link is not None and link_bytes else 0.0
+        transfer_s = side.link.of(node.node_id).arrives_s(link_bytes) if side.link is not None and link_bytes else 0.0
         return PrefillCandidate(
             node=node.node_id,
             cluster=node.cluster,
@@ -302,6 +302,9 @@ class _Prefills:
                 return (
                     f"first token in {_seconds(mine)}, price of computing included; {chosen.node} in {_seconds(best)}"
                 )
+            if node.transfer_s > chosen.transfer_s + SLOWEST:
+                mine_s, best_s = _seconds(node.transfer_s), _seconds(chosen.transfer_s)
+                return f"its own line would have it there in {mine_s}, that of {chosen.node} in {best_s}"
             return f"no sooner than {chosen.node}"
         if chosen.kind is node.kind is ClusterKind.PRFAAS:
             return f"{chosen.cluster} is done sooner, its link included"

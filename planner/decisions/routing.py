@@ -17,6 +17,7 @@ from typing import Self
 
 import msgspec
 
+from planner.decisions.lines import bytes_to_send, soonest_senders
 from planner.decisions.placement import (
     PLACERS,
     PlacementPolicy,
@@ -296,14 +297,6 @@ def _seen_s(request: RouteRequest, choice: PrefillChoice, decode: NodeView, remo
     return max(choice.ttft_s, remote.link.arrives_s(bytes_to_send(request, decode)))
 
 
-def bytes_to_send(request: RouteRequest, decode: NodeView) -> float:
-    """KVCache that the decode node lacks. What does not grow with length (states, windows) is sent whatever it holds."""
-    if request.kv_bytes is None:
-        return 0.0
-    held = request.kv_bytes(decode.attention_tokens) - request.kv_bytes(0) if decode.attention_tokens else 0.0
-    return request.kv_bytes(request.num_tokens) - held
-
-
 class Side:
     """One cluster as a place to prefill: its prefill nodes, all holders of prefixes, its longest prefix, its egress."""
 
@@ -317,6 +310,12 @@ class Side:
         self.cluster = cluster
         self.link = link
         self._holders: list[NodeView] | None = None
+
+    def only(self, prefill: list[NodeView], link: LinkView) -> Self:
+        """The same with fewer prefill nodes, over `link`; those left out still hand over prefixes."""
+        side = type(self)(prefill, self.decodes, self.cluster, link)
+        side._holders = self.holders() if len(prefill) < len(self.prefill) else None
+        return side
 
     def holders(self) -> list[NodeView]:
         if self._holders is None:
@@ -363,7 +362,9 @@ def best_remote(
             if nodes is not None and (link.cut_off or link.lost):
                 nodes = [node for node in nodes if link.carries(node.node_id, decode.node_id)]
             if nodes and nodes[0].kind is ClusterKind.PRFAAS:
-                reachable.append(Side(nodes, decodes, link.source, link))
+                side = Side(nodes, decodes, link.source, link)
+                own = soonest_senders(link, nodes, request, decode, cost) if link.senders else None
+                reachable.append(side.only(*own) if own else side)
     if len(reachable) == 1:
         return reachable[0]
     if reachable:
