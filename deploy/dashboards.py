@@ -177,9 +177,12 @@ NETWORK: Final = Dashboard(
                 ),
                 Panel(
                     "Utilisation",
-                    (("max by (cluster, link) (prfaas_link_utilisation_ratio)", "{{cluster}} → {{link}}"),),
+                    (
+                        ("prfaas:line_utilisation:ratio5m", "{{cluster}} → {{link}}"),
+                        ("prfaas:sender_utilisation:ratio5m", "{{instance}} → {{link}}"),
+                    ),
                     "percentunit",
-                    "Share of what the link gives, the budget at most.",
+                    "Sent over the budget, of the line and of each sender that has one; without, over what the line gives.",
                     (0.65, 0.8),
                 ),
             ),
@@ -256,7 +259,7 @@ NETWORK: Final = Dashboard(
                     "Egress budget",
                     (
                         (
-                            "8 * sum by (cluster, link) (prfaas_link_budget_bytes_per_second)",
+                            "prfaas:line_budget:bits",
                             "budget {{cluster}} → {{link}}",
                         ),
                         (

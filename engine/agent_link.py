@@ -32,6 +32,7 @@ from transport.control.messages import (
     MessageError,
     PrefillDone,
     Refused,
+    Resume,
     Rooms,
     StateDone,
     TicketInfo,
@@ -137,6 +138,7 @@ class AgentLink:
         rooms: Rooms | None = None,
         on_welcome: Callable[[Welcome], None],
         on_drain: Callable[[], None],
+        on_resume: Callable[[], None],
         on_lost: Callable[[], Awaitable[None]] | None = None,
         hold: Callable[[int], None] | None = None,
     ) -> None:
@@ -158,6 +160,7 @@ class AgentLink:
         )
         self._on_welcome = on_welcome
         self._on_drain = on_drain
+        self._on_resume = on_resume
         self._on_lost = on_lost
         self._hold = hold
         self._writer: asyncio.StreamWriter | None = None
@@ -367,6 +370,8 @@ class AgentLink:
                 self._welcome(message)
             case Drain():
                 self._on_drain()
+            case Resume():
+                self._on_resume()
             case JobPages() | Refused() | Delivered():
                 # An answer may cross with our EndJob; then nobody wants it any more.
                 if (job := self._jobs.get(message.job)) is not None:

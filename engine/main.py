@@ -189,7 +189,8 @@ async def _agent_link(
         http_url=url,
         not_done_json=not_done_json(),
         on_welcome=lambda welcome: _obey(welcome, service, model.engine.layout.block_size),
-        on_drain=lambda: setattr(service, "draining", True),
+        on_drain=service.refuse_new,
+        on_resume=service.resume,
         hold=model.engine.hold if isinstance(model.engine, StagedEngine) else None,
     )
     service.link = link
@@ -219,7 +220,7 @@ def _obey(welcome: Welcome, service: Service, block_size: int) -> None:
     else:
         service.model.set_chunk_tokens(welcome.chunk_tokens - welcome.chunk_tokens % block_size)
     # An agent that has just started has nothing to drain.
-    service.draining = False
+    service.resume()
 
 
 def _load(args: argparse.Namespace) -> LoadedModel:

@@ -105,6 +105,7 @@ class Service:
         self.clock: Final = clock
         self.link: AgentLink | None = None
         self.draining = False
+        self._is_ending = False
         self.active = 0
         self._keeper = AnswerKeeper(model, engine.layout.block_size, metrics)
         self._max_requests = max_requests
@@ -149,9 +150,17 @@ class Service:
         finally:
             self._leave("prefill_leg", outcome, request)
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Refuses new requests and waits for those that run. False if some still run after `timeout_s`."""
+    def refuse_new(self) -> None:
+        """Refuses new requests until `resume`."""
         self.draining = True
+
+    def resume(self) -> None:
+        """Takes new requests again, unless the engine is about to end."""
+        self.draining = self._is_ending
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuses new requests for good and waits for those that run. False if some still run after `timeout_s`."""
+        self.draining = self._is_ending = True
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()

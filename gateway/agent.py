@@ -1,8 +1,8 @@
 """The gateway's side of node.proto: one agent, called over gRPC or a kept connection, answering in values of ours."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
 from typing import Any, Final
@@ -134,6 +134,7 @@ class NodeLoad:
     steps: tuple[tuple[float, float], ...] = ()
     room: Room | None = None
     clock_s: float = 0.0  # the node's own, when it said this
+    budgets: Mapping[str, float] = field(default_factory=dict)  # its own by destination, "" all others; 0: none
 
 
 NodeEvent = NodeInfo | NodeLoad | Kept | BlocksStored | BlocksRemoved | CacheCleared
@@ -458,6 +459,7 @@ def load_from(load: pb.Load) -> NodeLoad:
             for link in load.links
         ),
         clock_s=load.clock_s,
+        budgets=dict(load.budgets),
         slots=load.slots,
         steps=_steps_from(load.steps),
         room=_room_from(load.room) if load.HasField("room") else None,

@@ -223,6 +223,7 @@ class GatewayConfig:
     `prompt_memory_bytes` of earlier prompts (tokens, hashes, texts) are remembered by each worker, tenants sharing them fairly,
     and as much by each of its processes for long bodies.
     `drained_dir` remembers which links are drained when the gateway is started anew.
+    `links`, as "FROM:TO" by names of clusters, are shown, and missed, before any node of theirs has been heard of.
     `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS.
     Without `tenants` nobody needs a key; a gateway that other machines reach then starts only if it is `open`. Such a gateway
     answers at addresses, at names without a dot and at those of `hosts`; an `open` one without `hosts` answers at any name.
@@ -249,6 +250,7 @@ class GatewayConfig:
     tokenise_threads: int = 2
     kept_records: int = 4096
     drained_dir: Path | None = None
+    links: tuple[str, ...] = ()
     log_level: str = "info"
     log_format: str = "text"
     certificate: Path | None = None
@@ -291,6 +293,9 @@ class GatewayConfig:
             limit = getattr(self.strangers, name)
             wanted = f"at least the number of workers, {self.workers}"
             require(limit == 0 or limit >= self.workers, f"strangers.{name}", limit, wanted)
+        for link in self.links:
+            source, _, destination = link.partition(":")
+            require(bool(source and destination) and source != destination, "links", link, '"FROM:TO", two clusters')
         require_one_of("log_level", self.log_level, LOG_LEVELS)
         require_one_of("log_format", self.log_format, LOG_FORMATS)
         require(self.threshold_tokens >= 0, "threshold_tokens", self.threshold_tokens, "a number of at least 0")
@@ -320,6 +325,12 @@ class GatewayConfig:
     def differences(self, other: Self) -> list[str]:
         """The keys in which `other` differs."""
         return [each.name for each in fields(self) if getattr(self, each.name) != getattr(other, each.name)]
+
+    @property
+    def ways(self) -> tuple[tuple[str, str], ...]:
+        """`links` as pairs: source, destination."""
+        pairs = (link.partition(":") for link in self.links)
+        return tuple((source, destination) for source, _, destination in pairs)
 
     @property
     def identity(self) -> Identity | None:

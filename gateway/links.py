@@ -6,7 +6,6 @@ that is gone itself says nothing of the way to it. What follows of either is `pl
 """
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -17,22 +16,27 @@ from gateway.agent import LinkLoad
 from gateway.node import Node
 from gateway.request import PrefillOutcome
 from planner.decisions.coding import CodingEstimate
-from planner.decisions.lines import shared_line
+from planner.decisions.lines import BOUND, shared_line
 from planner.decisions.paths import PATH_FAILED, Paths
 from planner.decisions.views import ClusterKind, LinkView, Role
 
 log = logging.getLogger("prfaas.gateway.links")
 
 PRFAAS: Final = ClusterKind.PRFAAS.value
+UNHEARD: Final = "unheard"  # of a sender whose agent does not answer the gateway
 
 
-# What senders report and were promised; those that cannot send; pairs without a way; what coding makes of bytes.
-# Last, whether it is drained.
-_Seen = tuple[tuple[tuple[LinkLoad | None, int], ...], tuple[str, ...], tuple[tuple[str, str], ...], float, bool]
+# Of senders their names, what they report, were promised and may send.
+_Sender = tuple[str, LinkLoad | None, int, float | None]
+# Senders; those that cannot send; pairs without a way; what coding makes of bytes. Last, whether it is drained.
+_Seen = tuple[tuple[_Sender, ...], tuple[str, ...], tuple[tuple[str, str], ...], float, bool]
 
 
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A link as `GET /prfaas/links` shows it; `senders` are the states of their breakers by node, `lost` pairs without a way."""
+    """A link as `GET /prfaas/links` shows it; `lost` are pairs without a way.
+
+    `senders` are the states of their breakers by node, UNHEARD of one whose agent does not answer.
+    """
 
     source: str
     destination: str
@@ -51,7 +55,7 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Links:
-    """All links. `nodes` are all nodes there are, whatever their state."""
+    """All links. `nodes` are all nodes there are, whatever their state; `expected` links there are before they are heard of."""
 
     def __init__(
         self,
@@ -59,11 +63,16 @@ class Links:
         clock: Callable[[], float],
         unmeasured_bytes_per_s: float = 0.0,
         on_failed: Callable[[str, str], None] = lambda source, destination: None,
+        expected: Sequence[tuple[str, str]] = (),
+        is_budget_shared: bool = False,
     ) -> None:
+        """With `is_budget_shared` what one sender of a line does not need of its budget is another's."""
         self._nodes = nodes
         self._clock = clock
         self._unmeasured_bytes_per_s = unmeasured_bytes_per_s
         self._on_failed = on_failed
+        self._expected = expected
+        self._is_budget_shared = is_budget_shared
         self._paths = Paths()
         self._drained: frozenset[tuple[str, str]] = frozenset()
         self._coding: dict[tuple[str, str], CodingEstimate] = {}  # by (source, destination)
@@ -79,19 +88,24 @@ class Links:
     def views(self) -> list[LinkView]:
         """The egress from each PrfaaS cluster to each PD cluster, as all its senders together see it.
 
-        A link that no node has measured yet is taken to be up, its bandwidth what the configuration says, or unknown.
+        A link that no node has measured yet is taken to be up, its bandwidth what the configuration says, or unknown. One
+        of whose senders nobody answers is still there, and down.
         """
-        senders: dict[str, list[Node]] = defaultdict(list)
+        senders: dict[str, list[Node]] = {}
         destinations: dict[str, None] = {}
         for node in self._nodes:
             info = node.info
-            if info is None or not node.connected:
+            if info is None:
                 continue
             if info.cluster_kind == PRFAAS:
-                senders[info.cluster].append(node)
+                connected = senders.setdefault(info.cluster, [])
+                if node.connected:
+                    connected.append(node)
             else:
                 destinations[info.cluster] = None
-        viewed = {(source, to): self._view(source, to, senders[source]) for source in senders for to in destinations}
+        ways = dict.fromkeys((source, to) for source in senders for to in destinations)
+        ways |= dict.fromkeys((*self._expected, *sorted(self._drained)))
+        viewed = {(source, to): self._view(source, to, senders.get(source, ())) for source, to in ways}
         self._viewed = viewed
         return [view for _, view in viewed.values()]
 
@@ -112,7 +126,7 @@ class Links:
         cut_off = tuple(node.id for node in senders if (node.id, destination) in not_up) if not_up else ()
         able = [node for node in senders if node.id not in cut_off] if cut_off else senders
         made_of = (
-            tuple([(node.link_to(destination), node.promised_bytes.get(destination, 0)) for node in able]),
+            tuple([_sender(node, destination) for node in able]),
             cut_off,
             self._lost_pairs(source, destination),
             self._coded_ratio(source, destination),
@@ -125,20 +139,30 @@ class Links:
         return made_of, self._line(source, destination, made_of)
 
     def _line(self, source: str, destination: str, made_of: "_Seen") -> LinkView:
-        loads, cut_off, lost, coded_ratio, drained = made_of
-        seen = [_seen_by_sender(source, load, promised) for load, promised in loads if load is not None]
-        # Promised by nodes that have not sent there yet: of the line they can say nothing.
-        unseen_bytes = sum(promised for load, promised in loads if load is None)
-        line = shared_line(seen) if seen else LinkView(source=source, destination=destination)
+        senders, cut_off, lost, coded_ratio, drained = made_of
+        seen = {
+            name: _seen_by_sender(source, destination, load, promised, budget)
+            for name, load, promised, budget in senders
+        }
+        own = {name: view for name, view in seen.items() if view is not None}
+        # Promised by nodes that have not sent there yet, and say nothing of their budget.
+        unseen_bytes = sum(promised for name, _, promised, _ in senders if name not in own)
+        line = shared_line([*own.values()]) if own else LinkView(source=source, destination=destination)
+        # Without budgets, or with shared ones, what one sender leaves of the line is for the others.
+        is_theirs = line.budget_bytes_per_s is not None and len(own) == len(senders) > 1 and not self._is_budget_shared
         return replace(
             line,
-            up=bool(loads) and not drained,
+            up=bool(senders) and not drained,
             drained=drained,
             cut_off=cut_off,
             lost=lost,
             available_bytes_per_s=line.available_bytes_per_s or self._unmeasured_bytes_per_s or None,
             promised_bytes=line.promised_bytes + unseen_bytes,
             coded_ratio=coded_ratio,
+            senders=tuple(
+                (name, replace(view, coded_ratio=coded_ratio, rtt_s=view.rtt_s or line.min_rtt_s))
+                for name, view in (own.items() if is_theirs else ())
+            ),
         )
 
     def _coded_ratio(self, source: str, destination: str) -> float:
@@ -169,9 +193,9 @@ class Links:
                 up=view.up,
                 drained=view.drained,
                 senders={
-                    node.id: str(self._paths.state(node.id, view.destination))
+                    node.id: str(self._paths.state(node.id, view.destination)) if node.connected else UNHEARD
                     for node in self._nodes
-                    if node.connected and node.cluster == view.source
+                    if node.info is not None and node.cluster == view.source
                 },
                 lost=view.lost,
                 available_bytes_per_s=view.available_bytes_per_s,
@@ -266,13 +290,31 @@ def is_path_failure(reason: str, sender: Node, receiver: Node, engine: tuple[str
     )
 
 
-def _seen_by_sender(source: str, load: LinkLoad, promised_bytes: int) -> LinkView:
+def _sender(node: Node, destination: str) -> _Sender:
+    promised_bytes = node.promised_bytes.get(destination, 0)
+    return node.id, node.link_to(destination), promised_bytes, node.own_budget_to(destination)
+
+
+def _seen_by_sender(
+    source: str, destination: str, load: LinkLoad | None, promised_bytes: int, budget_bytes_per_s: float | None
+) -> LinkView | None:
+    """The link as one sender has it; None where it has not sent there yet, and does not say what it may."""
+    budget = budget_bytes_per_s or None
+    if load is None:
+        if budget_bytes_per_s is None:
+            return None
+        return LinkView(
+            source=source, destination=destination, budget_bytes_per_s=budget, promised_bytes=promised_bytes
+        )
+    available, carried = load.available_bytes_per_s, load.available_bytes_per_s * load.utilisation
+    if budget not in (None, load.budget_bytes_per_s) and 0 < BOUND * load.budget_bytes_per_s <= available:
+        available = budget_bytes_per_s or 0.0  # held by its share of a moment, not by the line
     return LinkView(
         source=source,
-        destination=load.peer,
-        available_bytes_per_s=load.available_bytes_per_s or None,
-        budget_bytes_per_s=load.budget_bytes_per_s or None,
-        utilisation=load.utilisation,
+        destination=destination,
+        available_bytes_per_s=available or None,
+        budget_bytes_per_s=budget,
+        utilisation=min(1.0, carried / available) if available else 0.0,
         retransmit_ratio=load.retransmit_ratio,
         queued_bytes=load.queued_bytes,
         # What is queued already was promised before.

@@ -441,12 +441,20 @@ class Metrics:
         )
 
     def observe_links(self, links: Collection[LinkStatus]) -> None:
-        """Takes down which links are in use."""
+        """Takes down which links there are, and which are in use."""
         senders = Tally(
             (link.source, link.destination, str(state)) for link in links for state in link.senders.values()
         )
-        what = "Nodes that may send over a link, by the state of their breaker (closed: in use)"
+        what = "Nodes that may send over a link, by the state of their breaker (closed: in use; unheard: the node is silent)"
         self._seen.note("prfaas_link_senders", what, ("source", "destination", "state"), senders)
+        ends = ("source", "destination")
+        up = {(link.source, link.destination): int(link.up) for link in links}
+        self._seen.note("prfaas_link_up", "1 while requests may go over a link", ends, up)
+        drained = {(link.source, link.destination): int(link.drained) for link in links}
+        budgets = {(link.source, link.destination): link.budget_bytes_per_s or 0.0 for link in links}
+        what = "Egress budgets of all senders of a link, silent ones too; 0: not every sender has one"
+        self._seen.note("prfaas_line_budget_bytes_per_second", what, ("cluster", "link"), budgets)
+        self._seen.note("prfaas_link_drained", "1 while operators want nothing new on a link", ends, drained)
 
     def observe_estimates(self, errors: Mapping[tuple[str, str], Error]) -> None:
         """Takes down how wrong predictions were, by what was predicted, and of what."""

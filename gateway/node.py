@@ -104,6 +104,13 @@ class Node:
                 return link
         return None
 
+    def own_budget_to(self, cluster: str) -> float | None:
+        """Its own egress budget to a cluster, whether it has sent anything there or not; 0: none; None: it does not say."""
+        budgets, link = self.load.budgets, self.link_to(cluster)
+        if (budget := budgets.get(cluster, budgets.get(""))) is not None:
+            return budget
+        return (link.own_budget_bytes_per_s or link.budget_bytes_per_s) if link is not None else None
+
     def view(
         self,
         holding: Holding,

@@ -1,10 +1,11 @@
 """Follows a plan service: asks for the next plan, holds the question open, and does as the answer says.
 
-    GET URL/plan?term=T&after=V&wait_s=S ──► 200 a plan that is in force, another one than T, V
-                                             204 still that one, or none yet
+    GET URL/plan?term=T&after=V&leader=L&wait_s=S ──► 200 a plan that is in force, another one than T, V of leader L
+                                                      204 still that one, or none yet
 
 The last plan stays whatever becomes of the service. It is written down before it is followed, so a gateway that starts again
-begins with it. A plan of an earlier term or version is refused: a leader that has been replaced may not know it yet.
+begins with it. A plan of an earlier term or version is refused: a leader that has been replaced may not know it yet. Of two
+leaders of a term one goes before the other, so that two services with a memory each do not take turns.
 """
 
 import asyncio
@@ -148,7 +149,8 @@ class Follower:
     async def _next(self, http: aiohttp.ClientSession) -> LivePlan | None:
         """The plan after the one that is followed; None while that one stands. Raises PollFailed."""
         term, version = self.plan.place if self.plan is not None else (0, 0)
-        asked = {"term": str(term), "after": str(version), "wait_s": f"{self._config.wait_s:g}"}
+        leader = self.plan.leader if self.plan is not None else ""
+        asked = {"term": str(term), "after": str(version), "leader": leader, "wait_s": f"{self._config.wait_s:g}"}
         try:
             async with (
                 asyncio.timeout(self._config.wait_s + GRACE_S),

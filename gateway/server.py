@@ -164,7 +164,10 @@ async def running(
     )
     seat.join(clusters.nodes)
     refusals = Refusals(config, clusters, steps, clock)
-    links = Links(clusters.nodes, clock, config.routing.link_bytes_per_s, metrics.upkeep.link_failed)
+    links = Links(
+        clusters.nodes, clock, config.routing.link_bytes_per_s, metrics.upkeep.link_failed, expected=config.ways,
+        is_budget_shared=config.routing.share_egress,
+    )  # fmt: skip
     drained = SharedDrained(config.drained_dir) if config.drained_dir is not None else seat.drained
     links.drain(drained.links())
     records = seat.records(config.kept_records)

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +24,7 @@ from node.broadcast import Broadcast
 from node.config import RELOADABLE, SERVERS, NodeConfig
 from node.consumer import Consumer
 from node.contexts import Contexts
+from node.draining import Draining
 from node.engine_cache import EngineCache
 from node.engine_socket import EngineConnection, EngineSocket
 from node.errors import ArenaError, ConfigError, EngineError, EngineRefused, LayoutMismatch, NodeRefusal, SecondEngine
@@ -43,10 +43,11 @@ from node.supervisor import EngineSupervisor
 from node.tasks import Tasks
 from transport.control import messages as m
 from transport.control.proto import node_pb2 as pb
+from transport.control.release import release
 
 log = logging.getLogger(__name__)
 
-VERSION: Final = version("prfaas")
+VERSION: Final = release()
 HOUSEKEEPING_S = 0.5
 ENGINE_SILENCE_S = 120.0  # of one that is stopped or stuck, and may come back: its gateways go elsewhere meanwhile
 POLL_S = 0.02
@@ -81,7 +82,7 @@ class NodeAgent:
         self.calls_ended: Counter[str] = Counter()  # kept connections that the node ended, by why
         self.reloads = Counter(applied=0, unchanged=0, refused=0)
         self.calls_port = 0  # where calls are taken over kept connections; 0: nowhere
-        self.draining = False
+        self.draining = Draining(config.node_id, now, self.is_idle, self._on_draining)
         self.unusable = ""  # why no engine can work here, whatever it does
         self._now = now
         self._alone_since = now()
@@ -119,16 +120,10 @@ class NodeAgent:
                     raise EngineError("it died too often")
                 await asyncio.sleep(POLL_S)
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Refuses what is new and waits for what runs. True if all ended in time."""
-        self.draining = True
+    def _on_draining(self, is_on: bool) -> None:
         if self._engine:
-            self._engine.send(m.Drain())
+            self._engine.send(m.Drain() if is_on else m.Resume())
         self.publish_description()
-        deadline = self._now() + timeout_s
-        while not self.is_idle() and self._now() < deadline:  # noqa: ASYNC110 many owners, and no hurry
-            await asyncio.sleep(POLL_S)
-        return self.is_idle()
 
     async def close(self) -> None:
         """Ends the engine, the links and the arena, in the order in which they use each other."""
@@ -218,7 +213,7 @@ class NodeAgent:
                 chunk_tokens=self.config.chunk_tokens,
             )
         )
-        if self.draining:
+        if self.draining.is_on:
             engine.send(m.Drain())
         log.info("engine joined node=%s pid=%d url=%s", self.config.node_id, hello.engine_pid, hello.http_url)
         if hello.notice:
@@ -351,7 +346,7 @@ class NodeAgent:
 
     def ready_consumer(self) -> Consumer:
         """The consumer, if this node takes new reservations. Raises NodeRefusal."""
-        if self.draining:
+        if self.draining.is_on:
             raise NodeRefusal("draining", f"{self.config.node_id} finishes what it has")
         if not self._engine_serves or self.consumer is None:
             raise NodeRefusal("engine_down", f"{self.config.node_id} has no engine right now")
@@ -387,7 +382,7 @@ class NodeAgent:
 
     def state(self) -> pb.NodeState:
         """The node's state as the control service names it."""
-        if self.draining:
+        if self.draining.is_on:
             return pb.NODE_STATE_DRAINING
         if self.vigil.silence is not None:
             return pb.NODE_STATE_ENGINE_SILENT
@@ -408,6 +403,7 @@ class NodeAgent:
             egress_bytes_total=self.links.bytes_sent,
             ingress_bytes_total=self.links.bytes_received,
             links=self.links.states(),
+            budgets=self.links.own_budgets(),
             slots=self.engine_load.slots,
             steps=[pb.StepTime(batch=batch, seconds=seconds) for batch, seconds in self.engine_load.steps],
             room=self.pages.room() if self.pages else None,

@@ -28,7 +28,7 @@ from transport.control.proto import node_pb2 as pb
 from transport.errors import Closed, TransportError
 from transport.metrics import TransportCollector
 from transport.path.link import LinkState, together
-from transport.path.pacing import Budget
+from transport.path.pacing import Budget, rate_now
 from transport.path.shm import ArenaSource
 from transport.path.tcp import TcpOptions
 from transport.rdma.device import RdmaDevices, RdmaError
@@ -308,6 +308,7 @@ class Links:
 
     def set_budgets(self, budgets: Mapping[str, Budget]) -> None:
         """Changes, at once, how fast bytes may leave for each destination cluster; within its own, only if it is named."""
+        self._budgets = dict(budgets)
         self._client.set_egress_budget(budgets[ANY_CLUSTER])
         for cluster, budget in {self._cluster: None, **budgets}.items():
             if cluster != ANY_CLUSTER:
@@ -326,6 +327,13 @@ class Links:
             message.own_budget_bytes_per_s = self._client.egress_budget(cluster) or 0.0
             found.append(message)
         return found
+
+    def own_budgets(self) -> dict[str, float]:
+        """What its own budgets allow now, by destination cluster, used or not; under "" that of all others. 0: no limit."""
+        return {
+            "" if cluster == ANY_CLUSTER else cluster: rate_now(budget) or 0.0
+            for cluster, budget in self._budgets.items()
+        }
 
     def _by_cluster(self) -> dict[str, list[LinkState]]:
         found: dict[str, list[LinkState]] = {}

@@ -82,7 +82,7 @@ async def _run(config: NodeConfig, role: Role, read_again: Callable[[], NodeConf
             about = agent.describe()
             _say(f"node ready id={about.node_id} role={about.role} engine={about.engine_url}")
         status = await _serve_until_told(agent, stop)
-        if not await _or_stopped(agent.drain(config.drain_timeout_s), hurry):
+        if not await _or_stopped(agent.draining.for_good(config.drain_timeout_s), hurry):
             log.error("drain %s node=%s", "cut short" if hurry.is_set() else "timed out", config.node_id)
     return status
 

@@ -184,14 +184,30 @@ class NodeService(rpc.NodeAgentServicer):
         return pb.Done(ok=True, reason="" if known else "unknown")
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.Done:
-        ended = await self._agent.drain(request.timeout_s or self._agent.config.drain_timeout_s)
-        return pb.Done(ok=ended, reason="" if ended else "requests still run")
+        timeout_s = request.timeout_s or self._agent.config.drain_timeout_s
+        ended = await self._agent.draining.begin(timeout_s, _who(request.by, context))
+        reason = "requests still run" if self._agent.draining.is_on else "undone"
+        return pb.Done(ok=ended, reason="" if ended else reason)
+
+    async def Undrain(self, request: pb.UndrainRequest, context: grpc.aio.ServicerContext) -> pb.Done:
+        try:
+            self._agent.draining.undo(_who(request.by, context))
+        except NodeRefusal as exc:
+            await _refuse(context, exc)
+        return pb.Done(ok=True)
 
     async def Convert(self, request: pb.ConvertRequest, context: grpc.aio.ServicerContext) -> pb.Conversion:
         try:
             return await self._agent.conversions.convert(request)
         except NodeRefusal as exc:
             await _refuse(context, exc)
+
+
+def _who(named: str, context: grpc.aio.ServicerContext) -> str:
+    """Who asks: a name, printable whatever was sent, the certificate's where there is one, and where from."""
+    name = "".join(each if each.isprintable() else "?" for each in named[:80]) or "somebody"
+    certified = b" ".join(context.auth_context().get("x509_common_name", ())).decode(errors="replace")
+    return f"{name}{f' ({certified})' if certified else ''} at {context.peer()}"
 
 
 async def _refuse(context: grpc.aio.ServicerContext, refusal: NodeRefusal) -> NoReturn:

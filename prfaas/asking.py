@@ -7,9 +7,10 @@ from http.client import HTTPException, InvalidURL
 from typing import Any, Final
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
-from urllib.request import Request, urlopen
+from urllib.request import Request
 
 from prfaas.errors import AskError
+from transport.control.asking import answer_to
 
 TIMEOUT_S: Final = 10.0
 KEY_VARIABLE: Final = "PRFAAS_OPERATOR_KEY"  # where gateways ask operators for one
@@ -47,9 +48,7 @@ class Gateway:
     def _answer(self, path: str, body: bytes | None = None, headers: Mapping[str, str] = NEVER) -> bytes:
         try:
             request = Request(f"{self.url}{path}", body, {**self._headers, **headers})
-            with urlopen(request, timeout=TIMEOUT_S) as answer:
-                found: bytes = answer.read()
-                return found
+            return answer_to(request, TIMEOUT_S)
         except HTTPError as exc:
             raise AskError(f"{self.url} says {exc.code}: {_message(exc)}") from exc
         except (InvalidURL, ValueError) as exc:

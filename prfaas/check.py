@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-import prfaas
 from gateway.agent import AgentClient
 from gateway.config import GatewayConfig, load
 from gateway.errors import ConfigError, NodeError
@@ -26,6 +25,7 @@ from prfaas.errors import CheckError
 from prfaas.findings import Certificate, Described, Finding, Level, Port, Seen, Silent, Way, findings, worst
 from transport.control.certificates import expires_at
 from transport.control.messages import TicketInfo
+from transport.control.release import release
 from transport.path.tcp import format_address
 
 RPC_S: Final = 5.0
@@ -87,7 +87,7 @@ async def look(config: GatewayConfig) -> Seen:
         ways=ways,
         ways_left_out=max(0, len(pairs) - MAX_WAYS),
         certificates=[_certificate(path) for path in (config.certificate, config.authority) if path is not None],
-        version=prfaas.__version__,
+        version=release(),
     )
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from prfaas.topology import Topology
 
 EXIT_FAILED = 1
+EXIT_NEEDS_RESTART = 3
 EXIT_BAD_CONFIG = 2
 EXIT_INTERRUPTED = 130
 WIDTH_WHEN_PIPED = 160
@@ -121,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
     _add_flows(commands.add_parser("flows", help="follow what goes over links, and why"))
-    _add_drain(commands.add_parser("drain", help="have nothing new go over a link, for maintenance"))
+    _add_drain(commands.add_parser("drain", help="have nothing new go over a link, or to a node, for maintenance"))
     _add_reload(commands.add_parser("reload", help="have a gateway take over what its file says by now"))
     _add_convert(commands.add_parser("convert", help="have a node of a PD cluster change its role, while it serves"))
 
@@ -144,6 +145,13 @@ def _add_gateway(parser: argparse.ArgumentParser) -> None:
         help="where the gateway's operators ask: its port, or its metrics_port if it has one (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _add_gateway_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-c", "--config", type=Path, default=STATE_DIR / "up" / "gateway.toml", metavar="FILE.toml",
+        help="a gateway's file, which says which nodes there are (default: that of `prfaas up`, %(default)s)",
+    )  # fmt: skip
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
@@ -185,10 +193,16 @@ def _add_flows(parser: argparse.ArgumentParser) -> None:
 
 def _add_drain(parser: argparse.ArgumentParser) -> None:
     _add_gateway(parser)
-    parser.add_argument(
-        "link", type=link, metavar="FROM:TO", help="the clusters that it joins, as `prfaas top` names them"
+    wanted = parser.add_mutually_exclusive_group(required=True)
+    wanted.add_argument(
+        "link", nargs="?", type=link, metavar="FROM:TO", help="the clusters that it joins, as `prfaas top` names them"
     )
+    wanted.add_argument("--node", metavar="NODE", help="a node instead: its node_id, or host:port of its agent")
     parser.add_argument("--undo", action="store_true", help="use it again")
+    _add_gateway_file(parser)
+    parser.add_argument(
+        "--timeout", type=seconds, default=0.0, metavar="S", help="wait so long for what a node still runs (default: 0)"
+    )
     parser.set_defaults(run=_drain)
 
 
@@ -201,10 +215,7 @@ def _add_reload(parser: argparse.ArgumentParser) -> None:
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("node", metavar="NODE", help="its node_id, or host:port of its agent")
     parser.add_argument("--to", required=True, choices=["prefill", "decode"], help="the role that it is to have")
-    parser.add_argument(
-        "-c", "--config", type=Path, default=STATE_DIR / "up" / "gateway.toml", metavar="FILE.toml",
-        help="a gateway's file, which says who else is there (default: that of `prfaas up`, %(default)s)",
-    )  # fmt: skip
+    _add_gateway_file(parser)
     parser.add_argument(
         "--drain-timeout", type=seconds, default=0.0, metavar="S",
         help="after so long it stays what it was (default: the node's drain_timeout_s)",
@@ -390,7 +401,16 @@ def _flows(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _drain_node(arguments: argparse.Namespace) -> int:
+    from prfaas.drain import Wish, drain_node
+
+    wish = Wish(node=arguments.node, undo=arguments.undo, timeout_s=arguments.timeout)
+    return run_until_done(drain_node(wish, arguments.config, _telling(_console())))
+
+
 def _drain(arguments: argparse.Namespace) -> int:
+    if arguments.node is not None:
+        return _drain_node(arguments)
     from prfaas.asking import Gateway
 
     source, destination = arguments.link
@@ -410,14 +430,18 @@ def _reload(arguments: argparse.Namespace) -> int:
 
     gateway = Gateway(arguments.url)
     found = (gateway.get("/prfaas/config") if arguments.dry_run else gateway.post("/prfaas/config", b""))["data"]
+    stays = [each["key"] for each in found if each["needs_restart"]]
     if arguments.json:
         print(json.dumps(found))
-        return 0
+        return EXIT_NEEDS_RESTART if stays else 0
     for each in found:
         note = "  (only a restart changes that)" if each["needs_restart"] else ""
         print(f"{each['key']}: {each['is_now']} → {each['will_be']}{note}")
     if not found:
         print("nothing differs")
+    if stays:
+        print(f"not all of the file holds: restart the gateway to change {', '.join(stays)}", file=sys.stderr)
+        return EXIT_NEEDS_RESTART
     return 0
 
 

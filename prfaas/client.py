@@ -54,7 +54,11 @@ async def complete(
     timeout = aiohttp.ClientTimeout(total=STREAM_TIMEOUT_S)
     try:
         async with session.post(
-            f"{api_url}/v1/completions", json=body, headers={"x-request-id": request_id, **headers}, timeout=timeout
+            f"{api_url}/v1/completions",
+            json=body,
+            headers={"x-request-id": request_id, **headers},
+            timeout=timeout,
+            allow_redirects=False,  # keys and prompts are for this gateway
         ) as answer:
             if answer.status != 200:
                 raise RequestFailed(

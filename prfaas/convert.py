@@ -58,9 +58,9 @@ class Asked:
 
 async def convert(wish: Wish, gateway_file: Path, say: Say) -> bool:
     """Whether the node holds the role now. Raises ConversionError."""
-    async with _agents(gateway_file) as agents:
-        nodes = [node for node in await asyncio.gather(*map(_ask, agents)) if isinstance(node, Asked)]
-        node = _meant(wish, nodes, [agent.address for agent in agents])
+    async with agents_of(gateway_file) as agents:
+        nodes = await answering(agents)
+        node = meant(wish.node, nodes, agents)
         _check(wish, node, nodes)
         try:
             return await _carry_out(wish, node, say)
@@ -70,7 +70,8 @@ async def convert(wish: Wish, gateway_file: Path, say: Say) -> bool:
 
 
 @asynccontextmanager
-async def _agents(gateway_file: Path) -> AsyncIterator[Sequence[AgentClient]]:
+async def agents_of(gateway_file: Path) -> AsyncIterator[Sequence[AgentClient]]:
+    """Those that a gateway's file names. Raises ConversionError."""
     try:
         config = load(gateway_file)
     except ConfigError as error:
@@ -82,6 +83,11 @@ async def _agents(gateway_file: Path) -> AsyncIterator[Sequence[AgentClient]]:
         yield agents
 
 
+async def answering(agents: Sequence[AgentClient]) -> list[Asked]:
+    """The nodes that answer."""
+    return [node for node in await asyncio.gather(*map(_ask, agents)) if isinstance(node, Asked)]
+
+
 async def _ask(agent: AgentClient) -> Asked | NodeError:
     try:
         return Asked(agent, *await agent.describe())
@@ -89,14 +95,15 @@ async def _ask(agent: AgentClient) -> Asked | NodeError:
         return error
 
 
-def _meant(wish: Wish, nodes: Sequence[Asked], addresses: Sequence[str]) -> Asked:
+def meant(name: str, nodes: Sequence[Asked], agents: Sequence[AgentClient]) -> Asked:
+    """The node of that id, or of that address of an agent. Raises ConversionError."""
     for node in nodes:
-        if wish.node in (node.info.node_id, node.agent.address):
+        if name in (node.info.node_id, node.agent.address):
             return node
-    if wish.node in addresses:
-        raise ConversionError(f"{wish.node} does not answer")
+    if name in [agent.address for agent in agents]:
+        raise ConversionError(f"{name} does not answer")
     known = ", ".join(sorted(node.info.node_id for node in nodes)) or "none"
-    raise ConversionError(f"{wish.node}: there is no such node, or it does not answer; those that do: {known}")
+    raise ConversionError(f"{name}: there is no such node, or it does not answer; those that do: {known}")
 
 
 def _check(wish: Wish, node: Asked, nodes: Sequence[Asked]) -> None:

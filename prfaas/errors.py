@@ -3,7 +3,7 @@
 PrfaasError            printed without a traceback
 ├── TopologyError      the topology file is wrong: names the key, the value and what is allowed
 ├── CertificateError   certificates cannot be made there
-├── ConversionError    a node cannot be asked to change its role, or should not be
+├── ConversionError    a node cannot be asked to change its role or to drain, or should not be
 ├── AskError           no gateway answers there, or it refuses
 ├── KeyNameError       no tenant can have that name
 ├── InitError          the answers make no system, or its files cannot be written

@@ -57,10 +57,11 @@ def _read(file: str) -> bytes:
 
 
 def _served(gateway: Gateway) -> str:
-    models = gateway.get("/v1/models")["data"]
-    if not models:
+    # Operators' keys open operators' pages alone, which may have a port of their own.
+    model = gateway.get("/prfaas/console")["model"]
+    if not model:
         raise AskError("the gateway serves no model yet; --model names one")
-    return str(models[0]["id"])
+    return str(model)
 
 
 def show(found: Mapping[str, Any], console: Console) -> None:

@@ -150,7 +150,7 @@ WHAT_STATES_MEAN: Final = {
     "ready": (Level.OK, ""),
     "starting": (Level.WARNING, "its engine is not up yet; ask again"),
     "converting": (Level.WARNING, "it is changing its role and takes nothing meanwhile; ask again"),
-    "draining": (Level.WARNING, "it is about to end"),
+    "draining": (Level.WARNING, "it is about to end, or was drained: prfaas drain --node NODE --undo"),
     "engine_down": (Level.ERROR, "its engine has died and is started again; the engine's log in its run_dir says why"),
     "engine_silent": (Level.ERROR, "its engine runs and answers nobody: stopped, or stuck; the agent's log says which"),
 }
@@ -177,8 +177,26 @@ def _about_roles(nodes: Sequence[Described]) -> Iterator[Finding]:
             "no decode node answers: nothing can be served",
             'role = "decode" for one of a pd cluster',
         )
+    elif idle := _none_serves(nodes, "decode"):
+        yield Finding(
+            Level.ERROR,
+            "roles",
+            f"no decode node is ready ({idle}): every request is refused (no_decode_node)",
+            "a node that is draining takes requests again by prfaas drain --node NODE --undo",
+        )
     if not any(node.info.role == "prefill" for node in nodes):
         yield Finding(Level.WARNING, "roles", "no prefill node answers: decode nodes compute every prompt themselves")
+    elif idle := _none_serves(nodes, "prefill"):
+        what = f"no prefill node is ready ({idle}): decode nodes compute every prompt themselves"
+        yield Finding(Level.WARNING, "roles", what)
+
+
+def _none_serves(nodes: Sequence[Described], role: str) -> str:
+    """The states of the nodes of a role, where none of them serves; "" where one does, or may for all that is known here."""
+    infos = [node.info for node in nodes if node.info.role == role]
+    if any(info.state == "ready" or info.state not in WHAT_STATES_MEAN for info in infos):
+        return ""
+    return ", ".join(f"{info.node_id} {info.state}" for info in infos)
 
 
 def _about_models(nodes: Sequence[Described]) -> Iterator[Finding]:
@@ -213,8 +231,9 @@ def _about_versions(nodes: Sequence[Described], own: str) -> Iterator[Finding]:
     for node in nodes:
         version = node.info.version or "unknown"
         if version != own:
+            other = " (other code of the same version)" if version.partition("+")[0] == own.partition("+")[0] else ""
             yield Finding(
-                Level.WARNING, node.info.node_id, f"runs version {version}, this is {own}", "upgrade one of them"
+                Level.WARNING, node.info.node_id, f"runs version {version}, this is {own}{other}", "upgrade one of them"
             )
 
 

@@ -3,6 +3,7 @@
 On one machine that is one file, for `prfaas up`; on several, one for each process, and START.md, which says what to run where.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -202,6 +203,15 @@ def _ports(site: Site, node: Member) -> Mapping[str, tuple[int, str]]:
     return PORTS
 
 
+def _links(nodes: Sequence[Member]) -> list[str]:
+    """Those that are missed, where they are dead from the start."""
+    sources, destinations = (
+        dict.fromkeys(node.cluster for node in nodes if node.kind == kind) for kind in ("prfaas", "pd")
+    )
+    links = [f"{source}:{destination}" for source in sources for destination in destinations]
+    return [f"links = {json.dumps(links)}  # missed where no node of theirs answers"] if links else []
+
+
 def _gateway_file(site: Site, nodes: Sequence[Member], key_digest: str) -> str:
     lines = [
         f"# The gateway: on {site.gateway}, run `prfaas gateway -c gateway.toml`.",
@@ -215,6 +225,7 @@ def _gateway_file(site: Site, nodes: Sequence[Member], key_digest: str) -> str:
             "threshold_tokens", 2048, "longer uncached prompts go to the PrfaaS cluster; prfaas-plan solve finds yours"
         ),
         *(_identity(GATEWAY_NAME) if site.tls else []),
+        *_links(nodes),
     ]
     if key_digest:
         lines += [

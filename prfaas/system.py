@@ -8,7 +8,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -193,6 +193,7 @@ class System:
             "tokenizer_dir": str(self.topology.tokenizer_dir),
             "served_model": self.topology.model.served_name,
             **self._followed_plan(),
+            **_links(self.topology.nodes),
             **self.topology.gateway,
             "nodes": [_agent(node) for node in self.nodes.values()],
         }
@@ -369,6 +370,15 @@ def _agent(node: Node) -> Mapping[str, str]:
     """How the gateway finds a node; with mutual TLS, its certificate must carry its id."""
     name = {"name": node.config.node_id} if node.config.certificate else {}
     return {"agent": node.agent_address, **name}
+
+
+def _links(nodes: Sequence[NodeConfig]) -> Mapping[str, Any]:
+    """Every link that there should be, so that one that is dead from the start is missed."""
+    sources, destinations = (
+        dict.fromkeys(node.cluster for node in nodes if node.cluster_kind == kind) for kind in ("prfaas", "pd")
+    )
+    links = [f"{source}:{destination}" for source in sources for destination in destinations]
+    return {"links": links} if links else {}
 
 
 async def _nodes_ready(session: aiohttp.ClientSession, api_url: str) -> int:

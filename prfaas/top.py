@@ -124,7 +124,7 @@ def _level(status: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _breaker(senders: Sequence[Mapping[str, Any]]) -> str:
-    for state in ("open", "half_open"):
+    for state in ("open", "half_open", "unheard"):
         if number := sum(each["breaker"] == state for each in senders):
             return f"{state} ({number} of {len(senders)})"
     return "closed" if senders else "no sender"

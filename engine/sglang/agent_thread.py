@@ -105,6 +105,7 @@ class AgentThread:
             rooms=self._rooms,
             on_welcome=lambda welcome: None,
             on_drain=lambda: log.info("the agent drains: what runs is finished"),
+            on_resume=lambda: log.info("the agent takes requests again"),
         )
         keeping_up = asyncio.create_task(self.link.run())
         self._started.set()

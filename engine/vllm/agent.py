@@ -188,6 +188,7 @@ class AgentThread:
             takes_media=self._takes_media,
             on_welcome=self._welcome,
             on_drain=lambda: log.info("the agent drains: what runs is finished"),
+            on_resume=lambda: log.info("the agent takes requests again"),
             on_lost=self._release_all,
         )
         running = asyncio.create_task(self._link.run())

@@ -22,7 +22,7 @@ export function carried(link) {
 
 export function breaker(link) {
   const states = link.senders.map((each) => each.breaker);
-  for (const worst of ["open", "half_open"]) {
+  for (const worst of ["open", "half_open", "unheard"]) {
     const count = states.filter((state) => state === worst).length;
     if (count) return count === states.length ? worst.replace("_", " ") : `${count} of ${states.length} ${worst.replace("_", " ")}`;
   }

@@ -273,7 +273,7 @@ class _Prefills:
             choice = self._place.prefill(request, [node], side.lenders(self._policy), placement, cost)
         compute_s = cost.prefill_s(node, request.num_tokens, choice.cached_tokens)
         link_bytes = bytes_to_send(request, self._decode) if side.link is not None else 0.0
-        transfer_s = side.link.arrives_s(link_bytes) if side.link is not None and link_bytes else 0.0
+        transfer_s = side.link.of(node.node_id).arrives_s(link_bytes) if side.link is not None and link_bytes else 0.0
         return PrefillCandidate(
             node=node.node_id,
             cluster=node.cluster,
@@ -303,6 +303,9 @@ class _Prefills:
                 return (
                     f"first token in {_seconds(mine)}, price of computing included; {chosen.node} in {_seconds(best)}"
                 )
+            if node.transfer_s > chosen.transfer_s + SLOWEST:
+                mine_s, best_s = _seconds(node.transfer_s), _seconds(chosen.transfer_s)
+                return f"its own line would have it there in {mine_s}, that of {chosen.node} in {best_s}"
             return f"no sooner than {chosen.node}"
         if chosen.kind is node.kind is ClusterKind.PRFAAS:
             return f"{chosen.cluster} is done sooner, its link included"
@@ -355,13 +358,22 @@ HANDED_OVER: Final[Mapping[Reason, str]] = MappingProxyType(
     }
 )
 
+# A long prompt that the link's pressure would have kept at home, if home were sooner.
+LATER_AT_HOME: Final = (
+    "{compared} {what} are above the threshold of {threshold}, and the link from {away} is busy, "
+    "but home would be later still: prefill goes to {away}"
+)
+
 
 def _in_words(
     route: Route, compared: int, request: RouteRequest, local: Side, remote: Side, policy: RoutingPolicy
 ) -> str:
     threshold = policy.threshold_tokens
     words = WORDS if route.prefill_node is None else {**WORDS, **HANDED_OVER}
-    told = words[route.reason].format(
+    sentence = words[route.reason]
+    if route.reason is Reason.LONG and compared <= route.threshold_tokens and threshold < route.threshold_tokens:
+        sentence = LATER_AT_HOME
+    told = sentence.format(
         compared=compared,
         what="tokens, cached or not," if policy.by_total_length else "tokens to compute at home",
         threshold=_tokens(threshold),

@@ -2,7 +2,8 @@
 
 A plan has no end: whoever follows one keeps it until a newer one comes, whatever becomes of the service that made it. A plan of
 an earlier term, or of an earlier version, than the one that is followed is stale and refused: a leader begins with the plans of
-the one before, so no later term has an earlier version.
+the one before, so no later term has an earlier version. Two services that do not share a directory may both lead in a term: the
+random ids of leaders order them, for gateways and for the services themselves, so that one of the two gives way.
 """
 
 from collections.abc import Mapping
@@ -53,7 +54,8 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LivePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan. `term` counts the leaders that there were; `made_at` is seconds since the epoch; `gain` is relative, in Λ."""
+    """A plan. `term` counts the leaders that there were, `leader` is the random id of its own ("" in an earlier release);
+    `made_at` is seconds since the epoch; `gain` is relative, in Λ."""
 
     version: int
     term: int
@@ -64,10 +66,16 @@ class LivePlan(msgspec.Struct, frozen=True, kw_only=True):
     by: str = "controller"
     mode: Mode = Mode.ADVISORY
     seen: Seen = Seen()
+    leader: str = ""
+
+    @property
+    def rank(self) -> tuple[int, str]:
+        """Of two leaders, the one of the higher rank is followed."""
+        return self.term, self.leader
 
     @property
     def place(self) -> tuple[int, int]:
-        """Term and version: where it stands among all plans."""
+        """Term and version: where it stands among all plans of a leader and its forerunners."""
         return self.term, self.version
 
 
@@ -75,6 +83,7 @@ class Refusal(StrEnum):
     """Why a plan is not followed."""
 
     STALE_TERM = "stale_term"
+    STALE_LEADER = "stale_leader"  # of the same term, and another one goes before it
     STALE_VERSION = "stale_version"
     NOT_APPLIED = "not_applied"
 
@@ -87,4 +96,6 @@ def refusal_of(offered: LivePlan, followed: LivePlan | None) -> Refusal | None:
         return None
     if offered.term < followed.term:
         return Refusal.STALE_TERM
+    if offered.rank < followed.rank:
+        return Refusal.STALE_LEADER
     return Refusal.STALE_VERSION if offered.version < followed.version else None

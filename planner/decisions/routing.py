@@ -19,6 +19,7 @@ import msgspec
 from msgspec import structs
 
 from planner.decisions.arrivals import bytes_to_send, sending_of
+from planner.decisions.lines import soonest_senders
 from planner.decisions.placement import (
     PLACERS,
     PlacementPolicy,
@@ -318,6 +319,12 @@ class Side:
         self.link = link
         self._holders: list[NodeView] | None = None
 
+    def only(self, prefill: list[NodeView], link: LinkView) -> Self:
+        """The same with fewer prefill nodes, over `link`; those left out still hand over prefixes."""
+        side = type(self)(prefill, self.decodes, self.cluster, link)
+        side._holders = self.holders() if len(prefill) < len(self.prefill) else None
+        return side
+
     def holders(self) -> list[NodeView]:
         if self._holders is None:
             self._holders = self.prefill + [node for node in self.decodes if node.cluster == self.cluster]
@@ -363,7 +370,9 @@ def best_remote(
             if nodes is not None and (link.cut_off or link.lost):
                 nodes = [node for node in nodes if link.carries(node.node_id, decode.node_id)]
             if nodes and nodes[0].kind is ClusterKind.PRFAAS:
-                reachable.append(Side(nodes, decodes, link.source, link))
+                side = Side(nodes, decodes, link.source, link)
+                own = soonest_senders(link, nodes, request, decode, cost) if link.senders else None
+                reachable.append(side.only(*own) if own else side)
     if len(reachable) == 1:
         return reachable[0]
     if reachable:

@@ -90,7 +90,8 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     bytes, coded over plain, while the link is what transfers wait for: below 1 where that has been seen to gain. A `drained`
     link is not up because somebody wants nothing new on it. `cut_off`
     names senders that cannot use the link although others can, `lost` those (sender, receiver) that have no connection
-    although the sender has others.
+    although the sender has others. `senders` are the same for each sender alone, by name, where each has a budget that no
+    other one can use: what one of them sends leaves at its own rate, behind what is its own. Empty: the link is theirs together.
     """
 
     source: str
@@ -110,6 +111,7 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     min_rtt_s: float = 0.0
     estimate_error: float = 0.0
     coded_ratio: float = 1.0
+    senders: tuple[tuple[str, "LinkView"], ...] = ()
 
     @property
     def rate_bytes_per_s(self) -> float | None:
@@ -132,6 +134,10 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def rtt_inflation(self) -> float:
         """Round trip over the smallest one of late; 1 = no queue."""
         return max(1.0, self.rtt_s / self.min_rtt_s) if self.min_rtt_s else 1.0
+
+    def of(self, sender: str) -> "LinkView":
+        """The link as that sender has it."""
+        return next((own for name, own in self.senders if name == sender), self)
 
     def carries(self, sender: str, receiver: str) -> bool:
         """Whether anything of that sender's gets to that receiver, as long as the link is up."""

@@ -1,6 +1,7 @@
 """The service's HTTP face.
 
-    GET  /plan?term=T&after=V&wait_s=S   the plan in force as soon as it is another one than T, V; 204: it still is that one
+    GET  /plan?term=T&after=V&leader=L&wait_s=S   the plan in force as soon as it is another one than T, V of L (any leader's
+                                         without an L); 204: it still is that one
     GET  /status, /history?limit=N, /health
     POST /apply {"version": V}, /rollback, /pause, /resume     with a JSON body that may say who asks: {"by": "ann"}
 
@@ -81,7 +82,7 @@ class Pages:
             return _error(503, f"{MAX_WAITING} others wait already")
         self._waiting += 1
         try:
-            plan = await self._keeper.next_plan(place, wait_s)
+            plan = await self._keeper.next_plan(place, wait_s, http.query.get("leader"))
         finally:
             self._waiting -= 1
         return web.Response(status=204) if plan is None else _json(plan)
@@ -94,7 +95,7 @@ class Pages:
         return _json(await self._keeper.history(limit))
 
     async def _health(self, http: web.Request) -> web.Response:
-        return _json({"status": "ok", "term": self._keeper.ledger.term})
+        return _json({"status": "ok", "term": self._keeper.ledger.term, "leader": self._keeper.ledger.leader})
 
     def _changing(self, change: Callable[[Asked], Awaitable[None]]) -> Handler:
         async def answer(http: web.Request) -> web.Response:

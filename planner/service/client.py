@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
-from urllib.request import Request, urlopen
+from urllib.request import Request
 
 import msgspec
 
 from planner.errors import InputError, Refused
 from planner.service.status import Status
 from planner.solve.ledger import Entry
+from transport.control.asking import answer_to
 
 TIMEOUT_S: Final = 10.0
 
@@ -49,9 +50,7 @@ class PlanClient:
         data = None if body is None else json.dumps(body).encode()
         request = Request(f"{self._url}{path}", data, self._headers)
         try:
-            with urlopen(request, timeout=TIMEOUT_S) as answer:
-                found: bytes = answer.read()
-                return found
+            return answer_to(request, TIMEOUT_S)
         except HTTPError as exc:
             raise self._refusal(exc) from exc
         except InvalidURL as exc:
@@ -68,7 +67,7 @@ class PlanClient:
         except (ValueError, KeyError, TypeError, OSError, HTTPException):
             text = None
         if not isinstance(text, str):
-            return InputError(f"{self._url} does not answer as a plan service does: status {exc.code}")
+            return InputError(f"{self._url} does not answer as a plan service does: {exc.code} {exc.reason}")
         if exc.code == HTTPStatus.CONFLICT:
             return Refused(text)
         return InputError(f"the plan service at {self._url}: {text}")

@@ -74,6 +74,7 @@ class Keeper:
         ledger = self.ledger
         return Status(
             term=ledger.term,
+            leader=ledger.leader,
             mode=self._config.mode,
             paused=ledger.paused,
             superseded=self.superseded,
@@ -88,11 +89,11 @@ class Keeper:
             failures=dict(self.failures),
         )
 
-    async def next_plan(self, place: tuple[int, int], wait_s: float) -> LivePlan | None:
-        """The plan in force, as soon as it is another one than that at `place`; None: it was not in time."""
+    async def next_plan(self, place: tuple[int, int], wait_s: float, leader: str | None = None) -> LivePlan | None:
+        """The plan in force, as soon as it is another one than that at `place` of `leader` (None: of any); None: too late."""
         try:
             async with asyncio.timeout(wait_s):
-                while (plan := self.ledger.in_force) is None or plan.place == place:
+                while (plan := self.ledger.in_force) is None or (plan.place == place and leader in (None, plan.leader)):
                     await self._changed.wait()
                 return plan
         except TimeoutError:
@@ -124,7 +125,7 @@ class Keeper:
         """Raises Refused, and OSError when it cannot be written down: then nothing has changed."""
         async with self._one_change:
             if self.superseded:
-                raise Refused("another service leads: gateways follow a plan of a later term")
+                raise Refused("another service leads: gateways follow a plan of a later term or leader")
             ledger, entry = step(self.ledger)
             if ledger == self.ledger and entry is None:
                 return
@@ -168,13 +169,19 @@ class Keeper:
 
     async def _heed(self, loads: list[GatewayLoad]) -> None:
         """What gateways follow already: it may be later than anything that is known here."""
-        followed = max((load.follows for load in loads if load.follows), key=lambda plan: plan.place, default=None)
-        if followed is not None and self.ledger.last_version == 0:
+        plans = [load.follows for load in loads if load.follows]
+        followed = max(plans, key=lambda plan: (plan.rank, plan.version), default=None)
+        # One with less memory, or that goes before the leader of a plan of a later version, would be refused as stale for ever.
+        if followed is not None and (self.ledger.last_version == 0 or followed.rank < self.ledger.rank):
             await self._change(lambda ledger: ledger.adopted(followed, self._wall(), ITSELF))
         was = self.superseded
-        self.superseded = followed is not None and followed.term > self.ledger.term
-        if self.superseded and not was:
-            log.error("gateways follow a plan of a later term: another service leads, this one changes nothing")
+        self.superseded = followed is not None and followed.rank > self.ledger.rank
+        if followed is not None and self.superseded and not was:
+            log.error(
+                "gateways follow a plan of term %d of leader %s, this is term %d of leader %s: another service leads, "
+                "this one changes nothing",
+                *followed.rank, *self.ledger.rank,
+            )  # fmt: skip
         if not self.superseded and (found := self._readings.found()) is not None:
             await self._change(lambda ledger: (ledger.observed(found), None))
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import secrets
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -57,7 +58,7 @@ async def leading(
                 await asyncio.sleep(STANDBY_S)
         store = Store(config.state_dir, config.log_bytes)
         before = store.read()
-        ledger, entry = before.led(before.term + 1, _wall(), "controller")
+        ledger, entry = before.led(before.term + 1, _wall(), "controller", secrets.token_hex(8))
         try:
             store.write(ledger, entry)
         except OSError as exc:

@@ -11,8 +11,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """How things stand. `found` is what gateways did before any plan; `diagnosis` what the last look at the system came to.
 
     `gateways` says of each what its last answer came to: the version that it follows, or why there was none. `superseded` is
-    set while gateways follow a plan of a later term: another service leads, and this one changes nothing. `failures` counts
-    errors that nobody foresaw, by what was being done; each is in the log.
+    set while gateways follow a plan of a later term, or of a leader that goes before this one, which then changes nothing.
+    `failures` counts errors that nobody foresaw, by what was being done; each is in the log.
     """
 
     term: int
@@ -28,3 +28,4 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     gateways: Mapping[str, str]
     polls_failed: Mapping[str, int]
     failures: Mapping[str, int]
+    leader: str = ""

@@ -103,10 +103,12 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """All that must be remembered. `found` is what gateways did before any plan, `back_to` the settings before, oldest first.
 
-    `conversions` says of each node that the plan in force places what became of it: PENDING, DONE, or why not.
+    `conversions` says of each node that the plan in force places what became of it: PENDING, DONE, or why not. `leader` is the
+    random id of the leader of `term`.
     """
 
     term: int = 0
+    leader: str = ""
     last_version: int = 0
     in_force: LivePlan | None = None
     proposal: LivePlan | None = None
@@ -123,15 +125,21 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
 
     # Who leads
 
-    def led(self, term: int, at: float, by: str) -> tuple["Ledger", Entry]:
+    @property
+    def rank(self) -> tuple[int, str]:
+        """As `LivePlan.rank`."""
+        return self.term, self.leader
+
+    def led(self, term: int, at: float, by: str, leader: str = "") -> tuple["Ledger", Entry]:
         """A leader of a later term goes on with what is in force. Raises Refused for a term that has been."""
         if term <= self.term:
             raise Refused(f"term {term} is over: it is {self.term}")
         ledger = replace(
             self,
             term=term,
-            in_force=_of_term(self.in_force, term),
-            proposal=_of_term(self.proposal, term),
+            leader=leader,
+            in_force=_of_leader(self.in_force, term, leader),
+            proposal=_of_leader(self.proposal, term, leader),
         )
         return ledger, self._entry(at, Change.LED, by, term=term)
 
@@ -139,7 +147,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         """Goes on with a plan that a gateway follows, if it is later than all that are remembered."""
         if plan.version <= self.last_version:
             return self, None
-        ours = replace(plan, term=max(self.term, plan.term + 1))
+        ours = replace(plan, term=max(self.term, plan.term + 1), leader=self.leader)
         ledger = replace(self, term=ours.term, last_version=ours.version, in_force=ours, proposal=None, changed_at=at)
         return ledger, ledger._entry(at, Change.ADOPTED, by, plan=ours, before=self.setting)
 
@@ -160,7 +168,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
             return self, None
         plan = LivePlan(
             version=self.last_version + 1, term=self.term, made_at=at, setting=setting, reason=draft.reason,
-            gain=draft.gain, seen=draft.seen,
+            gain=draft.gain, seen=draft.seen, leader=self.leader,
         )  # fmt: skip
         ledger = replace(self, last_version=plan.version, proposal=plan)
         return ledger, ledger._entry(at, Change.PROPOSED, plan.by, plan=plan, before=self.setting)
@@ -185,7 +193,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
             raise Refused("there is no proposal to apply")
         if version is not None and version != self.proposal.version:
             raise Refused(f"version {version} is not proposed; the proposal is version {self.proposal.version}")
-        plan = replace(self.proposal, mode=Mode.APPLIED, by=by, term=self.term)
+        plan = replace(self.proposal, mode=Mode.APPLIED, by=by, term=self.term, leader=self.leader)
         ledger = replace(
             self, in_force=plan, proposal=None, conversions=self._conversions_for(plan), changed_at=at,
             back_to=self._with_way_back(plan),
@@ -199,7 +207,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         *earlier, setting = self.back_to
         plan = LivePlan(
             version=self.last_version + 1, term=self.term, made_at=at, setting=setting, by=by, mode=Mode.APPLIED,
-            reason=f"rollback of version {self.in_force.version}",
+            reason=f"rollback of version {self.in_force.version}", leader=self.leader,
         )  # fmt: skip
         ledger = replace(
             self, last_version=plan.version, in_force=plan, proposal=None, back_to=tuple(earlier), paused=True,
@@ -269,8 +277,8 @@ def held(setting: Setting, conversions: Mapping[str, str]) -> Setting:
     return replace(setting, roles=roles)
 
 
-def _of_term(plan: LivePlan | None, term: int) -> LivePlan | None:
-    return None if plan is None else replace(plan, term=term)
+def _of_leader(plan: LivePlan | None, term: int, leader: str) -> LivePlan | None:
+    return None if plan is None else replace(plan, term=term, leader=leader)
 
 
 def _newest(kept: tuple[Setting, ...]) -> tuple[Setting, ...]:

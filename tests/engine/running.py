@@ -87,6 +87,7 @@ async def running(engine: Engine, agent: MiniAgent | None = None, **limits: int)
             http_url=url,
             on_welcome=lambda welcome: thread.set_chunk_tokens(welcome.chunk_tokens),
             on_drain=lambda: None,
+            on_resume=lambda: None,
         )
         link_task = loop.create_task(service.link.run())
         assert await service.link.wait_connected(PATIENCE_S)

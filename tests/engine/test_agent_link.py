@@ -30,6 +30,7 @@ async def linked(agent: MiniAgent, **options):
             "http_url": "http://here",
             "on_welcome": lambda welcome: None,
             "on_drain": lambda: drains.append(True),
+            "on_resume": lambda: drains.append(False),
             **options,
         },
     )

@@ -12,6 +12,7 @@ from gateway.node import Node, Work
 from planner.decisions.views import LinkView
 from tests.gateway.test_bookings import node_of
 from tests.gateway.worlds import World, on_loop, until, world
+from transport.control.proto import node_pb2 as pb
 
 GB = 1e9
 LONG = "the quick brown fox jumps over the lazy dog " * 40
@@ -222,3 +223,98 @@ async def test_a_sender_without_probes_is_not_left_out_for_ever() -> None:
         await until(lambda: w.gateway.links.views()[0].up)
         (route,) = await routes(w, 1)
         assert route.startswith("remote;")
+
+
+def status_of(links: Links) -> dict[str, object]:
+    (status,) = links.status()
+    return {"up": status.up, "drained": status.drained, "senders": dict(status.senders)}
+
+
+def test_a_link_whose_senders_have_all_fallen_silent_is_still_there_and_dead():
+    r0, r1, d0 = sender("r0", WEST), sender("r1", WEST), node_of("d0", role="decode")
+    links = Links([r0, r1, d0], lambda: 0.0)
+    r1.connected = False
+    assert status_of(links) == {"up": True, "drained": False, "senders": {"r0": "closed", "r1": "unheard"}}
+    r0.connected = False
+    assert status_of(links) == {"up": False, "drained": False, "senders": {"r0": "unheard", "r1": "unheard"}}
+    d0.connected = False
+    assert len(links.status()) == 1
+    r0.connected = d0.connected = True
+    assert status_of(links)["up"]
+
+
+def test_a_link_that_is_configured_is_missed_before_anybody_of_it_is_heard_of():
+    d0 = node_of("d0", role="decode")
+    links = Links([d0], lambda: 0.0, expected=[("east", "west")])
+    assert status_of(links) == {"up": False, "drained": False, "senders": {}}
+    links.drain(frozenset({("east", "west")}))
+    assert status_of(links) == {"up": False, "drained": True, "senders": {}}
+
+
+@on_loop
+async def test_a_dead_link_is_told_to_operators_and_long_prompts_stay_at_home() -> None:
+    async with world(remote=1, links=("east:west", "north:west")) as w:
+        assert 'prfaas_link_up{destination="west",source="east"} 1.0' in await w.metrics()
+        assert 'prfaas_link_up{destination="west",source="north"} 0.0' in await w.metrics()
+        (node,) = w.nodes.remote
+        await node.stop_agent()
+        await until(lambda: any(not each.up for each in w.gateway.links.status() if each.source == "east"))
+        page = await w.metrics()
+        assert 'prfaas_link_up{destination="west",source="east"} 0.0' in page
+        assert 'prfaas_link_senders{destination="west",source="east",state="unheard"} 1.0' in page
+        async with w.http.get("/prfaas/links") as answer:
+            shown = {each["source"]: each["up"] for each in (await answer.json())["data"]}
+        assert shown == {"east": False, "north": False}
+        async with w.http.get("/prfaas/console") as answer:
+            assert [link["status"]["up"] for link in (await answer.json())["links"]] == [False, False]
+        assert (await w.complete(LONG)).headers["x-prfaas-route"].startswith(("local;", "decode;"))
+
+
+def budgeted(name: str, *links: LinkLoad, **budgets: float) -> Node:
+    node = sender(name)
+    node.load = NodeLoad(links=links, budgets={"": 0.0, **budgets})
+    return node
+
+
+def test_a_budget_counts_once_for_each_sender_of_the_line_and_silent_ones_count():
+    full = replace(WEST, available_bytes_per_s=GB, budget_bytes_per_s=GB, own_budget_bytes_per_s=GB, utilisation=1.0)
+    nodes = [budgeted("r0", full, west=GB), budgeted("r1", west=GB), budgeted("r2", west=2 * GB)]
+    line = line_of(*nodes)
+    assert (line.budget_bytes_per_s, line.utilisation) == (4 * GB, 0.25)
+    assert {name: own.budget_bytes_per_s for name, own in line.senders} == {"r0": GB, "r1": GB, "r2": 2 * GB}
+    assert [own.utilisation for _, own in line.senders] == [1.0, 0.0, 0.0]
+    unlimited = line_of(*nodes, budgeted("r3"))
+    assert (unlimited.budget_bytes_per_s, unlimited.senders) == (None, ())
+
+
+def test_shares_of_a_moment_are_not_the_lines_budget():
+    def part(share: float, utilisation: float) -> LinkLoad:
+        return replace(
+            WEST,
+            available_bytes_per_s=share,
+            budget_bytes_per_s=share,
+            own_budget_bytes_per_s=GB,
+            utilisation=utilisation,
+        )
+
+    nodes = [budgeted("r0", part(1.75 * GB, 1.0), west=GB), budgeted("r1", part(0.25 * GB, 0.0), west=GB)]
+    links = Links([*nodes, node_of("d0", role="decode")], lambda: 0.0, is_budget_shared=True)
+    (line,) = links.views()
+    assert (line.budget_bytes_per_s, line.available_bytes_per_s, line.senders) == (2 * GB, 2 * GB, ())
+    assert line.utilisation == 0.5
+
+
+@on_loop
+async def test_of_two_senders_with_budgets_of_their_own_the_idle_one_sends() -> None:
+    async with world(remote=2, local=1) as w:
+        busy, idle = w.nodes.remote
+        for node, queued in ((busy, 40_000_000_000), (idle, 0)):
+            link = pb.Link(
+                peer="west", available_bytes_per_s=1e9, budget_bytes_per_s=1e9, own_budget_bytes_per_s=1e9,
+                queued_bytes=queued, utilisation=bool(queued), congested=bool(queued),
+            )  # fmt: skip
+            node.load = pb.Load(links=[link], budgets={"west": 1e9})
+        await until(lambda: w.gateway.links.views()[0].queued_bytes > 0)
+        answers = [await w.complete(f"{number} {LONG}") for number in range(4)]
+        assert {answer.headers["x-prfaas-route"].partition(";")[0] for answer in answers} == {"remote"}
+        assert {record["prefill_node"] for record in await w.records()} == {idle.node_id}

@@ -1,12 +1,15 @@
 """Commands that ask a gateway, at addresses where there is none."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 from prfaas.cli import main
+from tests.gateway.worlds import on_loop, world
 
 
 class Page(BaseHTTPRequestHandler):
@@ -54,3 +57,18 @@ def test_a_link_has_two_ends(capsys: pytest.CaptureFixture[str]) -> None:
         main(["flows", "--once", "--link", "east"])
     assert ended.value.code == 2
     assert "'east': must be FROM:TO" in capsys.readouterr().err
+
+
+@on_loop
+async def test_a_reload_of_what_needs_a_restart_is_told_by_its_status(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wanted: dict[str, int] = {"max_waiting": 7}
+
+    async with world(read_again=lambda config: replace(config, **wanted)) as w:
+        for command in (["reload", "--dry-run"], ["reload"]):
+            assert await asyncio.to_thread(main, [*command, "-u", w.gateway.url]) == 0
+        wanted["workers"] = 2
+        for command in (["reload", "--dry-run"], ["reload"], ["reload", "--json"]):
+            assert await asyncio.to_thread(main, [*command, "-u", w.gateway.url]) == 3
+        assert "restart the gateway to change workers" in capsys.readouterr().err

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from prfaas.asking import Gateway
+from gateway.keys import TenantConfig, digest_of
+from prfaas.asking import KEY_VARIABLE, Gateway
 from prfaas.cli import main
 from prfaas.errors import AskError
 from prfaas.explain import Wish, ask, show
@@ -45,6 +46,16 @@ async def test_a_gateway_explains_bodies_prompts_and_lengths(tmp_path: Path) -> 
         assert "left out: d0 of west (decode): it is draining" in text
         with pytest.raises(AskError, match=r"says 400: .*does not exist|says 404"):
             await asked(prompt="hello", model="another")
+
+
+@on_loop
+async def test_an_operators_key_is_all_that_a_length_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "sk-operator")
+    tenants = {"acme": TenantConfig(keys=(digest_of("sk-acme"),))}
+    async with world(tenants=tenants, operator_keys=(digest_of("sk-operator"),)) as w:
+        for tenant in (None, "acme"):
+            found = await asyncio.to_thread(ask, Gateway(w.gateway.url), Wish(tokens=1000, tenant=tenant))
+            assert found["verdict"]["accepted"]
 
 
 def test_where_no_gateway_is_that_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -54,7 +54,10 @@ def test_a_gateway_without_decode_nodes_serves_nothing() -> None:
 
 
 def test_states_are_explained_and_those_of_later_versions_are_no_error() -> None:
-    assert [each.level for each in bad(with_decode(state="engine_down"))] == [Level.ERROR]
+    assert [each.about for each in bad(with_decode(state="engine_down")) if each.level is Level.ERROR] == [
+        "d0",
+        "roles",
+    ]
     assert [each.level for each in bad(with_decode(state="dreaming"))] == [Level.WARNING]
 
 
@@ -126,3 +129,25 @@ def test_links_to_other_clusters_say_what_they_have_carried() -> None:
     load = NodeLoad(links=(replace(link, congested=True),))
     (found,) = bad(replace(WELL, described=(replace(far, load=load), DECODE)))
     assert found.what.startswith("congested: 2.00% retransmitted")
+
+
+def test_a_system_whose_only_decode_node_is_drained_serves_nothing() -> None:
+    for state in ("draining", "starting", "converting", "engine_down", "engine_silent"):
+        found = bad(with_decode(state=state))
+        assert worst(found) is Level.ERROR
+        (roles,) = (each for each in found if each.about == "roles")
+        assert roles.what == f"no decode node is ready (d0 {state}): every request is refused (no_decode_node)"
+    other = replace(DECODE, info=replace(INFO, node_id="d1"))
+    drained = with_decode(state="draining")
+    assert worst(findings(replace(drained, described=(*drained.described, other)))) is Level.WARNING
+    prefill = replace(PREFILL, info=replace(PREFILL.info, state="draining"))
+    assert "no prefill node is ready (p0 draining)" in str(bad(replace(WELL, described=(prefill, DECODE))))
+
+
+def test_other_code_of_the_same_version_is_told() -> None:
+    (found,) = bad(replace(with_decode(version="1.0+1111111111"), version="1.0+2222222222", described=(
+        replace(PREFILL, info=replace(PREFILL.info, version="1.0+2222222222")),
+        replace(DECODE, info=replace(INFO, version="1.0+1111111111")),
+    )))  # fmt: skip
+    assert (found.level, found.about) == (Level.WARNING, "d0")
+    assert found.what == "runs version 1.0+1111111111, this is 1.0+2222222222 (other code of the same version)"

@@ -219,8 +219,12 @@ class Drain(Message, frozen=True, kw_only=True):
     """Agent to engine: finish what runs, refuse what is new."""
 
 
+class Resume(Message, frozen=True, kw_only=True):
+    """Agent to engine: take what is new again, after a Drain."""
+
+
 EngineMessage = Hello | BeginPrefill | LayerDone | StateDone | PrefillDone | EndJob | ClaimLanding | LoadReport
-AgentMessage = Welcome | JobPages | Refused | Delivered | Drain
+AgentMessage = Welcome | JobPages | Refused | Delivered | Drain | Resume
 
 _LENGTH_BYTES = 4
 _encoder = msgspec.msgpack.Encoder()

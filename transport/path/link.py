@@ -21,6 +21,8 @@ _APP_LIMITED_BIT: Final = 1
 
 SMOOTHING_S: Final = 0.3  # a change of the link shows within a second
 MIN_WINDOW_S: Final = 0.1  # of the goodput; two round trips (without a queue) where they are longer
+USE_WINDOW_S: Final = 10.0  # of the utilisation: several transfers, and the pauses between them
+USE_STEP_S: Final = 0.25
 INSTANT_S: Final = 0.025  # the window of what arrives just now: short, so that a link that narrows is met at once
 ESTIMATES_KEPT: Final = 20
 # As bbr has it: long enough for a busy link to be drained once or twice meanwhile, short enough for a route that changed.
@@ -87,6 +89,7 @@ class LinkState:
     congestion_control: str = ""
     available_bytes_per_s: float = 0.0  # what a busy sender gets, the budget's worth at most; 0 = not known yet
     goodput_bytes_per_s: float = 0.0  # acknowledged by the peer's kernel
+    sent_bytes_per_s: float = 0.0  # the same over USE_WINDOW_S, pauses included
     arriving_bytes_per_s: float = 0.0  # the same over the last instant: noisy
     in_flight_bytes: int = 0  # sent and not acknowledged, as far as not known to be lost
     budget_bytes_per_s: float = 0.0  # egress budget; 0 = none
@@ -101,8 +104,8 @@ class LinkState:
 
     @property
     def utilisation(self) -> float:
-        """Share of the available bandwidth in use, 0 to 1."""
-        return min(1.0, self.goodput_bytes_per_s / self.available_bytes_per_s) if self.available_bytes_per_s else 0.0
+        """Share of the available bandwidth, the budget at most, that was used over USE_WINDOW_S, 0 to 1."""
+        return min(1.0, self.sent_bytes_per_s / self.available_bytes_per_s) if self.available_bytes_per_s else 0.0
 
     @property
     def rtt_inflation(self) -> float:
@@ -151,6 +154,7 @@ def together(states: Sequence[LinkState]) -> LinkState:
         connections=sum(state.connections for state in states),
         available_bytes_per_s=_within(budget, max(line, goodput) if line else 0.0),
         goodput_bytes_per_s=goodput,
+        sent_bytes_per_s=sum(state.sent_bytes_per_s for state in states),
         arriving_bytes_per_s=sum(state.arriving_bytes_per_s for state in states),
         in_flight_bytes=sum(state.in_flight_bytes for state in states),
         budget_bytes_per_s=budget,
@@ -202,6 +206,7 @@ class LinkMonitor:
         self._last: dict[int, TcpInfo] = {}
         self._last_at: float | None = None
         self._acked: deque[tuple[float, int]] = deque()  # (when, bytes acknowledged so far)
+        self._used: deque[tuple[float, int]] = deque()  # the same, USE_STEP_S apart
         self._state = LinkState(peer=peer, at=0.0)
         self._min_rtt = MinRtt()
         self._line_bytes_per_s = 0.0  # what it could carry without a budget
@@ -252,6 +257,7 @@ class LinkMonitor:
             congestion_control=congestion_control,
             available_bytes_per_s=_within(budget_bytes_per_s, self._line_bytes_per_s),
             goodput_bytes_per_s=goodput,
+            sent_bytes_per_s=self._sent(old.bytes_total + max(0, acked), now),
             arriving_bytes_per_s=arriving,
             in_flight_bytes=sum(info.in_flight_bytes for info in infos.values()),
             budget_bytes_per_s=budget_bytes_per_s,
@@ -304,6 +310,15 @@ class LinkMonitor:
             (acked - before) / (now - since) if now > since else 0.0 for since, before in (self._acked[0], instant)
         )
         return goodput, arriving
+
+    def _sent(self, acked: int, now: float) -> float:
+        """Bytes per second over the last USE_WINDOW_S, as far as there are samples."""
+        if not self._used or now >= self._used[-1][0] + USE_STEP_S:
+            self._used.append((now, acked))
+        while len(self._used) > 2 and self._used[1][0] <= now - USE_WINDOW_S:
+            self._used.popleft()
+        since, before = self._used[0]
+        return (acked - before) / (now - since) if now > since else 0.0
 
     def _before(self, lane: int, name: str) -> int:
         info = self._last.get(lane)

@@ -77,6 +77,17 @@ def test_pressure_and_the_threshold_that_it_leaves_are_told():
     assert "or would be later than home" in explained(request(39_000), links=[link(utilisation=0.925)]).words
 
 
+@pytest.mark.parametrize("strained", [{"utilisation": 1.0}, {"utilisation": 0.925}])
+def test_a_busy_link_that_is_sooner_than_home_is_told_so(strained: dict[str, float]):
+    nodes = [prfaas(), pd_prefill(queue_s=60.0), pd_decode()]
+    found = explained(request(30_000), nodes, [link(**strained)])
+    assert found.route.target is Target.REMOTE
+    assert found.words == (
+        "30000 tokens to compute at home are above the threshold of 20000, and the link from east is busy, "
+        "but home would be later still: prefill goes to east"
+    )
+
+
 def test_just_at_the_threshold_the_draw_is_told():
     found = explained(request(20_000, tie=0.5), tie_share=0.25)
     assert found.words.endswith("(just at it, 25% of such requests stay, and this one drew 0.50)")

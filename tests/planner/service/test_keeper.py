@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from planner.decisions.offered import NodeSeen
-from planner.decisions.plan import LivePlan, Mode, Setting
+from planner.decisions.plan import LivePlan, Mode, Setting, refusal_of
 from planner.decisions.views import Role
 from planner.errors import Refused
 from planner.service.config import ApplyMode
@@ -291,3 +291,58 @@ async def test_nodes_that_change_places_do_so_in_the_order_that_leaves_every_rol
         await at.keeper.apply("ann")
         await until(lambda: at.keeper.ledger.conversions == {"n0": DONE, "n1": DONE})
         assert [name for name, *_ in at.nodes.asked] == ["n1", "n0"]
+
+
+@on_loop
+@pytest.mark.parametrize("first", ["a", "b"])
+async def test_of_two_services_with_a_memory_each_one_gives_way(tmp_path: Path, first: str) -> None:
+    second = "b" if first == "a" else "a"
+    async with (
+        fake_gateway() as gateway,
+        desk(tmp_path / first, gateway, first) as early,
+        desk(tmp_path / second, gateway, second) as late,
+    ):
+        await seen_enough(early)
+        await early.keeper.apply("ann")
+        await seen_enough(late)
+        await late.keeper.apply("bob")
+        ours, theirs = early.keeper.ledger.in_force, late.keeper.ledger.in_force
+        assert ours is not None
+        assert theirs is not None
+        assert ours.place == theirs.place
+        gateway.follows = ours if refusal_of(theirs, ours) is not None else theirs
+        for at in (early, late):
+            await at.look(LAW[:10])
+        leads = {at.keeper.ledger.leader: not at.keeper.superseded for at in (early, late)}
+        assert leads == {"a": False, "b": True}
+
+
+@on_loop
+async def test_a_leader_goes_on_from_the_later_version_of_one_that_gives_way(tmp_path: Path) -> None:
+    async with fake_gateway() as gateway, desk(tmp_path, gateway, "b") as at:
+        await seen_enough(at)
+        await at.keeper.apply("ann")
+        plan = at.keeper.ledger.in_force
+        assert plan is not None
+        gateway.follows = msgspec.structs.replace(
+            plan, leader="a", version=9, setting=Setting(threshold_tokens=9_000.0)
+        )
+        assert refusal_of(plan, gateway.follows) is not None
+        await at.look(LAW[:10])
+        followed = at.keeper.ledger.in_force
+        assert followed is not None
+        assert followed.setting == Setting(threshold_tokens=9_000.0)
+        assert refusal_of(followed, gateway.follows) is None
+        assert not at.keeper.superseded
+
+
+@on_loop
+async def test_a_plan_of_the_same_place_of_another_leader_is_news(tmp_path: Path) -> None:
+    async with fake_gateway() as gateway, desk(tmp_path, gateway, "b") as at:
+        await seen_enough(at)
+        await at.keeper.apply("ann")
+        plan = at.keeper.ledger.in_force
+        assert plan is not None
+        assert await at.keeper.next_plan(plan.place, PATIENCE_S, "a") == plan
+        assert await at.keeper.next_plan(plan.place, 0.0, "b") is None
+        assert await at.keeper.next_plan(plan.place, 0.0) is None

@@ -162,13 +162,13 @@ class Desk:
 
 
 @asynccontextmanager
-async def desk(state_dir: Path, gateway: FakeGateway, **fields: Any) -> AsyncIterator[Desk]:
+async def desk(state_dir: Path, gateway: FakeGateway, leader: str = "a", **fields: Any) -> AsyncIterator[Desk]:
     """A leader with what `state_dir` remembers."""
     config = config_for(state_dir, gateways=(gateway.url,), **fields)
     os.makedirs(state_dir, exist_ok=True)
     store, watch, nodes = Store(state_dir, config.log_bytes), Watch(), Nodes(gateway)
     before = store.read()
-    ledger, entry = before.led(before.term + 1, 0.0, "controller")
+    ledger, entry = before.led(before.term + 1, 0.0, "controller", leader)
     store.write(ledger, entry)
     keeper = Keeper(config, store, ledger, Gateways(config.gateways, PATIENCE_S), nodes, watch, watch)
     converting = asyncio.create_task(keeper.convert_nodes())

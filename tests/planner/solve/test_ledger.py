@@ -204,3 +204,15 @@ def test_a_role_that_a_node_has_not_taken_may_be_given_again():
     ledger = ledger.converted(16.0, "n0")[0].roll_back(17.0, "ann")[0]
     assert dict(ledger.setting.roles) == found
     assert ledger.conversions == {"n0": PENDING}
+
+
+def test_of_one_term_the_leader_of_the_greater_id_is_followed():
+    def in_force(leader: str):
+        ledger = Ledger().observed(FOUND).led(1, 0.0, "controller", leader)[0]
+        return ledger.propose(draft(15_000), LIMITS, 10.0)[0].apply(11.0, "ann")[0].in_force
+
+    one, other = in_force("a"), in_force("b")
+    assert one.place == other.place
+    assert refusal_of(other, one) is None
+    assert refusal_of(one, other) is Refusal.STALE_LEADER
+    assert refusal_of(in_force(""), one) is Refusal.STALE_LEADER

@@ -226,3 +226,22 @@ def test_peers_of_one_link_share_its_budget_and_queue(states: list[LinkState], b
     waits = known and link.queued_bytes > DRAIN_LIMIT_S * link.available_bytes_per_s
     lossy = any(state.retransmit_ratio > RETRANSMIT_LIMIT for state in states)
     assert link.congested == (waits or lossy or link.inflated)
+
+
+def test_a_steady_share_of_a_budget_reads_as_that_share_whenever_it_is_looked_at() -> None:
+    """A transfer of 1.1 s at the budget's rate in every 2 s: 55 %."""
+    monitor, delivered, seen = LinkMonitor("p"), 0, []
+    for i in range(4000):
+        busy = i % 200 < 110
+        delivered += 40_000 * busy
+        lanes = {0: info(app_limited=not busy, delivery_rate=5e6, bytes_delivered=delivered)}
+        seen.append(monitor.sample(lanes, i * 0.01, budget_bytes_per_s=4e6).utilisation)
+    assert 0.49 < min(seen[1500:]) <= max(seen[1500:]) < 0.61
+
+
+def test_peers_behind_one_budget_use_it_together() -> None:
+    peers = [
+        LinkState(peer=name, at=0.0, available_bytes_per_s=4e6, budget_bytes_per_s=4e6, sent_bytes_per_s=1e6)
+        for name in "abc"
+    ]
+    assert together(peers).utilisation == 0.75

@@ -149,7 +149,14 @@ class SsdReport(_message.Message):
     def __init__(self, capacity_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., events: _Optional[_Mapping[str, int]] = ..., promotions: _Optional[_Mapping[str, int]] = ..., open: _Optional[bool] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "queued_tokens", "sending", "landing", "egress_bytes_total", "ingress_bytes_total", "links", "slots", "steps", "room", "clock_s")
+    __slots__ = ("running", "waiting", "queued_tokens", "sending", "landing", "egress_bytes_total", "ingress_bytes_total", "links", "slots", "steps", "room", "clock_s", "budgets")
+    class BudgetsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +169,7 @@ class Load(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
     CLOCK_S_FIELD_NUMBER: _ClassVar[int]
+    BUDGETS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     queued_tokens: int
@@ -174,7 +182,8 @@ class Load(_message.Message):
     steps: _containers.RepeatedCompositeFieldContainer[StepTime]
     room: Room
     clock_s: float
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., sending: _Optional[int] = ..., landing: _Optional[int] = ..., egress_bytes_total: _Optional[int] = ..., ingress_bytes_total: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., slots: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., room: _Optional[_Union[Room, _Mapping]] = ..., clock_s: _Optional[float] = ...) -> None: ...
+    budgets: _containers.ScalarMap[str, float]
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., sending: _Optional[int] = ..., landing: _Optional[int] = ..., egress_bytes_total: _Optional[int] = ..., ingress_bytes_total: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., slots: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., room: _Optional[_Union[Room, _Mapping]] = ..., clock_s: _Optional[float] = ..., budgets: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("batch", "seconds")
@@ -515,10 +524,18 @@ class CacheCleared(_message.Message):
     def __init__(self, medium: _Optional[_Union[Medium, str]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("timeout_s",)
+    __slots__ = ("timeout_s", "by")
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
     timeout_s: float
-    def __init__(self, timeout_s: _Optional[float] = ...) -> None: ...
+    by: str
+    def __init__(self, timeout_s: _Optional[float] = ..., by: _Optional[str] = ...) -> None: ...
+
+class UndrainRequest(_message.Message):
+    __slots__ = ("by",)
+    BY_FIELD_NUMBER: _ClassVar[int]
+    by: str
+    def __init__(self, by: _Optional[str] = ...) -> None: ...
 
 class ConvertRequest(_message.Message):
     __slots__ = ("epoch", "role", "drain_timeout_s", "verify_timeout_s", "wait_s")

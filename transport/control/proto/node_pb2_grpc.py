@@ -99,6 +99,11 @@ class NodeAgentStub:
                 request_serializer=transport_dot_control_dot_proto_dot_node__pb2.DrainRequest.SerializeToString,
                 response_deserializer=transport_dot_control_dot_proto_dot_node__pb2.Done.FromString,
                 _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/prfaas.node.v1.NodeAgent/Undrain',
+                request_serializer=transport_dot_control_dot_proto_dot_node__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=transport_dot_control_dot_proto_dot_node__pb2.Done.FromString,
+                _registered_method=True)
         self.Convert = channel.unary_unary(
                 '/prfaas.node.v1.NodeAgent/Convert',
                 request_serializer=transport_dot_control_dot_proto_dot_node__pb2.ConvertRequest.SerializeToString,
@@ -201,6 +206,13 @@ class NodeAgentServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Undrain(self, request, context):
+        """Take what is new again; refused (draining) by a node that is about to end. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Convert(self, request, context):
         """Another role: out of routing, what runs ends, flip, verify, back. Answers once it has begun, or, with wait_s, has ended.
         The same command again changes nothing, and so follows it. A stale one is refused (stale_epoch).
@@ -275,6 +287,11 @@ def add_NodeAgentServicer_to_server(servicer, server):
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
                     request_deserializer=transport_dot_control_dot_proto_dot_node__pb2.DrainRequest.FromString,
+                    response_serializer=transport_dot_control_dot_proto_dot_node__pb2.Done.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=transport_dot_control_dot_proto_dot_node__pb2.UndrainRequest.FromString,
                     response_serializer=transport_dot_control_dot_proto_dot_node__pb2.Done.SerializeToString,
             ),
             'Convert': grpc.unary_unary_rpc_method_handler(
@@ -633,6 +650,33 @@ class NodeAgent:
             target,
             '/prfaas.node.v1.NodeAgent/Drain',
             transport_dot_control_dot_proto_dot_node__pb2.DrainRequest.SerializeToString,
+            transport_dot_control_dot_proto_dot_node__pb2.Done.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prfaas.node.v1.NodeAgent/Undrain',
+            transport_dot_control_dot_proto_dot_node__pb2.UndrainRequest.SerializeToString,
             transport_dot_control_dot_proto_dot_node__pb2.Done.FromString,
             options,
             channel_credentials,

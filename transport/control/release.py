@@ -1,0 +1,37 @@
+"""Which code a process runs: the distribution's version, and a digest of the sources, which a version does not tell apart.
+
+Between two releases, and in a checkout that somebody has changed, many states of the code have one version.
+"""
+
+import hashlib
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final
+
+SITE: Final = Path(__file__).resolve().parents[2]
+PACKAGES: Final = (
+    "engine", "gateway", "hybrid_cache", "node", "pd_cluster", "planner", "prfaas", "prfaas_cluster", "prompts", "transport",
+)  # fmt: skip
+DIGITS: Final = 10
+
+
+@cache
+def release() -> str:
+    """As `1.2.3+0a1b2c3d4e`; equal for processes that run the same code."""
+    try:
+        number = version("prfaas")
+    except PackageNotFoundError:
+        number = "unknown"
+    return f"{number}+{digest_of(SITE)}"
+
+
+def digest_of(site: Path) -> str:
+    """Of the packages' sources below `site`, wherever that is."""
+    digest = hashlib.sha256()
+    files = sorted(path.relative_to(site).as_posix() for name in PACKAGES for path in (site / name).rglob("*.py"))
+    for name in files:
+        content = (site / name).read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()[:DIGITS]
