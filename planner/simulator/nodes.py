@@ -4,10 +4,12 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
 from hybrid_cache.lookup import MISS, PrefixHit
+from planner.decisions.arrivals import Arrivals, Shared
 from planner.decisions.estimates import PrefillShare
 from planner.decisions.promises import Promises
 from planner.decisions.routing import Route
@@ -21,11 +23,20 @@ from planner.simulator.sharing import FairShare
 NO_HASHES: tuple[bytes, ...] = ()
 
 
+@dataclass(slots=True, eq=False)
+class Coming:
+    """A job's KVCache on its way to its decode node, and the jobs that wait until it has landed, or will not."""
+
+    hashes: tuple[bytes, ...]  # of its full blocks
+    expected_at: float
+    waiting: list["Job"] = field(default_factory=list)
+
+
 class Job:
     """One request on its way."""
 
     __slots__ = (
-        "arrived", "beside", "blocks", "cached", "decode_node", "decode_start", "egress", "est_s", "failed", "flows",
+        "arrived", "beside", "blocks", "cached", "coming", "decode_node", "decode_start", "egress", "est_s", "failed", "flows",
         "forecast", "given", "hashes", "have", "index", "is_lost", "output", "prompt", "queued", "ready_at", "request_id",
         "route", "service_s", "unsent",
     )  # fmt: skip
@@ -40,6 +51,7 @@ class Job:
         self.request_id = ""
         self.cached = 0
         self.queued = 0  # tokens that count as its work on a node
+        self.coming: Coming | None = None
         self.have = 0  # tokens of attention that the decode node holds already
         self.ready_at = 0.0  # a fetched prefix is there
         self.flows = 1  # transfers still to be delivered before decode
@@ -207,6 +219,7 @@ class DecodeNode:
         self.profile: DecodeProfile = pool.decode
         self.cache = cache
         self.match = cache.cache.match if cache is not None else _nothing_cached
+        self.arrivals: Arrivals[Coming] = Arrivals()
         self.ready = True
         self.since = loop.now
         self.slot_s = 0.0
@@ -284,9 +297,45 @@ class DecodeNode:
     def view_for(self, hashes: Sequence[bytes], num_tokens: int, now: float) -> NodeView:
         """As this prompt sees it."""
         hit = self.match(hashes, num_tokens)
-        return self._view(min(hit.num_tokens, num_tokens - 1), hit.attention_tokens, self._share.at(now))
+        cached, share = min(hit.num_tokens, num_tokens - 1), self._share.at(now)
+        if not len(self.arrivals) or self.cache is None:
+            return self._view(cached, hit.attention_tokens, share)
+        size = self.cache.cache.layout.block_size
+        shared = self.arrivals.longest(hashes[: num_tokens // size], hit.attention_tokens // size)
+        if shared is None:
+            return self._view(cached, hit.attention_tokens, share)
+        landing_s = max(0.0, shared.first.expected_at - now)
+        return self._view(cached, hit.attention_tokens, share, shared.blocks * size, landing_s)
 
-    def _view(self, cached_tokens: int, attention_tokens: int, prefill_share: float) -> NodeView:
+    def comes(self, job: Job, expected_at: float) -> None:
+        """A job's KVCache is on its way here, until `arrived`."""
+        if self.cache is not None and job.blocks:
+            job.coming = Coming(job.blocks, expected_at)
+            self.arrivals.add(job.coming)
+
+    def arrived(self, job: Job) -> list[Job]:
+        """It has landed, or will not; the jobs that have waited for that."""
+        coming, job.coming = job.coming, None
+        if coming is None:
+            return []
+        self.arrivals.remove(coming)
+        return coming.waiting
+
+    def shared_with(self, job: Job) -> Shared[Coming] | None:
+        """What was on its way here before a job, and has more of its prompt than the node holds."""
+        if job.coming is None or self.cache is None:
+            return None
+        held = self.match(job.hashes, job.prompt).attention_tokens // self.cache.cache.layout.block_size
+        return self.arrivals.longest(job.blocks, held, before=job.coming)
+
+    def _view(
+        self,
+        cached_tokens: int,
+        attention_tokens: int,
+        prefill_share: float,
+        landing_tokens: int = 0,
+        landing_s: float = 0.0,
+    ) -> NodeView:
         return NodeView(
             node_id=self.node_id,
             cluster=self.pool.name,
@@ -297,6 +346,8 @@ class DecodeNode:
             max_running=self.profile.max_running,
             cached_tokens=cached_tokens,
             attention_tokens=attention_tokens,
+            landing_tokens=landing_tokens,
+            landing_s=landing_s,
             prefill_share=prefill_share,
             room_tokens=self.cache.room_tokens(attention_tokens) if self.cache is not None else None,
         )

@@ -167,9 +167,24 @@ class World:
         if found.prefill_node is None:
             self._compute_at_decode(now, job)
             return
+        decode.comes(job, now + max(found.ttft_s, found.link_s))
+        self._send_or_wait(now, job)
+
+    def _send_or_wait(self, now: float, job: Job) -> None:
+        """What is on its way to the decode node for others, and is to be shared, is waited for."""
+        found, decode = job.route, job.decode_node
+        if found.shared_tokens and (shared := decode.shared_with(job)) is not None:
+            shared.first.waiting.append(job)
+            return
+        assert found.prefill_node is not None
         if decode.cache is not None:
             job.have = decode.cache.expect(job.request_id, job.hashes, job.prompt, now)
         self._compute_on(now, job, self._prefills[found.prefill_node])
+
+    def _arrived(self, now: float, job: Job) -> None:
+        """A job's KVCache is on its way no more."""
+        for waiting in job.decode_node.arrived(job):
+            self.loop.at(now, self._send_or_wait, waiting)
 
     def _compute_at_decode(self, now: float, job: Job) -> None:
         decode = job.decode_node
@@ -285,6 +300,7 @@ class World:
         )  # fmt: skip
         if decode.cache is not None:
             decode.cache.let_go(job.request_id, now)
+        self._arrived(now, job)
         self._compute_at_decode(now, job)
 
     def _on_kv_ready(self, now: float, job: Job) -> None:
@@ -293,11 +309,13 @@ class World:
             job.decode_node.assign(-1)
             if job.decode_node.cache is not None:
                 job.decode_node.cache.let_go(job.request_id, now)
+            self._arrived(now, job)
             self._refuse(now, job, str(admission.reason))
             self._door.let_in(now)
             return
         if job.decode_node.cache is not None:
             job.decode_node.cache.fill(job.request_id, job.prompt, now)
+        self._arrived(now, job)
         job.decode_node.put(now, job)
 
     def _on_first_token(self, now: float, job: Job) -> None:
