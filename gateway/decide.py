@@ -13,12 +13,13 @@ from gateway.node import Node
 from gateway.request import PrefillOutcome, Request
 from hybrid_cache.index import NOTHING
 from planner.decisions.accuracy import Accuracy, Error
+from planner.decisions.congestion import pressure
 from planner.decisions.estimates import AnswerEstimate, LearnedCost, MoveDelays, MoveEstimate
 from planner.decisions.explain import Explanation, explain_among
 from planner.decisions.placement import PLACERS, PlacementPolicy
 from planner.decisions.plan import LivePlan, Setting
 from planner.decisions.policy import RoutingPolicy
-from planner.decisions.routing import Route, pressure, route_among
+from planner.decisions.routing import Route, route_among
 from planner.decisions.views import LinkView, RouteRequest
 from planner.errors import NobodyPrefills, NoReadyNode
 

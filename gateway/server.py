@@ -15,7 +15,7 @@ from typing import Final
 from gateway.accounts import Accounts
 from gateway.admit import Admission
 from gateway.agent import AgentClient
-from gateway.app import FrontDoor, Rooms, build_app, build_operators_app, straight_ways
+from gateway.app import FrontDoor, Rooms
 from gateway.board import State
 from gateway.classes import Classes
 from gateway.clusters import Clusters
@@ -51,6 +51,7 @@ from gateway.replicas import Replicas
 from gateway.request_log import RequestLog
 from gateway.reserve import Reservations
 from gateway.retrying import Retries
+from gateway.routes import build_app, build_operators_app, straight_ways
 from gateway.run import Runner
 from gateway.seat import ORPHANED, Alone, Seat
 from gateway.shares import Shares

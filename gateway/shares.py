@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from gateway.errors import NodeError
-from gateway.metrics import Upkeep
 from gateway.node import Node
+from gateway.process_metrics import Upkeep
 from planner.decisions.shares import Grant, Sender, SharedBudget
 
 TICK_S: Final = 1.0

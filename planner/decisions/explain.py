@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 
 from planner.decisions.arrivals import bytes_to_send
+from planner.decisions.congestion import is_scarce, pressure
 from planner.decisions.placement import PlacementPolicy, Placer, PrefillChoice, choose_decode, has_memory
 from planner.decisions.policy import RoutingPolicy
 from planner.decisions.routing import (
@@ -22,8 +23,6 @@ from planner.decisions.routing import (
     best_remote,
     compared_tokens,
     is_fed,
-    is_scarce,
-    pressure,
     route_among,
     shares_cache,
 )

@@ -16,25 +16,13 @@ from aiohttp import web
 
 from gateway.agent import REASONS
 from hybrid_cache.hashing import split_hashes
-from hybrid_cache.layout import KVCacheGroup, ModelLayout
-from hybrid_cache.spec import FullAttention, LinearState
 from node.calls import CallServer
 from node.errors import NodeRefusal
 from tests.gateway.fabric import Fabric
+from tests.gateway.layouts import BLOCK_SIZE, LAYOUT
 from tests.gateway.sse import event as _event
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto.node_pb2_grpc import NodeAgentServicer, add_NodeAgentServicer_to_server
-
-BLOCK_SIZE = 16
-LAYOUT = ModelLayout(
-    model="scripted",
-    dtype="float32",
-    block_size=BLOCK_SIZE,
-    groups=(
-        KVCacheGroup(FullAttention(bytes_per_token=64, k_bytes_per_token=32), (0,)),
-        KVCacheGroup(LinearState(bytes_per_snapshot=256), (1,)),
-    ),
-)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from gateway.prompts import Hashing, PromptMemory, read_call
 from gateway.relay import pass_on
 from gateway.reply import Reply
 from gateway.request import Request, Timeline
-from tests.gateway.scripted import LAYOUT
+from tests.gateway.layouts import LAYOUT
 from tests.gateway.worlds import PATIENT, model_of, on_both_loops, on_loop, until, world
 from tests.prompts.builders import text_tokenizer
 

@@ -12,7 +12,7 @@ from gateway.server import running
 from hybrid_cache.index import NOTHING
 from hybrid_cache.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.spec import FullAttention
-from tests.gateway.scripted import LAYOUT
+from tests.gateway.layouts import LAYOUT
 from tests.gateway.worlds import PATIENCE_S, config_for, on_loop, until, world
 from tests.prompts.builders import text_tokenizer
 from transport.control.proto import node_pb2 as pb

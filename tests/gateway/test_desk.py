@@ -7,7 +7,7 @@ from gateway.openai import Endpoint
 from gateway.tokenise import MAX_BODY_BYTES
 from hybrid_cache.layout import ModelLayout
 from planner.decisions.views import Role
-from tests.gateway.scripted import LAYOUT
+from tests.gateway.layouts import LAYOUT
 from tests.gateway.worlds import World, on_loop, until, world
 from transport.control.proto import node_pb2 as pb
 

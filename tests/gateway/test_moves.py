@@ -12,7 +12,8 @@ from gateway.node import Work
 from hybrid_cache.layout import ModelLayout
 from hybrid_cache.store import StoreConfig
 from planner.decisions.views import Role
-from tests.gateway.scripted import BLOCK_SIZE, LAYOUT, ScriptedNode
+from tests.gateway.layouts import BLOCK_SIZE, LAYOUT
+from tests.gateway.scripted import ScriptedNode
 from tests.gateway.worlds import PATIENCE_S, World, on_loop, until, world
 from transport.control.proto import node_pb2 as pb
 

@@ -18,7 +18,7 @@ from gateway.request import Request, Timeline
 from planner.decisions.admission import AdmissionPolicy
 from planner.decisions.decoding import STEPS_BELIEVED, LearnedSteps
 from planner.decisions.routing import Reason, Route, Target
-from tests.gateway.scripted import LAYOUT
+from tests.gateway.layouts import LAYOUT
 from tests.gateway.worlds import PATIENCE_S, World, config_for, on_loop, until, world
 from tests.prompts.builders import text_tokenizer
 from transport.control.proto import node_pb2 as pb

@@ -1,8 +1,9 @@
 import pytest
 from msgspec.structs import replace
 
+from planner.decisions.congestion import is_scarce, pressure
 from planner.decisions.placement import PlacementPolicy
-from planner.decisions.routing import Reason, Route, Target, is_scarce, pressure, route
+from planner.decisions.routing import Reason, Route, Target, route
 from planner.decisions.views import NodeView, PrefillCost
 from planner.errors import NoReadyNode
 from tests.planner.worlds import GB, link, pd_decode, pd_prefill, policy, prfaas, request
