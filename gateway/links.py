@@ -49,7 +49,8 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     utilisation: float
     queued_bytes: float
     promised_bytes: float
-    rtt_s: float
+    rtt_s: float  # the longest that a sender measures now, whatever of it decisions take for a queue
+    min_rtt_s: float
     congested: bool
     coded_ratio: float  # coded over plain bytes, while the link binds
 
@@ -203,12 +204,17 @@ class Links:
                 utilisation=view.utilisation,
                 queued_bytes=view.queued_bytes,
                 promised_bytes=view.promised_bytes,
-                rtt_s=view.rtt_s,
+                rtt_s=max([load.rtt_s for load in self._loads(view)], default=0.0),
+                min_rtt_s=view.min_rtt_s,
                 congested=view.congested,
                 coded_ratio=view.coded_ratio,
             )
             for view in self.views()
         ]
+
+    def _loads(self, view: LinkView) -> list[LinkLoad]:
+        senders = (node for node in self._nodes if node.connected and node.cluster == view.source)
+        return [load for node in senders if (load := node.link_to(view.destination)) is not None]
 
     # What operators want
 

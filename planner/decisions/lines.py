@@ -22,12 +22,12 @@ def shared_line(seen: Sequence[LinkView]) -> LinkView:
     all carry, of what they may. Signals of congestion are those of the sender with the longest queue.
     """
     worst = seen[0]
-    worst_s = worst.rtt_s - worst.min_rtt_s
+    worst_s = worst.rtt_s - worst.min_rtt_s  # of its round trips, which say nothing where they are 0
     available = carried = bound = budget = queued = promised = retransmits = error = 0.0
     up, is_budgeted = False, True
     for link in seen:
         rate, delay_s = link.available_bytes_per_s or 0.0, link.rtt_s - link.min_rtt_s
-        if (link.congested, delay_s) > (worst.congested, worst_s):
+        if (link.congested, delay_s, link.rtt_s) > (worst.congested, worst_s, worst.rtt_s):
             worst, worst_s = link, delay_s
         available = max(available, rate)
         carried += rate * link.utilisation

@@ -1,9 +1,11 @@
 """How senders of one line share its egress budget: by what waits at each of them, and never more than all of them may.
 
 Every sender has a budget of its own, and together these are the line's. Who has nothing to send lends most of its own for some
-seconds to those who have. Rates only ever move in this order:
+seconds to those who have, who divide it by what waits at each. Nobody who waits gives anything up: two busy senders would take
+turns at being the slow one. A lender that has something to send gets its own back as soon as the borrowers have let go of it.
+Rates only ever move in this order:
 
-    lower (lenders, and those who need less) ──answered──► what they gave up is free ──► raise
+    lower (lenders, and those who need less) ──answered──► what they gave up is free ──► give back, raise
 
 and a raise ends before the lowering that made it possible: then everybody is back at a budget of its own, whatever has become of
 the one who shared it out. What was not answered counts as not lowered; what was only sent counts as raised.
@@ -52,14 +54,17 @@ class Grant:
 
 
 def divide(senders: Sequence[Sender]) -> dict[str, float]:
-    """Bytes per second by sender, all of the line's budget; nobody's own where nobody waits or all wait alike."""
+    """Bytes per second by sender, all of the line's budget; each its own where nobody waits, or all do."""
     own = {sender.node_id: sender.own_bytes_per_s for sender in senders}
     busy = {s.node_id: s.queued_bytes for s in senders if s.queued_bytes > BUSY_S * s.own_bytes_per_s}
     if not busy or len(senders) < 2:
         return own
-    spare = sum(own.values()) * (1.0 - FLOOR)
+    spare = sum(rate for name, rate in own.items() if name not in busy) * (1.0 - FLOOR)
     total = sum(busy.values())
-    return {name: FLOOR * rate + spare * busy.get(name, 0.0) / total for name, rate in own.items()}
+    return {
+        name: rate + spare * busy[name] / total if name in busy else FLOOR * rate if spare else rate
+        for name, rate in own.items()
+    }
 
 
 class SharedBudget:
@@ -98,7 +103,7 @@ class SharedBudget:
     def raise_(self, senders: Sequence[Sender], now: float) -> list[Grant]:
         """What can be had of what was given up. It counts as taken from now on, whether it will be answered or not.
 
-        Who has lent is not raised before his lease has ended, even if he needs it: others may have what he lent till then.
+        Who has lent is not raised above its own before its lease has ended: others may have what it lent till then.
         """
         wanted, bounds = divide(senders), {sender.node_id: self.bound(sender, now) for sender in senders}
         unseen = [known for name, known in self._bounds.items() if name not in bounds and now < known.until]
@@ -108,11 +113,15 @@ class SharedBudget:
             s for s in senders if max(wanted[s.node_id], bounds[s.node_id]) > (1.0 + ALIKE) * s.own_bytes_per_s
         ]
         borrowers = [sender for sender in borrowers if bounds[sender.node_id] >= sender.own_bytes_per_s]
-        if not lent_until or not borrowers:
+        if not lent_until:
             return []
-        more = {s.node_id: max(0.0, wanted[s.node_id] - bounds[s.node_id]) for s in borrowers}
         away = sum(max(0.0, each.bytes_per_s - each.own_bytes_per_s) for each in unseen)
         free = max(0.0, sum(sender.own_bytes_per_s for sender in senders) - sum(bounds.values()) - away)
+        returned = self._given_back([s for s in senders if bounds[s.node_id] < wanted[s.node_id]], free, now)
+        free -= sum(grant.bytes_per_s - bounds[grant.node_id] for grant in returned)
+        if not borrowers:
+            return returned
+        more = {s.node_id: max(0.0, wanted[s.node_id] - bounds[s.node_id]) for s in borrowers}
         part = min(1.0, free / sum(more.values())) if any(more.values()) else 0.0
         grants = []
         for sender in borrowers:
@@ -122,7 +131,22 @@ class SharedBudget:
             known = self._bounds.get(grant.node_id, Bound(0.0, now))
             until = max(grant.until, known.until)
             self._bounds[grant.node_id] = Bound(grant.bytes_per_s, until, grant.own_bytes_per_s)
-        return [grant for grant in grants if grant.is_raise]
+        return returned + [grant for grant in grants if grant.is_raise]
+
+    def _given_back(self, senders: Sequence[Sender], free: float, now: float) -> list[Grant]:
+        """To lenders that need it, as far as borrowers have let go of it; until their lease ends, as they may not hear of it."""
+        grants = []
+        for sender in senders:
+            bound = self._bounds.get(sender.node_id)
+            if bound is None or now >= bound.until or bound.bytes_per_s >= sender.own_bytes_per_s:
+                continue
+            rate = min(sender.own_bytes_per_s, bound.bytes_per_s + free)
+            if rate <= (1.0 + ALIKE) * bound.bytes_per_s:
+                continue
+            free -= rate - bound.bytes_per_s
+            self._bounds[sender.node_id] = replace(bound, bytes_per_s=rate)
+            grants.append(Grant(sender.node_id, rate, sender.own_bytes_per_s, bound.until))
+        return grants
 
     def _forget(self, now: float) -> None:
         """What has ended, and only that: who is out of sight for a moment keeps to his share, and may come back with it."""

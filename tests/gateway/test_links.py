@@ -318,3 +318,12 @@ async def test_of_two_senders_with_budgets_of_their_own_the_idle_one_sends() -> 
         answers = [await w.complete(f"{number} {LONG}") for number in range(4)]
         assert {answer.headers["x-prfaas-route"].partition(";")[0] for answer in answers} == {"remote"}
         assert {record["prefill_node"] for record in await w.records()} == {idle.node_id}
+
+
+def test_round_trips_are_shown_as_they_are_measured_and_weighed_as_far_as_they_are_a_queue():
+    load = replace(WEST, rtt_s=0.09, min_rtt_s=0.00001)
+    silent = budgeted("r0", west=0.0)
+    links = Links([silent, sender("r1", load), sender("r2", WEST), node_of("d0", role="decode")], lambda: 0.0)
+    (status,) = links.status()
+    assert (status.rtt_s, status.min_rtt_s) == (0.09, 0.00001)
+    assert links.views()[0].rtt_s == 0.00001

@@ -146,7 +146,10 @@ def together(states: Sequence[LinkState]) -> LinkState:
     # A peer that gets half of the line measures half of it: together they are right. 0 stays 0: not known yet.
     line = max(state.available_bytes_per_s for state in states)
     budget = max(state.budget_bytes_per_s for state in states)
-    worst = max(states, key=lambda state: (state.inflated, state.rtt_inflation))
+    # Of peers within a host or a LAN, and of those that have measured nothing yet, round trips say nothing of the line.
+    worst = max(
+        states, key=lambda state: (state.inflated, state.min_rtt_s >= LAN_RTT_S, state.rtt_inflation, state.rtt_s)
+    )
     total = sum(state.bytes_total for state in states)
     return replace(
         worst,

@@ -245,3 +245,11 @@ def test_peers_behind_one_budget_use_it_together() -> None:
         for name in "abc"
     ]
     assert together(peers).utilisation == 0.75
+
+
+def test_round_trips_are_those_of_the_peer_that_is_furthest_and_has_measured_some() -> None:
+    unmeasured = LinkState(peer="a", at=0.0)
+    near = LinkState(peer="b", at=0.0, rtt_s=0.002, min_rtt_s=0.00001)
+    far = LinkState(peer="c", at=0.0, rtt_s=0.065, min_rtt_s=0.06)
+    assert together([unmeasured, near, far]).rtt_s == 0.065
+    assert together([unmeasured, near]).rtt_s == 0.002
