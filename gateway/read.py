@@ -102,9 +102,11 @@ class Reader:
         marked = is_marked(body)  # each mark has the conversation up to it rendered and tokenised, twice at worst
         if len(body) <= TINY_BODY_BYTES and not marked:
             return read_call(endpoint, body, model, self._memory, tenant, answered)
-        is_fast, memory = self._tokenizer.encoder.is_fast, self._memory
+        encoder, memory = self._tokenizer.encoder, self._memory
+        is_fast = encoder.is_fast
         reading = partial(read_call, endpoint, body, model, memory, tenant, answered)
-        if len(body) <= (LONGER_BODY_BYTES if is_fast else LONG_BODY_BYTES) and _is_mostly_text(body):
+        longest = LONGER_BODY_BYTES if is_fast and encoder.has_room else LONG_BODY_BYTES
+        if len(body) <= longest and _is_mostly_text(body):
             if endpoint is not Endpoint.CHAT or answered or marked:
                 return await self._in_thread(reading, share, len(body), check)
             call, marks = unmarked(call_in(endpoint, body), may_be_marked=False)

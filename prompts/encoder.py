@@ -100,7 +100,7 @@ class Encoder:
         self._swapping = Lock()
         self._most_chars = most_chars
         self._long_words: LongWords | None = None
-        self._has_room = True
+        self.has_room = True  # until a text with long words was one too many for fastokens
         self._counted: Callable[[str], object] = str
 
     @property
@@ -183,8 +183,8 @@ class Encoder:
     def _is_for_fast(self, text: str) -> bool:
         if self._long_words is None or self._long_words.have_room(text):
             return True
-        if self._has_room:
-            self._has_room = False
+        if self.has_room:
+            self.has_room = False
             log.warning(
                 "fastokens remembers %d characters of long words: texts with others are slower", self._most_chars
             )

@@ -23,8 +23,9 @@ from gateway.prompts import Hashing, Prompt, PromptMemory, read_call
 from gateway.read import LONG_BODY_BYTES, LONGER_BODY_BYTES, Reader
 from gateway.tasks import TaskSet
 from planner.decisions.waiting import Share
+from prompts.encoder import Encoder
 from tests.gateway.worlds import model_of, on_loop, until
-from tests.prompts.builders import text_tokenizer
+from tests.prompts.builders import bpe, text_tokenizer
 
 HASHING = Hashing(block_size=16, salt=b"salt")
 MODEL = model_of(HASHING)
@@ -436,6 +437,23 @@ async def test_a_process_believes_what_has_been_found_out_about_the_fast_encoder
     try:
         await reads.read(Endpoint.COMPLETIONS, long_body("hello there", LONGER_BODY_BYTES), MODEL)
         assert told == ["told"]
+    finally:
+        await tasks.join(60.0)
+        await reads.close()
+
+
+@on_loop
+async def test_where_tokens_may_be_a_list_again_longer_texts_go_to_a_process() -> None:
+    pytest.importorskip("fastokens")
+    before, tasks, tokenizer = children(), TaskSet(lambda name: pytest.fail(name)), text_tokenizer()
+    tokenizer.encoder = Encoder(bpe(), most_chars=0)
+    tokenizer.encoder.hasten()
+    reads = Reader(tokenizer, tasks)
+    try:
+        for word, started in (("hello", 0), ("x" * 100, 0), ("hello", 1)):  # the second one has long words
+            await reads.read(Endpoint.COMPLETIONS, long_body(word, LONG_BODY_BYTES + 1000), MODEL)
+            assert len(children() - before) == started
+        assert tokenizer.encoder.is_fast
     finally:
         await tasks.join(60.0)
         await reads.close()
