@@ -162,8 +162,8 @@ class Clusters:
             for name, node in nodes:
                 if now >= node.suspect_until and (not exclude or name not in exclude):
                     holding = holding_of(name, NOTHING)
-                    promised = self._promised(node, prompt, holding) if node.underway.by_end else 0
-                    landing = self._landing(node, prompt, holding, now) if len(node.arrivals) else NO_LANDING
+                    promised = _promised(node, prompt, holding) if node.underway.by_end else 0
+                    landing = _landing(node, prompt, holding, now) if len(node.arrivals) else NO_LANDING
                     views.append(node.view(holding, self._decode_slots, now, promised, *landing))
             return views
 
@@ -213,19 +213,6 @@ class Clusters:
                     prefills.setdefault(node.cluster, []).append((node.id, node))
             self._serving = prefills, decodes
         return self._serving
-
-    def _promised(self, node: Node, prompt: Prompt, holding: Holding) -> int:
-        """How much of `prompt` a node will hold when it has computed what it computes now, 0 for no more than now."""
-        size = node.info.block_size if node.info is not None else 0
-        return node.underway.longest(prompt.hashes, holding.hit.num_tokens // size) * size if size else 0
-
-    def _landing(self, node: Node, prompt: Prompt, holding: Holding, now: float) -> tuple[int, float]:
-        """How much of `prompt` is on its way to a decode node for others, in tokens, and in how many seconds it is there."""
-        size = node.info.block_size if node.info is not None else 0
-        if not size or now < node.keeps_nothing_until:
-            return NO_LANDING
-        shared = node.arrivals.longest(prompt.hashes, holding.hit.attention_tokens // size)
-        return (shared.blocks * size, max(0.0, shared.first.expected_at - now)) if shared is not None else NO_LANDING
 
     async def has_died(self, node: Node, engine: tuple[str, int]) -> bool:
         """Whether the process that was the `engine` of `node` is gone; the news of it may take a moment."""
@@ -413,3 +400,18 @@ def _check(info: NodeInfo, others: Collection[Node]) -> None:
     ClusterKind(info.cluster_kind)
     if any(other.connected and other.info and other.info.node_id == info.node_id for other in others):
         raise ValueError(f"another node is called {info.node_id!r}, too")
+
+
+def _promised(node: Node, prompt: Prompt, holding: Holding) -> int:
+    """How much of `prompt` a node will hold when it has computed what it computes now, 0 for no more than now."""
+    size = node.info.block_size if node.info is not None else 0
+    return node.underway.longest(prompt.hashes, holding.hit.num_tokens // size) * size if size else 0
+
+
+def _landing(node: Node, prompt: Prompt, holding: Holding, now: float) -> tuple[int, float]:
+    """How much of `prompt` is on its way to a decode node for others, in tokens, and in how many seconds it is there."""
+    size = node.info.block_size if node.info is not None else 0
+    if not size or now < node.keeps_nothing_until:
+        return NO_LANDING
+    shared = node.arrivals.longest(prompt.hashes, holding.hit.attention_tokens // size)
+    return (shared.blocks * size, max(0.0, shared.first.expected_at - now)) if shared is not None else NO_LANDING

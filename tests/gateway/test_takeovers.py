@@ -282,8 +282,10 @@ async def test_an_error_that_an_engine_tells_its_client_ends_no_answer(path: str
         resumable(w, "error_after 3")
         for node in w.nodes.decode:
             node.script.is_resumable = False
-        said = [{"role": "user", "content": LONG}]
-        body = {"model": "scripted", "messages": said, "input": LONG, "max_tokens": 99, "stream": True}
+        said: dict[str, Any] = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 99}
+        if path == "/v1/responses":
+            said = {"input": LONG, "max_output_tokens": 99}
+        body = {"model": "scripted", "stream": True} | said
         async with w.http.post(path, json=body) as response:
             assert (response.status, "scripted" in await response.text()) == (200, True)
         (record,) = await w.records()
