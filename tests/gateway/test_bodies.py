@@ -108,7 +108,7 @@ async def test_a_list_of_too_many_prompts_is_refused_where_it_is_read() -> None:
         async with w.http.post(Endpoint.COMPLETIONS, json=COMPLETION | {"prompt": ["a"] * 129}) as response:
             error = (await response.json())["error"]
         assert (response.status, error["param"]) == (400, "prompt")
-        assert "129 answers are more than 128" in error["message"]
+        assert "129 answers are more than the 128" in error["message"]
 
 
 @on_loop
