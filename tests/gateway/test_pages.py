@@ -41,7 +41,7 @@ def test_counts_of_workers_are_added_up_as_the_library_does_it(tmp_path: Path) -
 
 
 def test_series_without_end_become_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.metrics.MOST_SERIES", 3)
+    monkeypatch.setattr("gateway.process_metrics.MOST_SERIES", 3)
     metrics = Metrics()
     for number in range(9):
         metrics.rejected("invalid", 400, tenant=f"t{number}")
