@@ -29,8 +29,9 @@ def release() -> str:
 def digest_of(site: Path) -> str:
     """Of the packages' sources below `site`, wherever that is."""
     digest = hashlib.sha256()
-    files = sorted(path.relative_to(site).as_posix() for name in PACKAGES for path in (site / name).rglob("*.py"))
-    for name in files:
+    sources = (path for name in PACKAGES for path in (site / name).rglob("*.py"))
+    # Editors lock a file by a link that points nowhere (`.#agent.py`).
+    for name in sorted(path.relative_to(site).as_posix() for path in sources if path.is_file()):
         content = (site / name).read_bytes()
         digest.update(f"{name}\0{len(content)}\0".encode())
         digest.update(content)
