@@ -19,7 +19,7 @@ FRAME_S: Final = 20.0  # the longest frame needs 3 MB/s
 
 
 class FrameRoom:
-    """The budget of one server, and who waits for a part of it: the longest waiting first, if its address may have more."""
+    """The budget of one server, and the frames that wait for a part of it. The oldest whose bytes are free goes first."""
 
     def __init__(self, frame_s: float = FRAME_S) -> None:
         self.frame_s = frame_s

@@ -1,6 +1,6 @@
 """Which code a process runs: the distribution's version, and a digest of the sources, which a version does not tell apart.
 
-Between two releases, and in a checkout that somebody has changed, many states of the code have one version.
+Between two releases, and in a changed checkout, many states of the code have one version.
 """
 
 import hashlib
