@@ -154,7 +154,7 @@ class PrefixCache:
             self._allocate_own(hold, cached, self._snapshot_lengths(num_tokens, hit, purpose, hints), now)
             if purpose not in (Purpose.ANSWER, Purpose.PROMOTION, Purpose.ATTENTION):  # the request is still to come
                 self._eviction.begin(Use(now, hashes, hints.category, self._useful_blocks(hints)))
-        except BaseException:  # nobody knows of the hold who could release it
+        except BaseException:  # the caller learns of no hold that it could release
             self.release(request_id, now)
             raise
         if hit_end is not None:

@@ -1,4 +1,4 @@
-"""A node that refuses what is new: for a time, as somebody asks, or for good, before it ends."""
+"""A node that refuses new requests: until an operator undoes it, or for good before it ends."""
 
 import asyncio
 import logging
@@ -12,7 +12,7 @@ POLL_S = 0.02
 
 
 class Draining:
-    """Whether a node drains (`is_on`), and by whom; `on_changed` hears of either."""
+    """Whether a node drains (`is_on`); `on_changed` is called with it at each change."""
 
     def __init__(
         self, node_id: str, now: Callable[[], float], is_idle: Callable[[], bool], on_changed: Callable[[bool], None]
@@ -25,7 +25,7 @@ class Draining:
         self._on_changed = on_changed
 
     async def begin(self, timeout_s: float, by: str) -> bool:
-        """Refuses what is new and waits for what runs. True if all ended in time, and nobody undid it meanwhile."""
+        """Refuses what is new and waits for what runs. True if all ended in time and no `undo` came."""
         log.info("draining node=%s by=%s", self._node_id, by)
         self.is_on = True
         self._on_changed(True)

@@ -1,7 +1,8 @@
 """Frames on kept connections that have begun and are not whole: each has its memory, out of one budget, and an end in time.
 
 What one read brings is there anyway. A frame that is longer asks for all of its bytes as soon as it has said how many: while
-they are not free, its connection is not read. One that is not whole in time takes its connection with it.
+they are not free, its connection is not read. A frame that waits for them too long, or is then not whole in time, takes its
+connection with it.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ FRAME_S: Final = 20.0  # the longest frame needs 3 MB/s
 
 
 class FrameRoom:
-    """The budget of one server, and who waits for a part of it: the longest waiting first, if its address may have more."""
+    """The budget of one server, and the frames that wait for a part of it. The oldest whose bytes are free goes first."""
 
     def __init__(self, frame_s: float = FRAME_S) -> None:
         self.frame_s = frame_s
@@ -70,11 +71,13 @@ class Frame:
 
     def wait_again(self) -> None:
         """Its time begins anew: nothing of it was read."""
+        self._late.cancel()
         self._late = asyncio.get_running_loop().call_later(self._room.frame_s, self._on_late)
 
     def on_room(self) -> None:
-        """It may go on."""
+        """It may go on, and has all of its time for that."""
         self.has_room = True
+        self.wait_again()
         self._on_room()
 
     def end(self) -> None:

@@ -24,7 +24,9 @@ class Holders:
         self._now = now
         self.grace_s = grace_s
         self._connections: Counter[str] = Counter()
-        self._gone_at: OrderedDict[str, float] = OrderedDict()  # of those that were there, the longest gone first
+        self._gone_at: OrderedDict[str, float] = (
+            OrderedDict()
+        )  # of holders without a connection, the longest gone first
 
     def __len__(self) -> int:
         """How many are there."""
@@ -46,7 +48,7 @@ class Holders:
 
     @contextmanager
     def connected(self, name: str) -> Iterator[None]:
-        """It has one more connection inside the block; without a name nobody has."""
+        """It has one more connection inside the block; an empty name is not counted."""
         if not name:
             yield
             return

@@ -84,7 +84,7 @@ class NodeService(rpc.NodeAgentServicer):
                 node_id=config.node_id,
                 cluster=config.cluster,
             )
-        except BaseException:  # the role ended meanwhile: nobody will ever know its id
+        except BaseException:  # the role ended meanwhile: the gateway never learns its id
             consumer.abort(transfer_id, "given_up")
             raise
 

@@ -71,7 +71,7 @@ async def convert(wish: Wish, gateway_file: Path, say: Say) -> bool:
 
 @asynccontextmanager
 async def agents_of(gateway_file: Path) -> AsyncIterator[Sequence[AgentClient]]:
-    """Those that a gateway's file names. Raises ConversionError."""
+    """The agents that a gateway's file names. Raises ConversionError."""
     try:
         config = load(gateway_file)
     except ConfigError as error:

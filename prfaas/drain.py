@@ -22,7 +22,7 @@ RPC_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What somebody wants. `node` is an id, or the host:port of an agent; a timeout of 0 waits for nothing."""
+    """What the operator wants. `node` is an id, or the host:port of an agent; a timeout of 0 waits for nothing."""
 
     node: str
     undo: bool = False

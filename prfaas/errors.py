@@ -10,7 +10,7 @@ PrfaasError            printed without a traceback
 ├── CheckError         there is no file that says whom to ask
 └── StartError         a process did not come up, or a port is taken
     ├── StartRefused   a process found that it never can, as it is configured
-    └── StartKilled    a process was killed before it came up: that says nothing of whether it can
+    └── StartKilled    a process was ended from outside before it came up: that says nothing of whether it can
 """
 
 
@@ -55,4 +55,4 @@ class StartRefused(StartError):
 
 
 class StartKilled(StartError):
-    """Somebody killed a process, or the kernel did, before it came up."""
+    """A signal from outside, or the kernel for want of memory, ended a process before it came up."""

@@ -204,7 +204,7 @@ def _ports(site: Site, node: Member) -> Mapping[str, tuple[int, str]]:
 
 
 def _links(nodes: Sequence[Member]) -> list[str]:
-    """Those that are missed, where they are dead from the start."""
+    """Every link that there should be: the gateway reports one that is dead from the start."""
     sources, destinations = (
         dict.fromkeys(node.cluster for node in nodes if node.kind == kind) for kind in ("prfaas", "pd")
     )

@@ -15,6 +15,7 @@ from prfaas.errors import StartError, StartKilled, StartRefused
 
 LOG_TAIL_BYTES = 1500
 SIGNALLED = 128  # with the signal's number, the exit status of what a signal ended below another process
+FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}  # a crash is a signal, too: by itself
 LATE_TIMES = 10  # so many times later than it should be, a start is taken to be stuck
 BAD_CONFIG = 2  # the exit status of what nothing but another configuration helps
 # gRPC's fork handlers start threads in children that are about to exec, and crash some of them.
@@ -92,7 +93,7 @@ class Process:
             raise StartRefused(
                 f"{self.name}: {self._refusal() or f'it refuses its configuration; see {self.log_path}'}"
             )
-        kind = StartKilled if status < 0 or status > SIGNALLED else StartError
+        kind = StartKilled if _signal_of(status) in FROM_OUTSIDE else StartError
         raise kind(f"{self.name} ended with status {status} before it said {prefix!r}{self._log_tail()}")
 
     async def wait(self) -> int:
@@ -133,6 +134,11 @@ class Process:
                 process.kill()
             await _drained(process)
         return process.returncode
+
+
+def _signal_of(status: int) -> int:
+    """The signal that ended a process of this exit status; 0: it ended by itself."""
+    return -status if status < 0 else max(0, status - SIGNALLED)
 
 
 async def _drained(process: asyncio.subprocess.Process) -> None:

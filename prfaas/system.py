@@ -40,7 +40,7 @@ DEFAULT_PORT = 8000
 CERTIFICATE_DAYS = 365
 ENGINE_LATE_TIMES = 2.0  # its node ends one that is late
 POLL_S = 0.1
-TELL_S = 15.0  # how often it is said that somebody is late
+TELL_S = 15.0  # between two lines about nodes that are late
 HEALTH_S = 5.0
 LOOK_S = 1.0
 
@@ -270,7 +270,7 @@ class System:
         )
 
     async def _start_afresh(self, config: NodeConfig) -> Process:
-        """A start of which nothing stays if it fails. Raises StartError, OSError."""
+        """Starts a node, and stops it again if it does not come up. Raises StartError, OSError."""
         try:
             return (await self.start_node(config)).process
         except (StartError, OSError):
@@ -342,7 +342,7 @@ class System:
             for node in self.nodes.values():
                 node.process.tell_to_end()
             raise
-        # Those that were killed have left theirs, and nobody may start here again.
+        # Nodes that were killed have left theirs, and perhaps no later start sweeps here.
         for parent in {SHM_DIR, Path(tempfile.gettempdir())}:
             if parent.is_dir():
                 await asyncio.to_thread(_sweep, parent)
@@ -373,7 +373,7 @@ def _agent(node: Node) -> Mapping[str, str]:
 
 
 def _links(nodes: Sequence[NodeConfig]) -> Mapping[str, Any]:
-    """Every link that there should be, so that one that is dead from the start is missed."""
+    """Every link that there should be: the gateway reports one that is dead from the start."""
     sources, destinations = (
         dict.fromkeys(node.cluster for node in nodes if node.cluster_kind == kind) for kind in ("prfaas", "pd")
     )

@@ -204,6 +204,14 @@ def test_alerts_fire_on_their_cause_and_clear_after_it(tmp_path: Path) -> None:
 IMPLIED = {"PrfaasLinkSaturated": "PrfaasLinkBusy", "PrfaasSenderSaturated": "PrfaasSenderBusy"}
 
 
+def test_a_dead_link_is_told_once_though_both_of_its_signs_are_seen() -> None:
+    """`or` keeps a series twice where its labels differ, as those of a sum and of what was scraped do."""
+    signs, _, _ = alerts()["PrfaasLinkDead"]["expr"].partition(" unless ")
+    assert [re.match(r"\(?(?:sum|max) by \((.*?)\)", sign)[1] for sign in signs.split(" or ")] == [
+        "instance, source, destination"
+    ] * 2
+
+
 def _case(alert: str, series: dict[str, str]) -> dict[str, Any]:
     firing = f'count(ALERTS{{alertname="{alert}", alertstate="firing"}}) > bool 0'
     others = f'count(ALERTS{{alertname!~"{alert}|{IMPLIED.get(alert, alert)}", alertstate="firing"}})'

@@ -75,7 +75,8 @@ async def test_frames_that_are_begun_and_not_ended_have_a_bounded_memory_and_go(
             writer.write(b"prfaas caller 1\n" + BEGUN + bytes(FREE_BYTES))
         await until(lambda: server.room.memory.lent_bytes)
         assert server.room.memory.lent_bytes <= OF_ONE_BYTES
-        await until(lambda: server.ended["stalled"] == len(callers))
+        await until(lambda: server.ended["stalled"] + server.ended["no_room"] == len(callers))
+        assert server.ended["stalled"] >= 1
         await until(lambda: not len(server))
         assert server.room.memory.lent_bytes == 0
         for _, writer in callers:
@@ -112,6 +113,36 @@ async def test_who_waits_for_room_is_heard_once_there_is_some() -> None:
         assert (await caller.answer()).ticket.transfer_id == "t-soon"
         server.room.memory.give_back("elsewhere", OF_ONE_BYTES)
     assert OF_ONE_BYTES * 2 == TOTAL_BYTES
+
+
+@on_both_loops
+async def test_a_frame_that_has_waited_for_room_has_all_of_its_time_then() -> None:
+    async with serving(frame_s=1.0) as (server, port), calling(port) as caller:
+        blocker = Frame(server.room, "127.0.0.1", OF_ONE_BYTES, lambda: None, lambda: None)
+        call = reserve(1, "soon")
+        call.reserve.block_hashes = bytes(8 * MB)
+        said = frame(call.SerializeToString())
+        caller.writer.write(said[: -4 * MB])
+        await until(lambda: server.room.num_waiting)
+        await asyncio.sleep(0.7)
+        blocker.end()
+        await asyncio.sleep(0.6)  # more than a frame has, with what it waited
+        caller.writer.write(said[-4 * MB :])
+        assert (await caller.answer()).ticket.transfer_id == "t-soon"
+
+
+@on_both_loops
+async def test_a_frame_that_gets_no_room_is_not_called_stalled() -> None:
+    async with serving(frame_s=0.3) as (server, port):
+        assert server.room.memory.lend("127.0.0.1", OF_ONE_BYTES)
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"prfaas caller 1\n" + BEGUN)
+        await until(lambda: server.ended["no_room"] == 1)
+        await until(lambda: not len(server))
+        assert not server.ended["stalled"]
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
 
 
 @on_both_loops

@@ -224,7 +224,7 @@ def test_a_node_frees_at_once_what_a_gateway_that_was_killed_had_reserved_and_st
             await asyncio.sleep(1.2)
             assert set(node.agent.consumer.incoming) == {tickets[1].transfer_id}
             await _killed(second, watches[1])
-            assert await node.agent.drain(30.0)
+            assert await node.agent.draining.begin(30.0, "a test")
             await calls.close(0.0)
 
     alone(scenario())

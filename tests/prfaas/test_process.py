@@ -30,6 +30,7 @@ def test_a_start_that_fails_is_told_with_its_own_last_words_only(tmp_path: Path)
 
 LATE = "import time; print('noise', flush=True); time.sleep(1.0); print('READY port=7', flush=True); time.sleep(60)"
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+CRASHES = "import resource, os; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); os.abort()"
 
 
 def test_a_start_that_is_late_is_told_and_waited_for(tmp_path: Path) -> None:
@@ -67,5 +68,18 @@ def test_a_start_that_was_killed_is_told_from_one_that_failed(tmp_path: Path) ->
         await process.start()
         with pytest.raises(StartKilled, match="far ended with status -9"):
             await process.line("READY", START_S, print)
+
+    asyncio.run(scenario())
+
+
+def test_a_start_that_crashes_failed_by_itself(tmp_path: Path) -> None:
+    """It would crash again and again, and never be given up."""
+
+    async def scenario() -> None:
+        process = Process("far", ["-c", CRASHES], tmp_path / "far.log")
+        await process.start()
+        with pytest.raises(StartError, match="far ended with status -6") as failure:
+            await process.line("READY", START_S, print)
+        assert not isinstance(failure.value, StartKilled)
 
     asyncio.run(scenario())

@@ -257,7 +257,7 @@ class MessageBuffer:
 
     @property
     def begun_bytes(self) -> int:
-        """Of the frame that has begun and is not whole: all that it will have, as far as that is known. 0: there is none."""
+        """Of the frame that has begun and is not whole: all that it will have, as far as that is known. 0: no frame has begun."""
         if len(self._pending) < _LENGTH_BYTES:
             return len(self._pending)
         return _LENGTH_BYTES + int.from_bytes(self._pending[:_LENGTH_BYTES], "little")

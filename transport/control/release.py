@@ -1,6 +1,6 @@
 """Which code a process runs: the distribution's version, and a digest of the sources, which a version does not tell apart.
 
-Between two releases, and in a checkout that somebody has changed, many states of the code have one version.
+Between two releases, and in a changed checkout, many states of the code have one version.
 """
 
 import hashlib
@@ -29,8 +29,9 @@ def release() -> str:
 def digest_of(site: Path) -> str:
     """Of the packages' sources below `site`, wherever that is."""
     digest = hashlib.sha256()
-    files = sorted(path.relative_to(site).as_posix() for name in PACKAGES for path in (site / name).rglob("*.py"))
-    for name in files:
+    sources = (path for name in PACKAGES for path in (site / name).rglob("*.py"))
+    # Editors lock a file by a link that points nowhere (`.#agent.py`).
+    for name in sorted(path.relative_to(site).as_posix() for path in sources if path.is_file()):
         content = (site / name).read_bytes()
         digest.update(f"{name}\0{len(content)}\0".encode())
         digest.update(content)

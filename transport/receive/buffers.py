@@ -55,14 +55,17 @@ class Buffers:
         self._buffers: dict[str, memoryview] = {}
 
     def prepare(self, sizes: dict[str, int], wait_s: float = WAIT_S) -> None:
-        """Makes all of these at least so long, or none: who had some and waited for others would keep others waiting."""
+        """Makes all of these at least so long, or none: a connection that held some while it waits would block others."""
         more = {use: size for use, size in sizes.items() if size > len(self._buffers.get(use, b""))}
         if not more:
             return
         growth = sum(size - len(self._buffers.get(use, b"")) for use, size in more.items())
         self._room.lend(self._peer, growth, wait_s)
-        for use, size in more.items():
-            self._buffers[use] = memoryview(bytearray(size))
+        try:
+            self._buffers |= {use: memoryview(bytearray(size)) for use, size in more.items()}
+        except MemoryError:
+            self._room.give_back(self._peer, growth)
+            raise
 
     def of(self, use: str, size: int, wait_s: float = WAIT_S) -> memoryview:
         """At least `size` bytes, valid until the next of this use. Raises NoRoom."""

@@ -1,4 +1,4 @@
-"""Who may read: the pure list of connections that have shown a secret, each of which has a thread.
+"""The pure list of connections that have shown a secret and are read, each by a thread.
 
 A connection is idle while no transfer that it opened is still expected: senders keep such ones for the next transfer. Where
 there are too many, of all, of one address or let in by one ticket, the one that has been idle longest makes room. Only busy ones
@@ -54,7 +54,7 @@ class Seats:
         return len(self._taken)
 
     def is_full(self, idle_since: IdleSince) -> bool:
-        """Whether nobody could be seated, wherever it comes from."""
+        """Whether no connection could be seated, wherever it comes from."""
         return len(self._taken) >= self._limits["all"] and self._idlest(list(self._taken), idle_since) is None
 
     def take(self, who: int, origin: Origin, idle_since: IdleSince) -> Seated | Crowded:

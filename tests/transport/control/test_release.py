@@ -23,6 +23,12 @@ def test_a_change_of_any_source_shows_and_nothing_else_does(tmp_path: Path) -> N
         assert digest_of(written(tmp_path / str(changed), {**SOURCES, **changed})) != here
 
 
+def test_a_file_that_an_editor_has_locked_keeps_nothing_from_starting(tmp_path: Path) -> None:
+    before = digest_of(written(tmp_path, SOURCES))
+    (tmp_path / "node" / ".#agent.py").symlink_to("ann@machine.4711:1700000000")
+    assert digest_of(tmp_path) == before
+
+
 def test_every_package_of_the_wheel_counts() -> None:
     document = tomllib.loads((SITE / "pyproject.toml").read_text())
     assert sorted(PACKAGES) == sorted(document["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])

@@ -43,6 +43,15 @@ def test_what_is_asked_for_together_comes_together_or_not_at_all() -> None:
     assert room.lent_bytes == 45 * KB
 
 
+def test_memory_that_the_machine_does_not_have_is_given_back() -> None:
+    room = BufferRoom(1 << 62)
+    buffers = Buffers(room, "a")
+    with pytest.raises(MemoryError):
+        buffers.prepare({"carried": KB, "plain": 1 << 60}, wait_s=0.0)
+    buffers.close()
+    assert room.lent_bytes == 0
+
+
 def test_who_waits_has_what_others_give_back() -> None:
     room = BufferRoom(100 * KB)
     first = Buffers(room, "a")
