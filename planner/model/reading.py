@@ -118,9 +118,10 @@ def read_text(path: Path) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises SettingsError or OSError."""
+    text = read_text(path)
     try:
-        value = json.loads(read_text(path))
-    except json.JSONDecodeError as exc:
+        value = json.loads(text)
+    except ValueError as exc:  # a JSONDecodeError, or that of an integer of thousands of digits
         raise SettingsError(f"not JSON: {exc}") from exc
     require(isinstance(value, dict), "the file", value, "an object")
     return dict(value)
