@@ -144,7 +144,7 @@ def read_columns(path: Path, columns: Mapping[str, Range]) -> list[tuple[float, 
 def json_rows(text: Iterable[str], is_growing: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a file that has one on each line, with the numbers of their lines. Raises SettingsError.
 
-    `is_growing`: somebody may still be writing its last line, which counts once it is whole.
+    `is_growing`: a writer may still be at its last line, which counts once it is whole.
     """
     for line_number, line in enumerate(text, 1):
         if not line.strip():

@@ -337,7 +337,7 @@ async def test_a_leader_goes_on_from_the_later_version_of_one_that_gives_way(tmp
 
 
 @on_loop
-async def test_who_gave_way_to_a_leader_goes_on_once_gateways_follow_an_earlier_one(tmp_path: Path) -> None:
+async def test_a_leader_that_gave_way_goes_on_once_gateways_follow_an_earlier_one(tmp_path: Path) -> None:
     async with fake_gateway() as gateway, desk(tmp_path, gateway, "b") as at:
         await seen_enough(at)
         await at.keeper.apply("ann")
