@@ -19,29 +19,28 @@ class IncrementalDecoder:
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
         self._bytes = _UTF8("replace")
-        self._before: tuple[int, ...] = ()  # the last token that had a text
-        self._text_before = ""
+        self._has_pieces = False
+        self._before: tuple[int, ...] = ()  # the last token that was neither special nor a piece of a character
 
     def push(self, token: int) -> str:
         """The text that has become certain."""
         raw = self._tokenizer.bytes_of_pieces(token)
         if raw is not None:
-            if not self._before:
-                self._remember(token)
+            self._has_pieces = True
             return self._bytes.decode(raw)
-        text = self._tokenizer.decode((*self._before, token))[len(self._text_before) :]
-        if not text:  # a special token does not end a character
+        decode = self._tokenizer.decode
+        # Behind pieces alone the token is its own neighbour: it is not the first, and a piece would change its text.
+        before = self._before or ((token,) if self._has_pieces else ())
+        text = decode((*before, token))[len(decode(before)) :]
+        # Only a special token has no text even behind itself: it ends no character, and is no neighbour.
+        if not text and not decode((token, token)):
             return ""
-        self._remember(token)
+        self._before = (token,)
         return self.flush() + text
 
     def flush(self) -> str:
         """U+FFFD for a character that did not become whole."""
         return self._bytes.decode(b"", True)
-
-    def _remember(self, token: int) -> None:
-        self._before = (token,)
-        self._text_before = self._tokenizer.decode(self._before)
 
 
 class Piece(NamedTuple):

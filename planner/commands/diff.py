@@ -1,14 +1,25 @@
 """`prfaas-plan diff`: a plan against what runs: of two files, or a running plan service's proposal against what is in force."""
 
 import argparse
-import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 
 from planner.commands.live import client_of, diff_text, differences, setting_now
 from planner.commands.output import emit
 from planner.errors import InputError
+from planner.model.reading import SHARE, Range, named, number, read_json
+from planner.model.site import INSTANCES
 from planner.solve.differences import Verdict, compare_plans
+
+COUNTS: Final = ("num_prfaas", "num_prefill", "num_decode")  # what every plan says
+KNOWN: Final = {
+    "threshold_tokens": Range(0, float("inf"), "tokens"),
+    "tie_share": SHARE,
+    **dict.fromkeys((*COUNTS, "max_prfaas", "num_pd"), INSTANCES),
+}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -16,11 +27,7 @@ def run(args: argparse.Namespace) -> int:
         return _of_service(args)
     if args.plan is None or args.current is None:
         raise InputError("diff: give a plan file and --current, or neither to ask a running service")
-    try:
-        plan, current = json.loads(args.plan.read_text()), json.loads(args.current.read_text())
-        found = compare_plans(plan, current)
-    except (AttributeError, KeyError, TypeError, ValueError) as exc:
-        raise InputError(f"diff {args.plan} {args.current}: {exc!r}") from exc
+    found = compare_plans(_read(args.plan, needed=COUNTS), _read(args.current))
     if args.json:
         emit(
             {
@@ -37,6 +44,16 @@ def run(args: argparse.Namespace) -> int:
     if not found.changes and not found.obstacles:
         print("no change")
     return int(found.verdict)
+
+
+def _read(path: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
+    """A plan file's object, of which all numbers that are compared have been checked. Raises InputError."""
+    with named(f"plan {path}"):
+        table = read_json(path)
+        for key, allowed in KNOWN.items():
+            if key in needed or table.get(key) is not None:
+                number(table, key, allowed)
+    return table
 
 
 def _of_service(args: argparse.Namespace) -> int:

@@ -118,9 +118,10 @@ def read_text(path: Path) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises SettingsError or OSError."""
+    text = read_text(path)
     try:
-        value = json.loads(read_text(path))
-    except json.JSONDecodeError as exc:
+        value = json.loads(text)
+    except ValueError as exc:  # a JSONDecodeError, or that of an integer of thousands of digits
         raise SettingsError(f"not JSON: {exc}") from exc
     require(isinstance(value, dict), "the file", value, "an object")
     return dict(value)
@@ -143,7 +144,7 @@ def read_columns(path: Path, columns: Mapping[str, Range]) -> list[tuple[float, 
 def json_rows(text: Iterable[str], is_growing: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a file that has one on each line, with the numbers of their lines. Raises SettingsError.
 
-    `is_growing`: somebody may still be writing its last line, which counts once it is whole.
+    `is_growing`: a writer may still be at its last line, which counts once it is whole.
     """
     for line_number, line in enumerate(text, 1):
         if not line.strip():

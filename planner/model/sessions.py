@@ -71,7 +71,7 @@ class _Reader:
         for at in range(0, len(small) - MERGED + 1, MERGED):
             key = (names[-1] if names else None, *small[at : at + MERGED])
             names.append(self._names.setdefault(key, len(self._names)))
-        while len(names) < -(-prompt // BLOCK_TOKENS):  # the partial last block is nobody else's
+        while len(names) < -(-prompt // BLOCK_TOKENS):  # no other request shares the partial last block
             names.append(self._names.setdefault(("tail", len(self._turns), len(names)), len(self._names)))
         think_s = THINK.of("think_time", row.get("think_time") or 0.0)
         self._turns.append(

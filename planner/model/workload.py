@@ -144,7 +144,7 @@ class _Row:
     output: float
     ids: tuple[int, ...] | None = None
     cached: float | None = None
-    is_cut: bool = False  # nobody knows how long its answer would have been
+    is_cut: bool = False  # its whole answer would have had an unknown length
 
 
 def _to_trace(path: Path, rows: Iterable[_Placed]) -> Trace:

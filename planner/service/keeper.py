@@ -171,10 +171,10 @@ class Keeper:
         """What gateways follow already: it may be later than anything that is known here."""
         plans = [load.follows for load in loads if load.follows]
         followed = max(plans, key=lambda plan: (plan.rank, plan.version), default=None)
+        was, self.superseded = self.superseded, False
         # One with less memory, or that goes before the leader of a plan of a later version, would be refused as stale for ever.
         if followed is not None and (self.ledger.last_version == 0 or followed.rank < self.ledger.rank):
             await self._change(lambda ledger: ledger.adopted(followed, self._wall(), ITSELF))
-        was = self.superseded
         self.superseded = followed is not None and followed.rank > self.ledger.rank
         if followed is not None and self.superseded and not was:
             log.error(

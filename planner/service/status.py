@@ -12,7 +12,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
     `gateways` says of each what its last answer came to: the version that it follows, or why there was none. `superseded` is
     set while gateways follow a plan of a later term, or of a leader that goes before this one, which then changes nothing.
-    `failures` counts errors that nobody foresaw, by what was being done; each is in the log.
+    `failures` counts unexpected errors by what was being done; each is in the log.
     """
 
     term: int

@@ -144,11 +144,17 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         return ledger, self._entry(at, Change.LED, by, term=term)
 
     def adopted(self, plan: LivePlan, at: float, by: str) -> tuple["Ledger", Entry | None]:
-        """Goes on with a plan that a gateway follows, if it is later than all that are remembered."""
+        """Goes on with a plan that a gateway follows, if it is later than all that are remembered.
+
+        The leader that made it has asked its nodes: no conversions are known here, and none wait.
+        """
         if plan.version <= self.last_version:
             return self, None
         ours = replace(plan, term=max(self.term, plan.term + 1), leader=self.leader)
-        ledger = replace(self, term=ours.term, last_version=ours.version, in_force=ours, proposal=None, changed_at=at)
+        ledger = replace(
+            self, term=ours.term, last_version=ours.version, in_force=ours, proposal=None, conversions={}, changed_at=at,
+            back_to=self.back_to if self.in_force is None else self._with_way_back(ours),
+        )  # fmt: skip
         return ledger, ledger._entry(at, Change.ADOPTED, by, plan=ours, before=self.setting)
 
     # What is to be

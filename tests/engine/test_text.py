@@ -143,6 +143,17 @@ def test_bytes_of_a_fallback_are_joined_whatever_comes_before_them():
     assert text == "\ufffd😀b a\ufffd a中\nb\ufffd"
 
 
+def test_text_of_a_fallback_is_that_of_all_tokens_together():
+    """Spaces before the first word, too, and ASCII that is spelled as bytes behind a character that is."""
+    fallback, rng = fallback_text(), np.random.default_rng(2)
+    characters = [[1 + byte for byte in char.encode()] for char in "😀中\nr"]
+    parts = [*characters, [257], [258], [259]]
+    for _ in range(500):
+        tokens = [token for at in rng.integers(0, len(parts), 6) for token in parts[at]]
+        decoder = IncrementalDecoder(fallback)
+        assert "".join(map(decoder.push, tokens)) + decoder.flush() == fallback.decode(tokens)
+
+
 def test_what_a_token_adds_and_its_bytes():
     fallback = fallback_text()
     assert [fallback.token_text(token) for token in (258, 259, 1 + 0x0A, 1 + 0xF0)] == [" a", "b", "\n", "\ufffd"]

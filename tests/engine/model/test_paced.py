@@ -299,7 +299,7 @@ def test_on_an_event_loop_it_answers_and_ends_with_a_word_to_those_who_wait():
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_chunks_below_a_block_fail_the_prompt_and_nobody_else(stages):
+def test_chunks_below_a_block_fail_that_prompt_alone(stages):
     bench = Bench(chunk_tokens=16, stages=stages)
     bench.add("long", 200)
     bench.add("short", 16)

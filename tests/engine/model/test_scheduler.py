@@ -367,3 +367,26 @@ def test_chunks_of_a_block_or_more_always_end(chunk_tokens):
         bench.add(str(length), length)
     bench.run(rounds=100)
     assert [len(bench.tokens(name)) for name in ("1", "64", "65", "500")] == [4] * 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5e-324, 0.8])
+def test_logits_that_are_no_numbers_fail_their_request_alone(monkeypatch, temperature):
+    bench = Bench()
+    whole, sick = bench.add("whole", 70, 6), bench.add("sick", 71, 6)
+    sick.params = SamplingParams(max_tokens=6, temperature=temperature)
+    decoded = bench.engine._decoded
+
+    def decoded_badly(sequence, token):
+        logits = decoded(sequence, token)
+        if sequence is sick.sequence and sequence.num_tokens == 71 + 2:
+            logits = logits.copy()
+            logits[5] = float("nan")
+        return logits
+
+    monkeypatch.setattr(bench.engine, "_decoded", decoded_badly)
+    bench.run()
+    (failed,) = bench.of("sick", Failed)
+    assert "no token can be chosen" in str(failed.error)
+    assert len(bench.tokens("sick")) == 2
+    assert bench.tokens("whole") == emulated_tokens(whole.prompt, 6)
+    assert bench.scheduler.idle

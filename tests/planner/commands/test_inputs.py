@@ -359,3 +359,38 @@ def test_a_range_takes_numbers_only(value):
     with pytest.raises(SettingsError, match="x = "):
         Range(0, 1).of("x", value)
     assert Range(0, 1).of("x", 1) == 1.0
+
+
+PLAN = {"threshold_tokens": 19_684, "num_prfaas": 4, "num_prefill": 3, "num_decode": 5}
+
+
+@pytest.mark.parametrize("which", ["plan", "current"])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ('{"num_prfaas": ' + "1" * 5_000 + "}", "not JSON: "),
+        ("[]", "the file = []: must be an object"),
+        (json.dumps(PLAN | {"num_decode": "5"}), "num_decode = '5': must be a whole number of instances"),
+        (json.dumps(PLAN | {"threshold_tokens": float("nan")}), "threshold_tokens = NaN: must be a number of tokens"),
+        (json.dumps(PLAN | {"num_pd": [8]}), "num_pd = [8]: must be a whole number of instances"),
+    ],
+)
+def test_plans_that_cannot_be_compared_are_named(capsys, tmp_path, which, text, said):
+    paths = {name: tmp_path / f"{name}.json" for name in ("plan", "current")}
+    for name, path in paths.items():
+        path.write_text(text if name == which else json.dumps(PLAN))
+    code, err = asked(capsys, "diff", paths["plan"], "--current", paths["current"])
+    assert (code, err.startswith(f"error: plan {paths[which]}: {said}")) == (1, True)
+
+
+def test_a_plan_says_how_many_instances_it_uses(capsys, tmp_path):
+    (tmp_path / "plan.json").write_text("{}")
+    code, err = asked(capsys, "diff", tmp_path / "plan.json", "--current", tmp_path / "plan.json")
+    assert (code, err) == (1, f"error: plan {tmp_path}/plan.json: missing: num_prfaas\n")
+
+
+def test_a_profile_with_an_integer_of_thousands_of_digits_is_no_json(capsys, tmp_path):
+    (tmp_path / "p.json").write_text('{"schema": ' + "1" * 5_000 + "}")
+    code, err = asked(capsys, "profile", "check", tmp_path / "p.json")
+    assert (code, err.startswith(f"error: profile {tmp_path}/p.json: not JSON: ")) == (1, True)

@@ -337,6 +337,23 @@ async def test_a_leader_goes_on_from_the_later_version_of_one_that_gives_way(tmp
 
 
 @on_loop
+async def test_a_leader_that_gave_way_goes_on_once_gateways_follow_an_earlier_one(tmp_path: Path) -> None:
+    async with fake_gateway() as gateway, desk(tmp_path, gateway, "b") as at:
+        await seen_enough(at)
+        await at.keeper.apply("ann")
+        plan = at.keeper.ledger.in_force
+        assert plan is not None
+        gateway.follows = msgspec.structs.replace(plan, leader="c")
+        await at.look(LAW[:10])
+        assert at.keeper.superseded
+        gateway.follows = msgspec.structs.replace(plan, leader="a", version=9)
+        await at.look(LAW[:10])
+        assert not at.keeper.superseded
+        assert at.keeper.ledger.in_force is not None
+        assert at.keeper.ledger.in_force.version == 9
+
+
+@on_loop
 async def test_a_plan_of_the_same_place_of_another_leader_is_news(tmp_path: Path) -> None:
     async with fake_gateway() as gateway, desk(tmp_path, gateway, "b") as at:
         await seen_enough(at)

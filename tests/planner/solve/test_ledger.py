@@ -112,6 +112,17 @@ def test_a_plan_that_only_gateways_remember_is_gone_on_with():
     assert ledger.adopted(followed, 6.0, "b") == (ledger, None)
 
 
+def test_a_plan_that_is_adopted_takes_the_place_of_one_that_was_followed():
+    ledger, _ = begun().propose(draft(15_000, roles={"n0": Role.PREFILL}), LIMITS, 1.0)
+    ledger, _ = ledger.apply(2.0, "ann")
+    before = ledger.setting
+    assert ledger.conversions == {"n0": PENDING}
+    followed = LivePlan(version=7, term=1, made_at=0.0, setting=Setting(threshold_tokens=9_000), reason="")
+    ledger, _ = ledger.adopted(followed, 5.0, "b")
+    assert ledger.conversions == {}
+    assert ledger.roll_back(6.0, "ann")[0].in_force.setting == before
+
+
 def test_the_past_is_bounded():
     ledger, limits = begun(), Limits(resolution=0.0)
     roles = {f"node-{index}": Role.DECODE for index in range(1000)}
