@@ -62,6 +62,14 @@ def test_what_is_cut_or_goes_on_is_refused(coding: str) -> None:
             b"".join(decoded(coding, bad))
 
 
+@pytest.mark.parametrize("coding", [coding for coding in CODINGS if coding != "deflate"])
+def test_a_body_has_a_bounded_number_of_members(coding: str) -> None:
+    member = WRITERS[coding](b"a")
+    assert b"".join(decoded(coding, member * 4096)) == b"a" * 4096
+    with pytest.raises(ValueError, match="more than 4096 members"):
+        list(decoded(coding, member * 4097))
+
+
 @pytest.mark.parametrize("coding", CODINGS)
 def test_a_bomb_comes_in_pieces(coding: str) -> None:
     first = next(piece for piece in decoded(coding, WRITERS[coding](bytes(1 << 26))) if piece)
