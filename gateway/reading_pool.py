@@ -64,23 +64,24 @@ class ReadingPool:
         if self._starting:
             await asyncio.wait(self._starting.copy())
 
-    @asynccontextmanager
-    async def process(
-        self, share: Share, num_bytes: int, timeout_s: float, check: Callable[[], None]
-    ) -> AsyncIterator["ReadingProcess"]:
-        """A process to be asked once inside the block, for so long, if `check` does not raise when it is there.
-
-        Raises what `GONE` lists; the process is ended then.
-        """
+    async def take(self, share: Share, num_bytes: int, check: Callable[[], None]) -> None:
+        """Waits for a place, which `process` gives back. Should `check` raise when it is there, nothing is taken."""
         if not self._queue.has_free and self._places < self._most:
             self._grow()
         await self._queue.take(share, num_bytes)
-        process: ReadingProcess | None = None
         try:
             check()
         except BaseException:
             self._queue.give_back()
             raise
+
+    @asynccontextmanager
+    async def process(self, timeout_s: float) -> AsyncIterator["ReadingProcess"]:
+        """A process for a place that has been taken, to be asked once inside the block, for so long.
+
+        Raises what `GONE` lists; the process is ended then.
+        """
+        process: ReadingProcess | None = None
         try:
             async with asyncio.timeout(timeout_s):
                 process = await self._idle_one()
