@@ -6,8 +6,8 @@ earlier ones is not tokenised or hashed again.
 Any other would hold the interpreter's lock for as long as its JSON is decoded or its tokens become a list (up to seconds for
 10 MB), so it goes to a process (`gateway.reading_pool`).
 
-Threads and processes are few: tenants get them in turn, by bytes (`gateway.reading_queue`). Who is to be refused by then is not
-read any more.
+Threads and processes are few: tenants get them in turn, by bytes (`gateway.reading_queue`). A body whose tenant is
+refused by then is not read.
 """
 
 import asyncio
