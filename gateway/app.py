@@ -204,7 +204,7 @@ class FrontDoor:
     async def _read_list(self, visit: Visit) -> list[Request]:
         """The requests that a completion with a list of prompts makes. Raises ApiError."""
         body, visit.body = visit.body, b""
-        bodies = await self.rooms.reader.think(lambda _: bodies_of(body))
+        bodies = await self.rooms.reader.think(lambda _: bodies_of(body), visit.tenant.share, len(body))
         n, most = bodies.common.options.n or 1, self._most_answers(visit)
         if len(bodies) * n > most:
             raise too_many(len(bodies) * n, "n" if n > 1 else "prompt", most)

@@ -225,7 +225,7 @@ class GatewayConfig:
     `drained_dir` remembers which links are drained when the gateway is started anew.
     `links`, as "FROM:TO" by names of clusters, are shown, and missed, before any node of theirs has been heard of.
     `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS.
-    Without `tenants` nobody needs a key; a gateway that other machines reach then starts only if it is `open`. Such a gateway
+    Without `tenants` no client needs a key; a gateway that other machines reach then starts only if it is `open`. Such a gateway
     answers at addresses, at names without a dot and at those of `hosts`; an `open` one without `hosts` answers at any name.
     """
 

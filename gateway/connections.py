@@ -17,9 +17,11 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from http import HTTPStatus
+from itertools import islice
 from typing import Any, Final, cast
 
 from aiohttp import web
+from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.web_protocol import RequestHandler
 
 from gateway.config import Strangers
@@ -37,8 +39,8 @@ CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 TCP_CLOSE: Final = 7  # include/net/tcp_states.h
 BYTES_RECEIVED: Final = 128  # in struct tcp_info, include/uapi/linux/tcp.h
 # A head's offer of another protocol, which is never taken: aiohttp would lose what follows such a request in one packet.
-# No JSON has these bytes in it.
-UPGRADE: Final = re.compile(rb"\r\n(?i:upgrade)(?=[ \t]*:)")
+UPGRADE: Final = re.compile(rb"(?<!\r\n)\r\n(?i:upgrade)(?=[ \t]*:)")
+MAX_OFFERS: Final = 16  # looked at in one packet; each costs some microseconds
 NOT_TAKEN: Final = b"\r\nx-offer"
 MOMENT_S: Final = 0.005
 FIRST_LOOK_S: Final = 0.0005  # after asking; the next ones after twice as long each
@@ -165,6 +167,7 @@ class Connection(RequestHandler):
         self.probe_stream: Callable[[], None] | None = None  # sends a byte that means nothing, in a stream
         self._gate = gate
         self._current: web.BaseRequest | None = None
+        self._body: StreamReader = EMPTY_PAYLOAD  # of the latest request whose head has come
         self._looking: asyncio.TimerHandle | None = None
         self._wire: asyncio.Transport | None = None  # until it is gone; `transport` is None as soon as it is closed
 
@@ -183,7 +186,22 @@ class Connection(RequestHandler):
         self._gate.closed(self)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(UPGRADE.sub(NOT_TAKEN, data))
+        fed = 0
+        for offer in islice(UPGRADE.finditer(data), MAX_OFFERS):
+            self._feed(data[fed : offer.start()])
+            self._feed(NOT_TAKEN if self._is_in_head else offer[0])
+            fed = offer.end()
+        self._feed(data[fed:] if fed else data)
+
+    def _feed(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._messages:
+            self._body = self._messages[-1][1]
+
+    @property
+    def _is_in_head(self) -> bool:
+        """Whether what comes next surely belongs to a head: a coded body may have any bytes in it."""
+        return self._body.is_eof() and not self._buffer_paused
 
     def serving(self, http: web.BaseRequest) -> None:
         """A request's head is there."""

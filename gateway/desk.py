@@ -197,7 +197,7 @@ def _for_engine(body: bytes, model: Model) -> bytes:
 
 
 def _tokens_guessed(body: bytes) -> int:
-    """What a body that nobody here reads may have."""
+    """An estimate of the tokens in a body that the gateway does not tokenise."""
     return -(-len(body) // BYTES_PER_TOKEN)
 
 

@@ -89,7 +89,7 @@ class Answer:
             self._timer = self._loop.call_later(idle_s, self._look)
 
     def when_whole(self, tell: Callable[[], None]) -> None:
-        """Has `tell` called once all of it has come, whoever has read it by then; at once if it has."""
+        """Calls `tell` once the whole answer has come, read or not; at once if it has."""
         if self.is_whole:
             tell()
         else:

@@ -18,7 +18,7 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from gateway.clusters import Clusters
-from gateway.errors import LegFailed
+from gateway.errors import LegFailed, Overloaded
 from gateway.keys import Tenant
 from gateway.legs import MAX_ANSWER_BYTES, Legs
 from gateway.media import Guess
@@ -122,7 +122,7 @@ class EngineReadings:
         is_assumed = self._renders_otherwise and call.endpoint is Endpoint.CHAT
         if not self._styles and not is_assumed:  # nothing differs, as far as is known: that costs nothing
             return Understood(prompt)
-        style = await self._reader.think(lambda _: style_of(call), tenant.share, sum(map(len, call.fields.values())))
+        style = await self._reader.think(lambda _: style_of(call), tenant.share, call.num_bytes)
         reading = self._styles.reading(style, self._clock())
         is_assumed = is_assumed and reading is Reading.OWN
         if reading is not Reading.ENGINE and not is_assumed:
@@ -203,12 +203,14 @@ class EngineReadings:
         """Learns of a request that is over."""
         if not MISMATCH.isdisjoint(request.fallbacks):
             kind = style_with_media if request.asked.has_media else style_of
-            self._tasks.start(self._learn(request.call, request.reading, kind), "learn_style")
+            # A gateway that has no room for this reading learns from the next request of the style.
+            self._tasks.start(self._learn(request, kind), "learn_style", expected=(Overloaded,))
 
-    async def _learn(self, call: Call, read: Reading, kind: Callable[[Call], bytes]) -> None:
-        style = await self._reader.think(lambda _: kind(call))
-        self._styles.differs(style, read, self._clock())
-        log.warning("engines read style=%s otherwise than reading=%s", style.hex(), read)
+    async def _learn(self, request: Request, kind: Callable[[Call], bytes]) -> None:
+        call = request.call
+        style = await self._reader.think(lambda _: kind(call), request.tenant.share, call.num_bytes)
+        self._styles.differs(style, request.reading, self._clock())
+        log.warning("engines read style=%s otherwise than reading=%s", style.hex(), request.reading)
 
     async def _rendered(
         self, call: Call, model: Model, nodes: Sequence[Node], max_bytes: int = MAX_ANSWER_BYTES, **values: Any

@@ -77,7 +77,7 @@ class OidcConfig:
 
 
 def _is_safe(url: str) -> bool:
-    """Whether nobody on the way can answer instead of the host that `url` names."""
+    """Whether only the host that `url` names can answer."""
     try:
         parsed = URL(url)
     except ValueError:

@@ -234,7 +234,7 @@ def parse(endpoint: Endpoint, body: bytes) -> Call:
 
 
 def check_text(body: bytes) -> None:
-    """Raises UnicodeDecodeError for what is no UTF-8, in fields, too, that nobody here reads, and an engine could not."""
+    """Raises UnicodeDecodeError for invalid UTF-8, also in fields that only the engine reads."""
     if not body.isascii():
         body.decode()
 

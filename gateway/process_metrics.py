@@ -5,7 +5,7 @@ from typing import Final, TypeVar
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.metrics import MetricWrapperBase
 
-MOST_SERIES: Final = 16_384  # of one metric: so many tenants, with reloads in between, as nobody can look at
+MOST_SERIES: Final = 16_384  # of one metric; reloads may bring new tenants for ever
 
 M = TypeVar("M", bound=MetricWrapperBase)
 

@@ -6,14 +6,15 @@ earlier ones is not tokenised or hashed again.
 Any other would hold the interpreter's lock for as long as its JSON is decoded or its tokens become a list (up to seconds for
 10 MB), so it goes to a process (`gateway.reading_pool`).
 
-Threads and processes are few: tenants get them in turn, by bytes (`gateway.reading_queue`). Who is to be refused by then is not
-read any more.
+Threads and processes are few: tenants get them in turn, by bytes (`gateway.reading_queue`). A body whose tenant is
+refused by then is not read.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from typing import Final, TypeVar
 
@@ -118,11 +119,13 @@ class Reader:
                 return call, await self._in_thread(longer, share, len(body), check)
         if len(body) <= SHORT_BODY_BYTES or _is_of_ids(endpoint, body):
             return await self._in_thread(reading, share, len(body), check)
-        with self._room.held(share.flow, len(body)):
+        with ExitStack() as held:
+            held.enter_context(self._room.held(share.flow, len(body)))
+            await self._pool.take(share, len(body), check)
             # A task of its own: should the client leave, the process still gets its question whole, and its answer is taken.
             asked = Question(endpoint, model, tenant, list(answered))
-            asking = self._tasks.start(self._ask(asked, body, share, check), "read", expected=(ApiError,))
-            return await asyncio.shield(asking)
+            asking = self._tasks.start(self._ask(asked, body, held.pop_all()), "read", expected=(ApiError,))
+        return await asyncio.shield(asking)
 
     async def think(
         self, work: Callable[[PromptMemory], T], share: Share = EVERYBODYS, num_bytes: int = TINY_BODY_BYTES
@@ -152,18 +155,18 @@ class Reader:
             working.add_done_callback(lambda _: loop.call_soon_threadsafe(self._queue.give_back))
             return await asyncio.wrap_future(working)
 
-    async def _ask(
-        self, question: Question, body: bytes, share: Share, check: Callable[[], None]
-    ) -> tuple[Call, Prompt]:
-        try:
-            async with self._pool.process(share, len(body), self._timeout_s, check) as process:
-                header, data = await process.ask(header_of(question, len(body)), body)
-        except GONE as error:
-            log.error("a process that read a body of %d bytes is gone: %r", len(body), error)
-            raise ReaderDied from error
-        # Its hashes may be a hundred thousand objects.
-        answering = partial(answer_of, header, data, question.endpoint)
-        call, prompt, distrusted = await asyncio.get_running_loop().run_in_executor(self._threads, answering)
+    async def _ask(self, question: Question, body: bytes, held: ExitStack) -> tuple[Call, Prompt]:
+        """Asks a process whose place has been taken; `held` is left when the answer is there."""
+        with held:
+            try:
+                async with self._pool.process(self._timeout_s) as process:
+                    header, data = await process.ask(header_of(question, len(body)), body)
+            except GONE as error:
+                log.error("a process that read a body of %d bytes is gone: %r", len(body), error)
+                raise ReaderDied from error
+            # Its hashes may be a hundred thousand objects.
+            answering = partial(answer_of, header, data, question.endpoint)
+            call, prompt, distrusted = await asyncio.get_running_loop().run_in_executor(self._threads, answering)
         if distrusted:
             self._tokenizer.encoder.distrust(distrusted, "in a process that reads long bodies")
         return call, prompt

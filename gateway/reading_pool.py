@@ -1,6 +1,6 @@
 """The processes that read long bodies: the first is there before it is needed, further ones as bodies wait.
 
-A process takes a second or more to load a large vocabulary, so nobody waits for one to start where another is about to be free:
+A process takes a second or more to load a large vocabulary. A body does not wait for that if a process is about to be free:
 
     warm ──► the first ──ready──► place ──► a body ──answered──► place …
     a body waits, and there may be more ──► another one ──ready──► place
@@ -64,23 +64,24 @@ class ReadingPool:
         if self._starting:
             await asyncio.wait(self._starting.copy())
 
-    @asynccontextmanager
-    async def process(
-        self, share: Share, num_bytes: int, timeout_s: float, check: Callable[[], None]
-    ) -> AsyncIterator["ReadingProcess"]:
-        """A process to be asked once inside the block, for so long, if `check` does not raise when it is there.
-
-        Raises what `GONE` lists; the process is ended then.
-        """
+    async def take(self, share: Share, num_bytes: int, check: Callable[[], None]) -> None:
+        """Waits for a place, which `process` gives back. Should `check` raise when it is there, nothing is taken."""
         if not self._queue.has_free and self._places < self._most:
             self._grow()
         await self._queue.take(share, num_bytes)
-        process: ReadingProcess | None = None
         try:
             check()
         except BaseException:
             self._queue.give_back()
             raise
+
+    @asynccontextmanager
+    async def process(self, timeout_s: float) -> AsyncIterator["ReadingProcess"]:
+        """A process for a place that has been taken, to be asked once inside the block, for so long.
+
+        Raises what `GONE` lists; the process is ended then.
+        """
+        process: ReadingProcess | None = None
         try:
             async with asyncio.timeout(timeout_s):
                 process = await self._idle_one()
@@ -93,7 +94,7 @@ class ReadingPool:
         self._queue.give_back()
 
     async def close(self) -> None:
-        """Ends all that nobody asks."""
+        """Ends the idle processes, and those that start."""
         for task in self._starting:
             task.cancel()
         if self._starting:
@@ -115,7 +116,7 @@ class ReadingPool:
         task.add_done_callback(self._starting.discard)
 
     async def _replace(self, dead: "ReadingProcess | None") -> None:
-        """Has a new process take a place. Without one the place is free all the same: who gets it tries again."""
+        """Has a new process take a place. If none starts, the place is free all the same: the next body in it starts one."""
         try:
             if dead is not None:
                 await dead.close()
@@ -127,7 +128,7 @@ class ReadingPool:
             self._queue.give_back()
 
     async def _idle_one(self) -> "ReadingProcess":
-        """One that waits for work, or a new one. Which ended while it waited did not die of what comes next."""
+        """An idle process, or a new one. A process that ended while idle did not die of the next body."""
         while self._idle:
             process = self._idle.pop()
             if not process.is_alive:
@@ -160,7 +161,7 @@ class ReadingProcess:
 
     @classmethod
     async def start(cls, known: Verdict | None, blueprint: int, threads: Executor) -> "ReadingProcess":
-        """A process that has loaded its tokenizer. Should nobody wait for it any more, its thread ends it.
+        """A process that has loaded its tokenizer. If the caller is cancelled, the thread that spawns the process ends it.
 
         Raises what `GONE` lists.
         """
@@ -227,7 +228,7 @@ def anonymous_file(data: bytes) -> int:
 
 
 def spawn(stdin: socket.socket, blueprint: int) -> "subprocess.Popen[bytes]":
-    """A process with `stdin`, which this thread alone may close: a number that is free again is somebody else's next."""
+    """A process with `stdin`, which this thread alone may close: the system gives a free descriptor's number away again."""
     with stdin:
         return subprocess.Popen(
             [sys.executable, "-m", "gateway.reading_process", str(blueprint)],

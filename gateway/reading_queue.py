@@ -6,7 +6,7 @@ first is first.
 
     acme  ≤ 16 KiB   ▪▪▪           ┐
           ≤ 128 KiB                ├ by bytes ┐
-          more       ████ ████ ███ ┘          ├ by bytes and weight ──► a place, of which there are few
+          more       ████ ████ ███ ┘          ├ by bytes and weight ──► one of few places
     beta  ≤ 16 KiB   ▪             ─ by bytes ┘
 
 What waits and what is read is bounded, for a tenant and for all together. All methods belong to one event loop.
@@ -63,7 +63,7 @@ class ReadingQueue:
 
     @property
     def has_free(self) -> bool:
-        """Whether the next body waits for nobody."""
+        """Whether the next body gets a place at once."""
         return self._free > 0
 
     async def take(self, share: Share, num_bytes: int) -> None:

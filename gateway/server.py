@@ -128,8 +128,8 @@ async def running(
 ) -> AsyncIterator[Gateway]:
     """A gateway that answers inside the block, or the worker of one that has this seat.
 
-    `read_again` gives its configuration as it is now, when somebody wants that taken over. It waits for `warm_s` at most until a
-    process that reads long bodies is there; 0: the first long body has one started.
+    `read_again` gives its configuration as it is now, when an operator wants that taken over. The gateway waits up to `warm_s`
+    for a process that reads long bodies; 0: the first long body starts one.
     """
     seat = seat or Alone()
     metrics = seat.metrics

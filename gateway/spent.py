@@ -48,7 +48,8 @@ def spent_by(
     for labels, value in requests:
         of(labels).requests[labels["status"]] = int(value)
     for labels, value in tokens:
-        setattr(of(labels), f"{labels['kind']}_tokens", int(value))
+        if labels["kind"] in TOKENS:  # the one series beyond `process_metrics.MOST_SERIES` adds up all kinds
+            setattr(of(labels), f"{labels['kind']}_tokens", int(value))
     for labels, value in sent:
         of(labels).kv_bytes.append(Sent(labels["source"], labels["destination"], labels["kind"], int(value)))
     return sorted(found.values(), key=lambda spent: spent.tenant)

@@ -6,7 +6,7 @@ The kernel deals connections out among those that listen (SO_REUSEPORT). A worke
 nothing else: what it had under way is cleared from all that workers share, at once, and what it had counted stays. One that is
 stopped or stuck is killed: the kernel deals it connections all the same. Who takes its place begins with the file as it was at
 the start, like the others, whatever it says meanwhile. Should the parent die, workers stop listening and let their streams
-end; so whoever starts the gateway again gets the port.
+end; so a gateway that is started again gets the port.
 """
 
 import asyncio

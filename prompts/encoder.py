@@ -58,7 +58,7 @@ class Fast(Protocol):
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What was found out about a tokenizer's fast twin; `of` names both and the versions of their programs.
 
-    `why_plain` is why there is none, in a word, or "". `splits` says what it remembers as a word.
+    `why_plain` says in a word why there is no twin, or is "". `splits` says what it remembers as a word.
     """
 
     of: str

@@ -27,7 +27,7 @@ SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad
 
 
 class Blueprint(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a tokenizer is made of, so that another process can have the same. A template of "" is none.
+    """All that a tokenizer is made of, so that another process can have the same. "" means no template.
 
     `known` is what its fast encoder has shown; None: it is not used.
     """

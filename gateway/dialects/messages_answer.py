@@ -4,7 +4,7 @@ message_start (content_block_start content_block_delta* content_block_stop)* mes
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -12,19 +12,16 @@ import msgspec
 from gateway.dialects.chat import (
     Answer,
     Change,
-    Choice,
     Delta,
-    Events,
     Kind,
     Part,
-    Parts,
     Step,
     Usage,
     answer_of,
     check_ended,
     error_of,
 )
-from gateway.dialects.telling import named_event, stream_error
+from gateway.dialects.telling import StreamTelling, named_event
 from gateway.errors import ApiError
 
 STOP_REASONS: Final = {
@@ -38,21 +35,15 @@ ERROR_TYPES: Final = {
 }  # fmt: skip
 
 
-class MessagesTelling:
+class MessagesTelling(StreamTelling):
     """One answer, as a message. `num_tokens` are the prompt's: a stream says them before anything else."""
 
     def __init__(self, message_id: str, model: str, num_tokens: int) -> None:
-        self.output_tokens: int | None = None
+        super().__init__(message_id)
         self.headers: Mapping[str, str] = {"request-id": message_id}
         self._id = f"msg_{message_id}"
         self._model = model
         self._num_tokens = num_tokens
-        self._events = Events()
-        self._parts = Parts(message_id)
-        self._choice = Choice()
-        self._usage: Usage | None = None
-        self._has_begun = self._has_ended = False
-        self._wrong: ApiError | None = None
 
     def whole(self, status: int, body: bytes) -> bytes:
         """The message, or the error of an engine, in Anthropic's shape. Raises ApiError."""
@@ -69,45 +60,10 @@ class MessagesTelling:
             self._message([_whole_block(part) for part in self._parts.all], self._usage) | self._stopped()
         )
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the event that ends the stream has been told."""
-        return self._has_ended
-
-    def events(self, data: bytes) -> bytes:
-        """Events of a message. Raises ApiError."""
-        told: list[dict[str, Any]] = []
-        try:
-            self._check()
-            for answer in self._events.feed(data):
-                if self._has_ended:
-                    break
-                if answer is None:
-                    told += self._ending()
-                elif answer.error is not None:
-                    return _joined(told) + self.failure(stream_error(answer.error))
-                else:
-                    told += self._changes(answer)
-        except ApiError as error:
-            self._wrong = error
-            if not told:
-                raise
-        return _joined(told)
-
     def failure(self, error: ApiError) -> bytes:
         """`event: error`."""
         self._has_ended = True
         return named_event(_error(error))
-
-    def end(self) -> bytes:
-        """The end of a stream whose engine did not say so. Raises ApiError where that is no end."""
-        self._check()
-        return b"" if self._has_ended else _joined(self._ending())
-
-    def _check(self) -> None:
-        """Raises what was wrong behind events that were told first."""
-        if self._wrong is not None and not self._has_ended:
-            raise self._wrong
 
     def _changes(self, answer: Answer) -> Iterator[dict[str, Any]]:
         yield from self._beginning()
@@ -224,7 +180,3 @@ def _error(error: ApiError) -> dict[str, Any]:
 def error_body(error: ApiError) -> bytes:
     """An error in Anthropic's shape; `param` and `code` are OpenAI's, beside it."""
     return msgspec.json.encode(_error(error))
-
-
-def _joined(events: Iterable[dict[str, Any]]) -> bytes:
-    return b"".join(map(named_event, events))

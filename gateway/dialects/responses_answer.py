@@ -14,19 +14,16 @@ import msgspec
 from gateway.dialects.chat import (
     Answer,
     Change,
-    Choice,
     Delta,
-    Events,
     Kind,
     Part,
-    Parts,
     Step,
     Usage,
     answer_of,
     check_ended,
     error_of,
 )
-from gateway.dialects.telling import named_event, stream_error
+from gateway.dialects.telling import StreamTelling, named_event
 from gateway.errors import ApiError
 
 # Status of a response, and why it is incomplete, by the chat's finish reason.
@@ -48,23 +45,17 @@ _DELTAS: Final = {
 }
 
 
-class ResponsesTelling:
+class ResponsesTelling(StreamTelling):
     """One answer, as a response. `echo` is what it repeats of its request, as JSON; `created_s` a date."""
 
     def __init__(self, response_id: str, model: str, echo: bytes, created_s: int) -> None:
-        self.output_tokens: int | None = None
+        super().__init__(response_id)
         self.headers: Mapping[str, str] = {}
         self._id = response_id
         self._model = model
         self._said = {name: value for name, value in _ECHO.decode(echo or b"{}").items() if value is not None}
         self._created_s = created_s
-        self._events = Events()
-        self._parts = Parts(response_id)
-        self._choice = Choice()
-        self._usage: Usage | None = None
         self._sequence = 0
-        self._has_begun = self._has_ended = False
-        self._wrong: ApiError | None = None
 
     def whole(self, status: int, body: bytes) -> bytes:
         """The response; the error of an engine is in OpenAI's shape already. Raises ApiError."""
@@ -79,31 +70,6 @@ class ResponsesTelling:
         self._count(answer.usage)
         return msgspec.json.encode(self._ended_response())
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the event that ends the stream has been told."""
-        return self._has_ended
-
-    def events(self, data: bytes) -> bytes:
-        """Events of a response. Raises ApiError."""
-        told: list[dict[str, Any]] = []
-        try:
-            self._check()
-            for answer in self._events.feed(data):
-                if self._has_ended:
-                    break
-                if answer is None:
-                    told += self._ending()
-                elif answer.error is not None:
-                    return self._joined(told) + self.failure(stream_error(answer.error))
-                else:
-                    told += self._changes(answer)
-        except ApiError as error:
-            self._wrong = error
-            if not told:
-                raise
-        return self._joined(told)
-
     def failure(self, error: ApiError) -> bytes:
         """`error`, on which clients raise, and the response as it has failed."""
         self._has_ended = True
@@ -111,16 +77,6 @@ class ResponsesTelling:
         failed = {"status": "failed", "error": {"code": "server_error", "message": error.message}}
         response = self._response() | failed | {"output": [_item(part, self._id, True) for part in self._parts.all]}
         return self._joined([{"type": "response.failed", "response": response}, said])
-
-    def end(self) -> bytes:
-        """The end of a stream whose engine did not say so. Raises ApiError where that is no end."""
-        self._check()
-        return b"" if self._has_ended else self._joined(self._ending())
-
-    def _check(self) -> None:
-        """Raises what was wrong behind events that were told first."""
-        if self._wrong is not None and not self._has_ended:
-            raise self._wrong
 
     def _changes(self, answer: Answer) -> Iterator[dict[str, Any]]:
         yield from self._beginning()

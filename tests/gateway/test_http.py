@@ -1,5 +1,6 @@
 """What surrounds a body on its way in: codings, shapes of errors, offers of other protocols, strangers' pages in a browser."""
 
+import asyncio
 import gzip
 import json
 import zlib
@@ -62,6 +63,14 @@ def test_what_is_cut_or_goes_on_is_refused(coding: str) -> None:
             b"".join(decoded(coding, bad))
 
 
+@pytest.mark.parametrize("coding", [coding for coding in CODINGS if coding != "deflate"])
+def test_a_body_has_a_bounded_number_of_members(coding: str) -> None:
+    member = WRITERS[coding](b"a")
+    assert b"".join(decoded(coding, member * 4096)) == b"a" * 4096
+    with pytest.raises(ValueError, match="more than 4096 members"):
+        list(decoded(coding, member * 4097))
+
+
 @pytest.mark.parametrize("coding", CODINGS)
 def test_a_bomb_comes_in_pieces(coding: str) -> None:
     first = next(piece for piece in decoded(coding, WRITERS[coding](bytes(1 << 26))) if piece)
@@ -118,6 +127,27 @@ def test_a_request_behind_an_offer_of_another_protocol_is_answered(offer: bytes)
                 HEAD + length + b"Connection: Upgrade, HTTP2-Settings\r\n" + offer + b"\r\nHTTP2-Settings: AA\r\n\r\n"
             )
             await client.say((first + COMPLETION) * 2 + HEAD + length + b"\r\n" + COMPLETION)
+            assert [(await client.answer())[0] for _ in range(3)] == [200] * 3
+
+    scenario()
+
+
+@pytest.mark.parametrize("cut", [None, 0, 10, 40])
+def test_a_body_is_none_of_a_heads_offers(cut: int | None) -> None:
+    """A gzip file may have a comment (RFC 1952 §2.3), which its checksum (of the header) is about."""
+    header = b"\x1f\x8b\x08\x12\0\0\0\0\0\xff" + b"a comment\r\nUpgrade: none\0"
+    body = header + (zlib.crc32(header) & 0xFFFF).to_bytes(2, "little") + gzip.compress(COMPLETION)[10:]
+    coded = HEAD + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(body)
+    offered = HEAD + b"Content-Length: %d\r\nUpgrade: h2c\r\nConnection: Upgrade\r\n\r\n" % len(COMPLETION) + COMPLETION
+
+    @on_both_loops
+    async def scenario() -> None:
+        async with world() as w, raw(w) as client:
+            told = coded + body + offered * 2
+            at = len(told) if cut is None else len(coded) + cut
+            await client.say(told[:at])
+            await asyncio.sleep(0.05)
+            await client.say(told[at:])
             assert [(await client.answer())[0] for _ in range(3)] == [200] * 3
 
     scenario()

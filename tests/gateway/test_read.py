@@ -424,6 +424,36 @@ async def test_bodies_that_wait_are_bounded() -> None:
 
 
 @on_loop
+async def test_a_long_body_is_held_until_it_has_been_read_and_no_longer_than_its_client_waits_for_that() -> None:
+    before = children()
+    tasks = TaskSet(lambda name: pytest.fail(name))
+    reads = Reader(text_tokenizer(), tasks, threads=1, max_bytes=5 * LONG_BODY_BYTES // 2)
+    body = long_body("a")
+    try:
+        await reads.warm(60.0)
+        (pid,) = children() - before
+        os.kill(pid, signal.SIGSTOP)
+        asked, waiting = (asyncio.ensure_future(reads.read(Endpoint.COMPLETIONS, body, MODEL)) for _ in range(2))
+        await until(lambda: reads.num_idle == 0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        await until(lambda: len(tasks) == 1)
+        asked.cancel()
+        await asyncio.wait([asked])
+        last = asyncio.ensure_future(reads.read(Endpoint.COMPLETIONS, body, MODEL))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):  # the process still has the one, and the other waits
+            await reads.read(Endpoint.COMPLETIONS, body, MODEL)
+        os.kill(pid, signal.SIGCONT)
+        assert (await last)[1].num_tokens
+        await tasks.join(60.0)
+        assert (await reads.read(Endpoint.COMPLETIONS, body, MODEL))[1].num_tokens
+    finally:
+        await tasks.join(60.0)
+        await reads.close()
+
+
+@on_loop
 async def test_a_process_believes_what_has_been_found_out_about_the_fast_encoder() -> None:
     pytest.importorskip("fastokens")
     tasks, tokenizer = TaskSet(lambda name: pytest.fail(name)), text_tokenizer()

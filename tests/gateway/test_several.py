@@ -2,13 +2,17 @@
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
 
+from gateway.config import Strangers
 from gateway.errors import BadRequest
+from gateway.keys import TenantConfig, digest_of
 from gateway.openai import Endpoint, parse
 from gateway.several import bodies_of, calls_of
+from planner.decisions.waiting import Share
 from tests.gateway.worlds import World, on_loop, until, world
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
@@ -73,6 +77,24 @@ async def test_prompts_of_a_list_are_routed_by_themselves_and_answered_in_order(
         assert sorted(record["route"] for record in records) == ["local", "local", "remote"]
         assert not w.gateway.admission.in_flight
         await w.settled()
+
+
+@on_loop
+async def test_a_list_of_prompts_is_its_tenants_to_read() -> None:
+    key = {"Authorization": "Bearer sk-acme"}
+    tenants = {"acme": TenantConfig(keys=(digest_of("sk-acme"),))}
+    async with world(tenants=tenants, strangers=Strangers(max_reading_bytes=40_000)) as w:
+        may_end = threading.Event()
+        reader = w.gateway.door.rooms.reader
+        holding = asyncio.ensure_future(reader.think(lambda _: may_end.wait(60.0), Share("acme"), 20_000))
+        await asyncio.sleep(0)
+        try:
+            refused = await w.complete(PROMPTS, headers=key)
+            assert (refused.status, refused.headers["x-prfaas-rejected"]) == (429, "reading_overload")
+        finally:
+            may_end.set()
+            await holding
+        assert (await w.complete(PROMPTS, headers=key)).status == 200
 
 
 @on_loop

@@ -46,6 +46,15 @@ def test_a_tenants_series_become_one_account() -> None:
     ]
 
 
+def test_series_beyond_the_most_leave_the_accounts_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.process_metrics.MOST_SERIES", 2)
+    metrics = Metrics()
+    for number in range(3):
+        metrics.computed(f"t{number}", 7)
+        metrics.sent_for(f"t{number}", "east", "west", "request", 5)
+    assert [(each.tenant, each.prompt_tokens) for each in metrics.spent()] == [("other", 0), ("t0", 7), ("t1", 7)]
+
+
 @on_loop
 async def test_what_was_served_to_whom() -> None:
     async with world(tenants=TENANTS, operator_keys=(digest_of(OPERATOR),)) as w:
