@@ -298,7 +298,7 @@ class DecodeNode:
         """As this prompt sees it."""
         hit = self.match(hashes, num_tokens)
         cached, share = min(hit.num_tokens, num_tokens - 1), self._share.at(now)
-        if not len(self.arrivals) or self.cache is None:
+        if not self.arrivals or self.cache is None:
             return self._view(cached, hit.attention_tokens, share)
         size = self.cache.cache.layout.block_size
         shared = self.arrivals.longest(hashes[: num_tokens // size], hit.attention_tokens // size)
