@@ -139,9 +139,15 @@ class PrefillNode:
         return self._queued_s + left_s if left_s > 0 else self._queued_s
 
     def expect(self, job: Job) -> None:
-        """A job comes as soon as it has the prefix that it is sent; it is work of this node already."""
+        """A job comes as soon as it has the prefix it waits for; it is work of this node already."""
         self._expected += 1
         self._book(job)
+
+    def expect_no_more(self, job: Job) -> None:
+        """An expected job comes now, or goes another way."""
+        self._expected -= 1
+        self.queued_tokens -= job.queued
+        self._promises.remove(job.blocks)
 
     def _book(self, job: Job) -> None:
         job.queued = job.prompt - job.cached
