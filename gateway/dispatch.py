@@ -299,6 +299,7 @@ class Dispatcher:
         def decoded() -> None:
             booking.answered()
             self._refusals.decoded(request)
+            self._line.freed()
 
         self._refusals.decoding(request, attempt.decode.id)
         attempt.answer.when_whole(decoded)
