@@ -211,6 +211,9 @@ class _Connection(asyncio.Protocol):
         if self._frame is not None and len(self.tasks) >= MAX_CALLS:  # it is we who do not read on
             self._frame.wait_again()
             return
+        if self._frame is not None and not self._frame.has_room:
+            self._abort("no_room", f"there was no memory for its frame for {self._server.room.frame_s} s")
+            return
         self._abort("stalled", f"a frame was not whole after {self._server.room.frame_s} s")
 
     def _heard(self, call: pb.Call) -> None:

@@ -1,7 +1,8 @@
 """Frames on kept connections that have begun and are not whole: each has its memory, out of one budget, and an end in time.
 
 What one read brings is there anyway. A frame that is longer asks for all of its bytes as soon as it has said how many: while
-they are not free, its connection is not read. One that is not whole in time takes its connection with it.
+they are not free, its connection is not read. A frame that waits for them too long, or is then not whole in time, takes its
+connection with it.
 """
 
 import asyncio
@@ -70,11 +71,13 @@ class Frame:
 
     def wait_again(self) -> None:
         """Its time begins anew: nothing of it was read."""
+        self._late.cancel()
         self._late = asyncio.get_running_loop().call_later(self._room.frame_s, self._on_late)
 
     def on_room(self) -> None:
-        """It may go on."""
+        """It may go on, and has all of its time for that."""
         self.has_room = True
+        self.wait_again()
         self._on_room()
 
     def end(self) -> None:
