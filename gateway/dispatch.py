@@ -290,11 +290,11 @@ class Dispatcher:
                         self._begins_to_answer(request, attempt, booking)
                         yield attempt
             finally:
-                if has_room:  # else who is first in line would wake itself, and ask a full node as fast as it answers
+                if has_room:  # else the first in line would wake itself, and ask a full node as fast as it answers
                     self._line.freed()
 
     def _begins_to_answer(self, request: Request, attempt: Attempt, booking: Booking) -> None:
-        """Whoever computed the prompt, decode has it from now until its engine has said all."""
+        """The request decodes from now on, until its engine has said all."""
 
         def decoded() -> None:
             booking.answered()

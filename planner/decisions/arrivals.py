@@ -19,7 +19,7 @@ from planner.decisions.views import LinkView, NodeView, RouteRequest
 
 LEAST_SHARE: Final = 0.1  # of the tokens that the decode node lacks: less is not worth a wait
 PATIENCE: Final = 1.25  # a prompt may arrive this much later than without the wait,
-GRACE_S: Final = 0.1  # and so much: bytes on a link are saved for everybody
+GRACE_S: Final = 0.1  # and by this: saved bytes leave the link to all other prompts
 
 
 class Arriving(Protocol):
