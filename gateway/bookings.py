@@ -46,6 +46,8 @@ class Booking:
             work = Work(
                 tokens=route.uncached_tokens, destination=self._decode.cluster, promised_bytes=int(route.link_bytes)
             )
+        if node is self._decode and self._answer is None:
+            return  # its engine has said all
         if node is self._decode:  # it is counted there once already
             node.prefill_share.add(route.compute_s, self._clock())
             self.answered()

@@ -171,7 +171,7 @@ class KeptCalls:
     """Keeps a connection to the agent at `address`, once that has said at which port it takes them."""
 
     def __init__(self, address: str, connect_s: float, identity: Identity | None, name: str, holder: str = "") -> None:
-        """`name` is what the agent's certificate must carry, where that is not the host of its address; `holder` who calls."""
+        """`name` is what the agent's certificate must carry if that is not the host of its address; `holder` names the caller."""
         self._address = address
         self._host = address.rpartition(":")[0].strip("[]")
         self._connect_s = connect_s

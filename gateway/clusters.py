@@ -163,7 +163,7 @@ class Clusters:
                 if now >= node.suspect_until and (not exclude or name not in exclude):
                     holding = holding_of(name, NOTHING)
                     promised = _promised(node, prompt, holding) if node.underway.by_end else 0
-                    landing = _landing(node, prompt, holding, now) if len(node.arrivals) else NO_LANDING
+                    landing = _landing(node, prompt, holding, now) if node.arrivals else NO_LANDING
                     views.append(node.view(holding, self._decode_slots, now, promised, *landing))
             return views
 

@@ -271,6 +271,7 @@ class Dispatcher:
         held_tokens = max(chosen.held_tokens, chosen.shared_tokens)
         with booked(decode, self._clock, request.prompt.hashes, held_tokens) as booking:
             booking.prefill(self._clusters.by_id(chosen.prefill_node or chosen.decode_node), chosen)
+            has_room = decode.is_paired
             try:
                 if decode.is_paired:
                     place.served()
@@ -283,19 +284,22 @@ class Dispatcher:
                 if chosen.shared_tokens:
                     place.served()  # it waits for what others are sent, not for room
                 async with self._reservations.held(request, chosen, booking) as hold:
+                    has_room = True
                     place.served()
                     async with self._runner.attempt(request, chosen, hold, booking) as attempt:
                         self._begins_to_answer(request, attempt, booking)
                         yield attempt
             finally:
-                self._line.freed()
+                if has_room:  # else the first in line would wake itself, and ask a full node as fast as it answers
+                    self._line.freed()
 
     def _begins_to_answer(self, request: Request, attempt: Attempt, booking: Booking) -> None:
-        """Whoever computed the prompt, decode has it from now until its engine has said all."""
+        """The request decodes from now on, until its engine has said all."""
 
         def decoded() -> None:
             booking.answered()
             self._refusals.decoded(request)
+            self._line.freed()
 
         self._refusals.decoding(request, attempt.decode.id)
         attempt.answer.when_whole(decoded)

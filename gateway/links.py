@@ -89,8 +89,8 @@ class Links:
     def views(self) -> list[LinkView]:
         """The egress from each PrfaaS cluster to each PD cluster, as all its senders together see it.
 
-        A link that no node has measured yet is taken to be up, its bandwidth what the configuration says, or unknown. One
-        of whose senders nobody answers is still there, and down.
+        A link that no node has measured yet is taken to be up, its bandwidth what the configuration says, or unknown. A
+        link stays listed, and is down, while no agent of its senders answers.
         """
         senders: dict[str, list[Node]] = {}
         destinations: dict[str, None] = {}

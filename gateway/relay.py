@@ -72,9 +72,9 @@ class Relay:
         self._accounts.notice_recompute(request, answer.first)
         if answer.status == 200 and request.call.stream:
             return await self._stream(listener, request, answering, _headers(request, attempt))
+        request.completion_tokens = completion_tokens(answer.first)  # whether its client waits for the rest or not
         body = answer.first if answer.status != 200 else await self._whole(request, attempt)
         headers = _headers(request, attempt)
-        request.completion_tokens = completion_tokens(body)
         if request.telling is not None:
             body = request.telling.whole(answer.status, body)
         reply = self._reply_to(listener, answer.status, headers, len(body))

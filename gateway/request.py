@@ -129,7 +129,7 @@ class Request:
     doubts: list[str] = field(default_factory=list)  # fallbacks, if it is not the client's mistake
     fetched_from: str = ""  # the node whose prefix was sent to the prefill node for this request
     events: int = 0  # SSE events relayed
-    unheard_tokens: int = 0  # that its engine is taken to have said by the time at which nobody waited any more
+    unheard_tokens: int = 0  # estimate of what its engine had said when its client left
     completion_tokens: int | None = None  # as the answer names them, or its usage says; a stream need not have either
     is_between_events: bool = True  # of the stream: the last one relayed was whole
     writing_since: float | None = None  # when the client was last offered bytes that it has not taken yet
@@ -208,7 +208,7 @@ class Request:
 
     @property
     def has_cost(self) -> bool:
-        """Whether an engine was given work for it, whoever waited for the end of that."""
+        """Whether an engine was given work for it, even if its client left before the end."""
         return self.legs > 0
 
     @property
@@ -224,7 +224,7 @@ class Request:
 
 
 def kept(request: Request) -> str:
-    """What came of a stream's promises; "" of what is no stream: nobody saw its tokens come."""
+    """What came of a stream's promises; "" for an answer that is not streamed: its client sees no single tokens."""
     ttft_s, tbt_s, service = request.timeline.ttft_s, request.tbt_s, request.service
     if not request.call.stream or ttft_s is None:
         return ""

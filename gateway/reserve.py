@@ -22,7 +22,7 @@ from transport.control.messages import TicketInfo
 log = logging.getLogger("prfaas.gateway.reserve")
 
 
-# For KVCache that others are sent: the time predicted until it has landed may be this wrong. Who gives up has all sent again.
+# How wrong the predicted time until others' KVCache has landed may be. A prompt that waits longer has all of it sent.
 PATIENCE: Final = 3.0
 LEAST_PATIENCE_S: Final = 5.0
 KEEPS_NOTHING_S: Final = 60.0  # a decode node that kept nothing of what had landed is asked to share again after this
@@ -83,7 +83,7 @@ class Reservations:
     async def _until_landed(self, request: Request, chosen: Route, booking: Booking) -> Shared[Landing] | None:
         """Waits while KVCache that this prompt shares lands for others; what has landed at last, if anything has.
 
-        Should it not land, the first who has waited for it is sent all, and the others wait for that.
+        Should it not land, the first prompt that has waited for it has all of it sent, and the others wait for that.
         """
         held, landed = chosen.held_tokens // request.served.layout.block_size, None
         try:

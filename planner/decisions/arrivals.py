@@ -19,7 +19,7 @@ from planner.decisions.views import LinkView, NodeView, RouteRequest
 
 LEAST_SHARE: Final = 0.1  # of the tokens that the decode node lacks: less is not worth a wait
 PATIENCE: Final = 1.25  # a prompt may arrive this much later than without the wait,
-GRACE_S: Final = 0.1  # and so much: bytes on a link are saved for everybody
+GRACE_S: Final = 0.1  # and by this: saved bytes leave the link to all other prompts
 
 
 class Arriving(Protocol):
@@ -49,6 +49,9 @@ class Arrivals(Generic[Prompt]):
     def __len__(self) -> int:
         return sum(map(len, self._by_first_block.values()))
 
+    def __bool__(self) -> bool:
+        return bool(self._by_first_block)
+
     def add(self, prompt: Prompt) -> None:
         """It has been decided to send this prompt, which has a full block."""
         self._by_first_block.setdefault(prompt.hashes[0], []).append(prompt)
@@ -66,11 +69,17 @@ class Arrivals(Generic[Prompt]):
         Only prompts that were decided `before` one of these are looked at.
         """
         found: Shared[Prompt] | None = None
-        for prompt in self._by_first_block.get(hashes[0], ()) if hashes else ():
+        if len(hashes) <= held:
+            return None
+        for prompt in self._by_first_block.get(hashes[0], ()):
             if prompt is before:
                 break
-            if (blocks := common_blocks(prompt.hashes, hashes)) > held:
-                found, held = Shared(prompt, blocks), blocks
+            # Most have no more than the best so far, or part where all do: one hash tells.
+            if len(prompt.hashes) > held and prompt.hashes[held] == hashes[held]:
+                held = common_blocks(prompt.hashes, hashes)
+                found = Shared(prompt, held)
+                if held == len(hashes):
+                    break
         return found
 
 

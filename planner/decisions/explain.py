@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from planner.decisions.arrivals import bytes_to_send
+from planner.decisions.arrivals import sending_of
 from planner.decisions.congestion import is_scarce, pressure
 from planner.decisions.placement import PlacementPolicy, Placer, PrefillChoice, choose_decode, has_memory
 from planner.decisions.policy import RoutingPolicy
@@ -271,8 +271,8 @@ class _Prefills:
             placement = self._policy.placement
             choice = self._place.prefill(request, [node], side.lenders(self._policy), placement, cost)
         compute_s = cost.prefill_s(node, request.num_tokens, choice.cached_tokens)
-        link_bytes = bytes_to_send(request, self._decode) if side.link is not None else 0.0
-        transfer_s = side.link.of(node.node_id).arrives_s(link_bytes) if side.link is not None and link_bytes else 0.0
+        link = side.link.of(node.node_id) if side.link is not None else None
+        sending = sending_of(request, self._decode, link, choice.ttft_s, compute_s)
         return PrefillCandidate(
             node=node.node_id,
             cluster=node.cluster,
@@ -285,10 +285,10 @@ class _Prefills:
             queue_s=cost.queue_s(node),
             compute_s=compute_s,
             price_s=price * compute_s,
-            ttft_s=choice.ttft_s,
-            link_bytes=link_bytes,
-            transfer_s=transfer_s,
-            arrives_s=max(choice.ttft_s, transfer_s) if link_bytes else 0.0,
+            ttft_s=sending.ttft_s,
+            link_bytes=sending.link_bytes,
+            transfer_s=sending.link_s,
+            arrives_s=sending.arrives_s if sending.link_bytes else 0.0,
         )
 
     def _why_not(self, node: PrefillCandidate, chosen: PrefillCandidate | None, remote: Side) -> str:

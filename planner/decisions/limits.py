@@ -2,8 +2,8 @@
 
 requests   one is taken when a request comes
 tokens     those of the prompt and as many as its answer may have are taken when it has been read; what was not used is given
-           back when it is over. What nobody knew in advance is owed, for `MAX_DEBT_S` at most, and nobody is let in before
-           it is paid off
+           back when it is over. Tokens that were not known in advance are owed, for `MAX_DEBT_S` at most. No request enters
+           before they are paid off
 at once    a place, until the request is over
 
 A bucket holds what is allowed in a minute and fills evenly. What is kept of it is one number, the time at which it will be full
@@ -51,7 +51,7 @@ class Bucket:
         return max(now, max(now, full_at) + self._fills_s(amount))
 
     def owed(self, amount: float, full_at: float, now: float) -> float:
-        """As `taken`, of what was not known before it was used: nobody waits for long for that."""
+        """As `taken`, for tokens that were not known before they were used; a debt is paid off within `MAX_DEBT_S`."""
         return min(self.taken(amount, full_at, now), max(full_at, now + MINUTE_S + MAX_DEBT_S))
 
     def _fills_s(self, amount: float) -> float:

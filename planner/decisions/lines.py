@@ -66,7 +66,7 @@ def shared_line(seen: Sequence[LinkView]) -> LinkView:
 def soonest_senders(
     link: LinkView, nodes: list[NodeView], request: RouteRequest, decode: NodeView, cost: PrefillCost
 ) -> tuple[list[NodeView], LinkView]:
-    """Of `nodes`, all senders of `link`, those whose own lines make nobody wait, and the link as the soonest of them has it.
+    """Of `nodes`, all senders of `link`, those whose own lines do not delay it, and the link as the soonest of them has it.
 
     A prompt is there when it is computed and has left, whichever takes longer. All whose lines are done by when the best of
     them is may compute it: which one does is for placement to say.

@@ -13,10 +13,10 @@ would repeat is tried nowhere else. An engine that dies under a request may have
 elsewhere, whatever the stage, and then refused.
 
 A system that is sick must not be asked twice as much as it can do. So tries that repeat work of nodes that are still there (they
-were too slow, or in trouble) are a share of the requests of late, and a few: a budget, as Finagle's and Envoy's. Who has lost
-its node, or the way from it, does not ask the same again: that is counted, and never refused. Who was sent away by a full node,
-or one that leaves, has had nothing done, which is not even counted. A try costs the budget by its prompt's length beside the
-mean one's of late.
+were too slow, or in trouble) are a share of the requests of late, and a few: a budget, as Finagle's and Envoy's. A request
+that has lost its node, or the way from it, does not ask for the same work again: its try is counted, and never refused. A
+full node, or one that leaves, has done nothing for the request it turns away: that try is not counted. A try costs the budget
+the length of its prompt over the mean length of late.
 
 The rest of a stream is asked of another node at most `max_takeovers` times. A takeover that adds fewer than `LEAST_PROGRESS`
 tokens to the answer is one more try of the same work: it counts against `max_tries`, and the budget may refuse the next one. A
@@ -207,7 +207,7 @@ class RetryBudget:
         if rule.next is not Next.ELSEWHERE or failure is Failure.AWAY or failure is Failure.FULL:
             return rule
         self._fade(now)
-        is_first_takeover = stage is Stage.STREAM and tries <= 1  # after a failure of which no client is to hear
+        is_first_takeover = stage is Stage.STREAM and tries <= 1  # a client must not notice the failure before it
         is_bound = failure in REPEATING and not is_first_takeover
         if is_bound and self._tries + 0.5 > self._least + self._share * self._requests:  # to the nearest whole try
             return replace(rule, next=rule.otherwise, is_over_budget=True)

@@ -1,7 +1,7 @@
 """How senders of one line share its egress budget: by what waits at each of them, and never more than all of them may.
 
-Every sender has a budget of its own, and together these are the line's. Who has nothing to send lends most of its own for some
-seconds to those who have, who divide it by what waits at each. Nobody who waits gives anything up: two busy senders would take
+Every sender has a budget of its own, and together these are the line's. An idle sender lends most of its own for some
+seconds to the busy ones. They divide it by what waits at each. A busy sender gives nothing up, else two of them would take
 turns at being the slow one. A lender that has something to send gets its own back as soon as the borrowers have let go of it.
 Rates only ever move in this order:
 
@@ -54,7 +54,7 @@ class Grant:
 
 
 def divide(senders: Sequence[Sender]) -> dict[str, float]:
-    """Bytes per second by sender, all of the line's budget; each its own where nobody waits, or all do."""
+    """Bytes per second by sender, all of the line's budget; each its own where no sender is busy, or all are."""
     own = {sender.node_id: sender.own_bytes_per_s for sender in senders}
     busy = {s.node_id: s.queued_bytes for s in senders if s.queued_bytes > BUSY_S * s.own_bytes_per_s}
     if not busy or len(senders) < 2:
@@ -103,7 +103,7 @@ class SharedBudget:
     def raise_(self, senders: Sequence[Sender], now: float) -> list[Grant]:
         """What can be had of what was given up. It counts as taken from now on, whether it will be answered or not.
 
-        Who has lent is not raised above its own before its lease has ended: others may have what it lent till then.
+        A lender is not raised above its own before its lease has ended: until then others may have what it lent.
         """
         wanted, bounds = divide(senders), {sender.node_id: self.bound(sender, now) for sender in senders}
         unseen = [known for name, known in self._bounds.items() if name not in bounds and now < known.until]

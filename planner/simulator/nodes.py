@@ -139,9 +139,15 @@ class PrefillNode:
         return self._queued_s + left_s if left_s > 0 else self._queued_s
 
     def expect(self, job: Job) -> None:
-        """A job comes as soon as it has the prefix that it is sent; it is work of this node already."""
+        """A job comes as soon as it has the prefix it waits for; it is work of this node already."""
         self._expected += 1
         self._book(job)
+
+    def expect_no_more(self, job: Job) -> None:
+        """An expected job comes now, or goes another way."""
+        self._expected -= 1
+        self.queued_tokens -= job.queued
+        self._promises.remove(job.blocks)
 
     def _book(self, job: Job) -> None:
         job.queued = job.prompt - job.cached
@@ -298,7 +304,7 @@ class DecodeNode:
         """As this prompt sees it."""
         hit = self.match(hashes, num_tokens)
         cached, share = min(hit.num_tokens, num_tokens - 1), self._share.at(now)
-        if not len(self.arrivals) or self.cache is None:
+        if not self.arrivals or self.cache is None:
             return self._view(cached, hit.attention_tokens, share)
         size = self.cache.cache.layout.block_size
         shared = self.arrivals.longest(hashes[: num_tokens // size], hit.attention_tokens // size)

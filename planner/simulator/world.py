@@ -173,18 +173,26 @@ class World:
     def _send_or_wait(self, now: float, job: Job) -> None:
         """What is on its way to the decode node for others, and is to be shared, is waited for."""
         found, decode = job.route, job.decode_node
+        assert found.prefill_node is not None
+        node = self._prefills[found.prefill_node]
         if found.shared_tokens and (shared := decode.shared_with(job)) is not None:
             shared.first.waiting.append(job)
+            node.expect(job)
             return
-        assert found.prefill_node is not None
         if decode.cache is not None:
             job.have = decode.cache.expect(job.request_id, job.hashes, job.prompt, now)
-        self._compute_on(now, job, self._prefills[found.prefill_node])
+        self._compute_on(now, job, node)
 
     def _arrived(self, now: float, job: Job) -> None:
         """A job's KVCache is on its way no more."""
         for waiting in job.decode_node.arrived(job):
-            self.loop.at(now, self._send_or_wait, waiting)
+            self.loop.at(now, self._look_again, waiting)
+
+    def _look_again(self, now: float, job: Job) -> None:
+        """A job has waited for another one's KVCache, which has landed, or will not."""
+        assert job.route.prefill_node is not None
+        self._prefills[job.route.prefill_node].expect_no_more(job)
+        self._send_or_wait(now, job)
 
     def _compute_at_decode(self, now: float, job: Job) -> None:
         decode = job.decode_node

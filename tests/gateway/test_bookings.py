@@ -81,7 +81,7 @@ def test_what_was_sent_since_the_last_two_reports_takes_room_that_they_do_not_sh
 Step = tuple[int, int, int, float]  # which request, what it does, by which node, how much
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2), st.integers(0, 4), st.floats(0, 1e12)), max_size=60))
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(0, 4), st.floats(0, 1e12)), max_size=60))
 def test_nothing_leaks(steps: list[Step]) -> None:
     nodes = [
         node_of("d0"),
@@ -91,23 +91,45 @@ def test_nothing_leaks(steps: list[Step]) -> None:
         node_of("r1", "east", "prfaas"),
     ]
     open_bookings: dict[int, tuple[Booking, ExitStack]] = {}
+    answered: set[int] = set()
+    landing: set[int] = set()
     for request, act, at, amount in steps:
         if request not in open_bookings:
             stack = ExitStack()
-            open_bookings[request] = stack.enter_context(booked(nodes[request % 2], lambda: 0.0)), stack
+            open_bookings[request] = stack.enter_context(booked(nodes[request % 2], lambda: 0.0, [b"h" * 32])), stack
         booking, stack = open_bookings[request]
         if act == 0:
             booking.prefill(nodes[at], route_of(int(amount) % 10_000, amount))
         elif act == 1:
             booking.prefilled()
+        elif act == 2:
+            booking.answered()
+            answered.add(request)
+        elif act == 3 and request not in landing:  # decided once
+            booking.lands(route_of())
+            landing.add(request)
+        elif act == 4:
+            booking.landed(has_landed=bool(at % 2))
         else:
             stack.close()
             del open_bookings[request]
-        assert sum(node.pending_requests for node in nodes) >= len(open_bookings)
+            answered.discard(request)
+            landing.discard(request)
+        assert sum(node.pending_requests for node in nodes) >= len(open_bookings.keys() - answered)
         assert all(min(node.pending_requests, node.pending_tokens) >= 0 for node in nodes)
     for _, stack in open_bookings.values():
         stack.close()
     assert [(node.pending_requests, node.pending_tokens, node.promised_bytes) for node in nodes] == [(0, 0, {})] * 5
+    assert not any(node.arrivals or node.underway.by_end for node in nodes)
+
+
+def test_an_engine_that_has_said_all_is_given_no_more_work():
+    decode = node_of("d0")
+    with booked(decode, lambda: 0.0) as booking:
+        booking.prefill(node_of("r0", "east", "prfaas"), route_of())
+        booking.answered()
+        booking.prefill(decode, route_of(60))  # the prefill failed later, its decode node had not waited for it
+        assert (decode.pending_requests, decode.pending_tokens, decode.prefill_share.at(0.0)) == (0, 0, 0.0)
 
 
 def test_who_goes_on_from_a_prompt_under_way_waits_for_it_on_that_node_alone():

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import aiohttp
 import pytest
+from msgspec.structs import replace
 
 from gateway.classes import AdmissionConfig, ClassConfig
 from gateway.clusters import Clusters, ServedModel
@@ -267,3 +268,29 @@ def test_what_an_engine_said_of_an_answer_that_nobody_waited_for_is_estimated(fi
     now = 2.0 + 4.0
     refusals.left(request)
     assert request.unheard_tokens == pytest.approx(said, abs=1)
+
+
+@pytest.mark.parametrize("asks_again", [True, False])
+def test_what_an_engine_said_that_failed_is_not_paid_for(asks_again: bool) -> None:
+    now = 0.0
+    config = GatewayConfig(tokenizer_dir=Path("unused"), nodes=(NodeConfig(agent="unused:1"),))
+    refusals = Refusals(config, cast(Clusters, None), LearnedSteps(), lambda: now)
+    hashing = Hashing(block_size=16, salt=b"salt")
+    served = ServedModel("scripted", "scripted", LAYOUT, 4096, hashing)
+    body = b'{"model":"scripted","prompt":"x"}'
+    call, prompt = read_call(Endpoint.COMPLETIONS, body, served.as_read(), PromptMemory(text_tokenizer()))
+    way = Route(
+        target=Target.DECODE, reason=Reason.SHORT, decode_node="d0", prefill_node=None, uncached_tokens=1,
+        cached_tokens=0, threshold_tokens=1.0,
+    )  # fmt: skip
+    request = Request("r", "r-1", call, prompt, served, Timeline(now), route=way)
+    refusals.accepted(request, way)
+    refusals.decoding(request, "d0")
+    now = 60.0  # d0 has failed
+    request.route = replace(way, decode_node="d1", prefill_node="p0")
+    if asks_again:  # after it has waited for room
+        refusals.accepted(request, request.route)
+    now = 70.0  # its client leaves, as its KVCache is on the way to d1
+    refusals.left(request)
+    assert request.unheard_tokens == 0
+    assert refusals.running == 0

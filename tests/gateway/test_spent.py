@@ -219,3 +219,26 @@ async def test_embeddings_are_paid_for_whether_waited_for_or_not() -> None:
         assert account["prompt_tokens"] == 100 + -(-len(json.dumps({"input": LONG})) // 4)
         assert account["requests"] == {"200": 1}
         assert await left_of(w) < 400  # and some have run in meanwhile
+
+
+@on_loop
+async def test_a_client_that_leaves_while_its_whole_answer_is_put_together_pays_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun = asyncio.Event()
+
+    async def late(attempt: object) -> int | None:
+        begun.set()
+        await asyncio.Event().wait()
+        return None
+
+    monkeypatch.setattr("gateway.relay.cached_tokens", late)
+    async with world(tenants=LIMITED, operator_keys=(digest_of(OPERATOR),)) as w:
+        leaving = asyncio.create_task(w.complete(LONG, headers=key(ACME)))
+        await begun.wait()
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        await w.idle()
+        account = await spent(w)
+        assert account["requests"] == {"499": 1}
+        assert account["completion_tokens"] > 0

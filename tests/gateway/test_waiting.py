@@ -7,9 +7,11 @@ import pytest
 
 from gateway.config import RoutingConfig
 from gateway.errors import Overloaded
-from gateway.waiting import Place, WaitingLine
+from gateway.reply import Reply
+from gateway.waiting import ASK_AGAIN_S, Place, WaitingLine
 from planner.decisions.classes import ServiceClass
 from tests.gateway.worlds import PATIENT, World, on_loop, until, world
+from transport.control.proto import node_pb2 as pb
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
 
@@ -201,6 +203,58 @@ async def test_forty_prompts_for_a_small_arena_wait_and_none_is_moved_to_the_dec
         assert set(await targets(w)) == {"remote"}
         await w.settled()
         assert "prfaas_requests_waiting 0.0" in await w.metrics()
+
+
+@on_loop
+async def test_who_waits_does_not_ask_a_full_node_as_fast_as_it_answers() -> None:
+    async with world(decode=1, routing=RoutingConfig(decode_prefill_share=0.0)) as w:
+        (decode,) = w.nodes.decode
+        decode.script.room, reserve, asked = 1, decode.reserve, 0
+
+        async def counted(request: pb.ReserveRequest) -> pb.Ticket:
+            nonlocal asked
+            asked += 1
+            return await reserve(request)
+
+        decode.reserve = counted  # type: ignore[method-assign]
+        w.nodes.remote[0].script.prefill_gate = gate = asyncio.Event()
+        first = asyncio.create_task(w.complete(LONG))
+        await until(lambda: decode.open_reservations)
+        second = asyncio.create_task(w.complete(f"another {LONG}"))
+        await until(lambda: len(w.gateway.line) == 1)
+        await asyncio.sleep(2 * ASK_AGAIN_S)
+        assert asked <= 5
+        gate.set()
+        assert [(await each).status for each in (first, second)] == [200] * 2
+        await w.settled()
+
+
+@on_loop
+async def test_room_is_free_once_an_engine_has_said_all_though_its_client_does_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads, offer = asyncio.Event(), Reply.offer
+
+    async def taken(reply: Reply) -> None:
+        await reads.wait()
+
+    monkeypatch.setattr("gateway.waiting.ASK_AGAIN_S", 1000.0)  # only what has become free wakes the line
+    monkeypatch.setattr(Reply, "taken", taken)
+    monkeypatch.setattr(Reply, "offer", lambda reply, data: offer(reply, data) or True)
+    async with world(decode=1, routing=RoutingConfig(decode_prefill_share=0.0)) as w:
+        (decode,) = w.nodes.decode
+        decode.script.room = 1
+        w.nodes.remote[0].script.prefill_gate = gate = asyncio.Event()
+        first = asyncio.create_task(w.complete(LONG, stream=True))
+        await until(lambda: decode.open_reservations)
+        second = asyncio.create_task(w.complete(f"another {LONG}", stream=True))
+        await until(lambda: len(w.gateway.line) == 1)
+        gate.set()
+        await until(lambda: len(decode.bodies) == 2)
+        assert not first.done()
+        reads.set()
+        assert [(await each).status for each in (first, second)] == [200] * 2
+        await w.settled()
 
 
 @on_loop

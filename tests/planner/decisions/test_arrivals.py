@@ -103,3 +103,40 @@ def test_on_a_slow_link_a_longer_wait_is_worth_what_need_not_be_sent() -> None:
     shared = sent(9_000, 8.0, rate=1e5)
     assert shared.shared_tokens == 9_000
     assert shared.link_s < alone.link_s
+
+
+class Read(bytes):
+    """A hash that counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Read.compared += 1
+        return super().__eq__(other)
+
+    __hash__ = bytes.__hash__
+
+
+def test_many_prompts_with_one_beginning_cost_hardly_more_than_a_hash_each() -> None:
+    arrivals: Arrivals[Sent] = Arrivals()
+    for number in range(200):
+        arrivals.add(Sent(chain(1, 2, number, *range(200))))
+    mine = tuple(Read(block) for block in chain(1, 2, -1, *range(200)))
+    Read.compared = 0
+    found = arrivals.longest(mine, 0)
+    assert found is not None
+    assert found.blocks == 2
+    assert Read.compared < 2 * 200
+
+
+def test_one_of_many_equal_prompts_looks_at_the_first_alone() -> None:
+    arrivals: Arrivals[Sent] = Arrivals()
+    order = [Sent(chain(*range(100))) for _ in range(200)]
+    for each in order:
+        arrivals.add(each)
+    mine = tuple(Read(block) for block in chain(*range(100)))
+    Read.compared = 0
+    found = arrivals.longest(mine, 0, before=order[-1])
+    assert found is not None
+    assert found.first is order[0]
+    assert Read.compared < 20

@@ -49,6 +49,17 @@ def test_a_long_prompt_goes_away_and_everybody_else_is_told_why_not():
     assert [(each.source, each.pressure, each.is_scarce) for each in found.links] == [("east", 0.0, False)]
 
 
+@pytest.mark.parametrize(("landing_s", "is_shared"), [(0.1, True), (1_000.0, False)])
+def test_what_lands_for_others_is_told_as_it_was_decided(landing_s: float, is_shared: bool):
+    decode = msgspec.structs.replace(pd_decode(), landing_tokens=20_000, landing_s=landing_s)
+    found = explained(request(30_000), [prfaas(), pd_prefill(), decode])
+    chosen = next(each for each in found.prefills if each.is_chosen)
+    assert found.route.target is Target.REMOTE
+    assert (found.route.shared_tokens > 0) == is_shared
+    assert (chosen.link_bytes, chosen.transfer_s) == (found.route.link_bytes, found.route.link_s)
+    assert (chosen.ttft_s, chosen.arrives_s) == (found.route.ttft_s, found.route.arrives_s)
+
+
 def test_a_link_that_is_down_is_why_nobody_there_computes():
     found = explained(request(30_000), links=[link(up=False)])
     assert found.route.reason is Reason.LINK_DOWN

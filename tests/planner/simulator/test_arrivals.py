@@ -7,7 +7,7 @@ import pytest
 
 from planner.model.workload import Trace
 from planner.simulator.scenario import Outage, Scenario
-from planner.simulator.world import simulate
+from planner.simulator.world import World, simulate
 from tests.planner.simulator.systems import case_study_scenario
 
 BLOCK = 250
@@ -56,3 +56,20 @@ def test_everybody_ends_when_the_transfer_that_is_waited_for_fails(case_study):
     scenario = case_study_scenario(case_study, cache_gb=50.0, outages=(Outage(from_s=60.5, until_s=1e6),))
     found = simulate(scenario, fan_out(8, tails=True))
     assert np.isfinite(found.ttft_s).all()
+
+
+def test_a_prompt_that_waits_is_work_of_its_prefill_node(case_study):
+    """Decisions count it there, as a gateway books it, and a node that has such work does not change its role."""
+    scenario = one_decode_node(case_study)
+    scenario = replace(scenario, routing=replace(scenario.routing, threshold_tokens=1e9))
+    world, seen = World(scenario, fan_out(9, tails=True)), {}
+
+    def look(now: float, _: None) -> None:
+        seen.update({name: node.num_jobs for name, node in world.roles.prefills.items() if node.num_jobs})
+        assert all(world.roles.prefills[name].queued_tokens for name in seen)
+
+    world.loop.at(60.5, look, None)
+    found = world.run()
+    assert seen == {"pd-p0": 3, "pd-p1": 3, "pd-p2": 3}
+    assert found.fallbacks == {}
+    assert not any(node.num_jobs or node.queued_tokens for node in world.roles.prefills.values())
