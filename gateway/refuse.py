@@ -72,6 +72,7 @@ class Refusals:
     def accepted(self, request: Request, chosen: Route) -> None:
         """It goes as `chosen`, and will come to decode."""
         self.left(request)
+        request.unheard_tokens = 0  # what an engine that failed has said is not paid for
         now = self._clock()
         request.stay = stay = Stay(now + max(chosen.ttft_s, chosen.link_s))
         self._forecast.on_accepted(stay.expected, now)
@@ -128,6 +129,8 @@ class Refusals:
         """What is estimated of an answer that comes as a whole, and has not come."""
         if request.call.stream or request.timeline.first_token is not None or stay.since is None:
             return 0
+        if request.route is not None and request.route.decode_node != stay.node:
+            return 0  # that node has failed, and the next one does not decode yet
         began = stay.since if request.outcome is not None else max(stay.since, stay.expected)
         step_s = self._steps.step_s(stay.node, stay.beside) or TYPICAL_STEP_S
         most = request.call.options.output_tokens
