@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(path: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
-    """A plan file's object, of which all numbers that are compared have been checked. Raises InputError."""
+    """A plan file's object; all numbers that are compared have been checked. Raises InputError."""
     with named(f"plan {path}"):
         table = read_json(path)
         for key, allowed in KNOWN.items():

@@ -1,4 +1,4 @@
-"""Bodies and streams that nobody meant, in all dialects, against a gateway in this process: by a seed, and so many of them.
+"""Malformed bodies and streams, in all dialects, against a gateway in this process: by a seed, and so many of them.
 
 Right is: a status that is no 500, an error in the dialect's shape, an answer that ends and says something, nothing that is left
 on a node or under way, and no error of the gateway's own. `python -m tests.gateway.fuzz --inputs 20000 --seed 7`

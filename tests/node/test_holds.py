@@ -1,4 +1,4 @@
-"""What was held for somebody goes back when an error keeps them from hearing of it; and on machines long up."""
+"""A hold goes back when an error keeps its owner from hearing of it; and on machines long up."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""One budget for the buffers of a listener: nobody has more than it allows, and who waits has what others give back."""
+"""One budget for the buffers of a listener: no connection has more than it allows, and one that waits gets what others give back."""
 
 import threading
 import time
