@@ -1,4 +1,4 @@
-"""One budget for the buffers of a listener: no connection has more than it allows, and one that waits gets what others give back."""
+"""One budget for the buffers of a listener: no connection exceeds it, and one that waits gets what others give back."""
 
 import threading
 import time
