@@ -374,16 +374,16 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(monkeypatch, temper
     bench = Bench()
     whole, sick = bench.add("whole", 70, 6), bench.add("sick", 71, 6)
     sick.params = SamplingParams(max_tokens=6, temperature=temperature)
-    decoded = bench.engine._decoded
+    decode = bench.engine.decode
 
-    def decoded_badly(sequence, token):
-        logits = decoded(sequence, token)
-        if sequence is sick.sequence and sequence.num_tokens == 71 + 2:
-            logits = logits.copy()
-            logits[5] = float("nan")
-        return logits
+    def decode_badly(sequences, tokens):
+        every = [logits.copy() for logits in decode(sequences, tokens)]
+        for sequence, logits in zip(sequences, every, strict=True):
+            if sequence is sick.sequence and sequence.num_tokens == 71 + 2:
+                logits[5] = float("nan")
+        return every
 
-    monkeypatch.setattr(bench.engine, "_decoded", decoded_badly)
+    monkeypatch.setattr(bench.engine, "decode", decode_badly)
     bench.run()
     (failed,) = bench.of("sick", Failed)
     assert "no token can be chosen" in str(failed.error)
