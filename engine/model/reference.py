@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from engine.model.embedded import load_model
+
+TIE: Final = 5e-6  # logits this close may change places with the order of float32 sums, so with the CPU, the batch and the chunk
 
 
 def reference_tokens(model: Any, prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = True) -> list[int]:
@@ -26,3 +28,15 @@ def reference_tokens(model: Any, prompt: Sequence[int], max_tokens: int, *, igno
             pad_token_id=0,
         )
     return [int(token) for token in output[0, len(prompt) :]]
+
+
+def first_tie(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> int | None:
+    """The index of the first of `tokens` whose rival has the same logit but for rounding: no yardstick for another machine.
+
+    `model` is a loaded transformers model; `tokens` is what `reference_tokens` gave for `prompt`.
+    """
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *tokens]], dtype=torch.long)).logits[0, len(prompt) - 1 : -1].float()
+    best = torch.topk(logits, 2, dim=-1).values
+    ties = torch.nonzero(best[:, 0] - best[:, 1] < TIE)
+    return int(ties[0]) if len(ties) else None

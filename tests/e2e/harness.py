@@ -125,12 +125,15 @@ class Bench:
     def expected(self, prompt: Sequence[int], max_tokens: int = 16) -> list[int]:
         """What a plain transformers.generate gives."""
         from engine.model.embedded import load_model
-        from engine.model.reference import reference_tokens
+        from engine.model.reference import first_tie, reference_tokens
 
         with self._reference_lock:
             if self._reference is None:
                 self._reference = load_model(self.model)
-            return reference_tokens(self._reference, prompt, max_tokens)
+            tokens = reference_tokens(self._reference, prompt, max_tokens)
+            tie = first_tie(self._reference, prompt, tokens)
+        assert tie is None, f"token {tie} is a tie, which machines break differently: take another prompt"
+        return tokens
 
     async def record(self, name: str) -> dict[str, Any]:
         """The gateway's record of a finished request."""

@@ -35,16 +35,20 @@ class Question:
 def questions(model: Path, seed: int) -> list[Question]:
     """Conversations that grow, some of them beyond the threshold, with the tokens of a plain transformers.generate."""
     from engine.model.embedded import load_model
-    from engine.model.reference import reference_tokens
+    from engine.model.reference import first_tie, reference_tokens
 
     reference, rng = load_model(model), np.random.default_rng(seed)
     made = []
     for _ in range(CONVERSATIONS):
         prompt: list[int] = []
-        for _ in range(TURNS):
-            prompt = [*prompt, *(int(t) for t in rng.integers(FIRST_TOKEN, VOCABULARY, int(rng.integers(20, 700))))]
-            made.append(Question(prompt, reference_tokens(reference, prompt, OUTPUT)))
-            prompt = [*prompt, *made[-1].answer]
+        turns = 0
+        while turns < TURNS:
+            more = [*prompt, *(int(t) for t in rng.integers(FIRST_TOKEN, VOCABULARY, int(rng.integers(20, 700))))]
+            answer = reference_tokens(reference, more, OUTPUT)
+            if first_tie(reference, more, answer) is not None:
+                continue
+            made.append(Question(more, answer))
+            prompt, turns = [*more, *answer], turns + 1
     return made
 
 
