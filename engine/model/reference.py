@@ -8,7 +8,8 @@ import torch
 
 from engine.model.embedded import load_model
 
-TIE: Final = 5e-6  # logits this close may change places with the order of float32 sums, so with the CPU, the batch and the chunk
+# Logits this close may change places with the order of float32 sums: with the CPU, the batch and the chunk.
+TIE: Final = 5e-6
 
 
 def reference_tokens(model: Any, prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = True) -> list[int]:
