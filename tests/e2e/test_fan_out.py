@@ -6,6 +6,8 @@ import pytest
 
 from tests.e2e.harness import Bench
 
+pytestmark = pytest.mark.e2e
+
 LENGTH = 641
 COUNT = 5
 
