@@ -134,8 +134,8 @@ class PacedScheduler(Scheduler):
         """Whose next chunk comes to the first stage: one that has been begun before the others of its tenant."""
         through = [chunk.work for chunk in self._under_way if chunk.is_last]
         begun = {work.part.flow: work for work in reversed(self._prefilling) if work not in through}
-        may_begin = [flow for flow in self._may_begin(now) if any(self._to_compute(flow))]
-        flows = dict.fromkeys((*reversed(begun), *may_begin))
+        beginners = [flow for flow in self._may_begin(now) if any(self._to_compute(flow))]
+        flows = dict.fromkeys((*reversed(begun), *beginners))
         if not flows:
             return None
         flow = self._turns.first(flows, now)
@@ -153,7 +153,7 @@ class PacedScheduler(Scheduler):
         """The next chunk of a prompt comes to the first stage."""
         start, prefill_s = work.sequence.num_tokens, self._stand_in.prefill_s
         stop = self._chunk_stop(work, start)
-        self._turns.charge(work.part, stop - start, now)
+        self._charge(work.part, stop - start, now)
         passage = self._pipeline.take(now, prefill_s(stop) - prefill_s(start))
         layers = self._emulated.prefill_layers(work.sequence, work.prompt[start:stop], work.kv)
         if not self._under_way:

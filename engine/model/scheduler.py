@@ -26,10 +26,11 @@ from engine.errors import EngineError, PagesInvalid, PrefillAborted, TransferErr
 from engine.model.lines import Lines
 from engine.model.sampling import Sampled, Sampler, SamplingParams
 from engine.model.steps import StepTimes
-from engine.model.turns import EVERYBODYS, Part, Turns
+from engine.model.turns import EVERYBODYS, HALF_LIFE_S, Part, may_begin
 from engine.pages import JobKV
 from engine.text import OutputText
 from prompts.tokenizer import TextTokenizer
+from transport.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +183,7 @@ class Scheduler:
         self._engine = engine
         self._tokenizer = tokenizer
         self._clock = clock
-        self._turns = Turns()
+        self._turns: Turns[str] = Turns(HALF_LIFE_S)
         self._waiting: Lines[Work] = Lines()  # nothing has been done for them
         self._prefilling: list[Work] = []
         self._settling: list[Work] = []
@@ -283,7 +284,7 @@ class Scheduler:
         free = self.slots - self._num_begun
         if not self._waiting or free <= 0:
             return []
-        return self._turns.may_begin(self._waiting.flows, self._held(), free, now)
+        return may_begin(self._turns, self._waiting.flows, self._held(), free, now)
 
     def _candidates(self, flow: str) -> Iterator[Work]:
         """Of those who wait, whom the free slots would be for."""
@@ -291,6 +292,9 @@ class Scheduler:
 
     def _to_compute(self, flow: str) -> Iterator[Work]:
         return (work for work in self._candidates(flow) if not work.has_landed)
+
+    def _charge(self, part: Part, tokens: int, now: float) -> None:
+        self._turns.charge(part.flow, tokens / part.weight, now)
 
     def _begin(self, work: Work) -> None:
         """It has a slot from now on."""
@@ -302,11 +306,11 @@ class Scheduler:
     def _next_prefill(self) -> Work | None:
         """Who has the round's chunk, or is loaded in its place."""
         now = self._clock()
-        may_begin = self._may_begin(now)
-        landing = self._next_landing(may_begin, now)
+        beginners = self._may_begin(now)
+        landing = self._next_landing(beginners, now)
         if landing is None or self._landings_passed >= LANDINGS_AHEAD:
             self._landings_passed = 0
-            chosen = self._next_to_compute(may_begin, now) or landing
+            chosen = self._next_to_compute(beginners, now) or landing
         else:
             self._landings_passed += 1
             chosen = landing
@@ -314,19 +318,19 @@ class Scheduler:
             self._begin(chosen)
         return chosen
 
-    def _next_landing(self, may_begin: Sequence[str], now: float) -> Work | None:
-        firsts = {flow: next((work for work in self._candidates(flow) if work.has_landed), None) for flow in may_begin}
+    def _next_landing(self, beginners: Sequence[str], now: float) -> Work | None:
+        firsts = {flow: next((work for work in self._candidates(flow) if work.has_landed), None) for flow in beginners}
         found = {flow: work for flow, work in firsts.items() if work is not None}
         return found[self._turns.first(found, now)] if found else None
 
-    def _next_to_compute(self, may_begin: Sequence[str], now: float) -> Work | None:
+    def _next_to_compute(self, beginners: Sequence[str], now: float) -> Work | None:
         begun = dict.fromkeys(work.part.flow for work in self._prefilling)
-        flows = [*begun, *(flow for flow in may_begin if flow not in begun and any(self._to_compute(flow)))]
+        flows = [*begun, *(flow for flow in beginners if flow not in begun and any(self._to_compute(flow)))]
         if not flows:
             return None
         flow = self._turns.first(flows, now)
         own = [work for work in self._prefilling if work.part.flow == flow]
-        if flow in may_begin:
+        if flow in beginners:
             own += self._to_compute(flow)
         chosen = min(own, key=self._urgency)
         for work in own:
@@ -342,7 +346,7 @@ class Scheduler:
         start = work.sequence.num_tokens
         if start < work.prefill_tokens:
             stop = self._chunk_stop(work, start)
-            self._turns.charge(work.part, stop - start, self._clock())
+            self._charge(work.part, stop - start, self._clock())
             self._engine.prefill(work.sequence, work.prompt[start:stop], work.kv)
         if work.sequence.num_tokens >= work.prefill_tokens:
             self._prefilling.remove(work)
@@ -411,7 +415,7 @@ class Scheduler:
             return
         now = self._clock()
         for part, tokens in Counter(work.part for work in works).items():
-            self._turns.charge(part, tokens, now)
+            self._charge(part, tokens, now)
         try:
             all_logits = self._engine.decode(
                 [work.sequence for work in works], [_output(work).last_token for work in works]
