@@ -24,11 +24,11 @@ from engine.metrics import EngineMetrics
 from engine.model.runner import Runner
 from engine.model.sampling import SamplingParams
 from engine.model.scheduler import Event, Failed, Finished, NewToken, Prefilled, Work
-from engine.model.turns import leaves_room
 from engine.openai.api import Transfer
 from engine.pages import JobKV
 from hybrid_cache.hashing import block_hashes, tokens_digest
 from transport.control.messages import Delivered
+from transport.turns import leaves_room
 
 log = logging.getLogger(__name__)
 
@@ -262,7 +262,8 @@ class Service:
         job = None
         try:
             hints = request.transfer.hints
-            job = self.link.begin_prefill(request.id, hashes, request.prefill_tokens, digest, None, hints)
+            flow = request.transfer.part.flow
+            job = self.link.begin_prefill(request.id, hashes, request.prefill_tokens, digest, None, hints, flow)
             await job.pages()
             return job
         except TransferError as exc:

@@ -1,7 +1,9 @@
-"""Whose turn it is: the flow that has been served least of late. Pure: `now` is given, in seconds, up to 1e9 and beyond.
+"""Whose turn it is, and who may have a place of those that all want. Pure: `now` is given, in seconds, up to 1e9 and beyond.
 
 served   what a flow was charged; half of it is forgotten every half-life
 turn     the flow with the least; below one, all are alike, and who is named first comes first
+places   while others are about, a flow has at most LEFT_FREE times as many as it leaves free (Choudhury and Hahne's dynamic
+         threshold, 1998): whoever comes next finds one, be there one flow that wants all of them, or several
 
 A flow that is served nothing is alike with newcomers at last, and before all that come later: nobody waits for ever. Of two
 that get the same it has its turn once the other has had as much lately: after a half-life at most. One that wants little is
@@ -20,6 +22,9 @@ from typing import Final, Generic, TypeVar
 
 MAX_FLOWS: Final = 1024  # remembered; beyond, those that have been served least are forgotten
 MOST_LOG2: Final = 60.0  # a bound for exponents, far beyond what is computed or sent in some half-lives
+
+LEFT_FREE: Final = 7  # all but an eighth, for one flow
+LATELY_S: Final = 120.0  # who was served within it is expected to come back: places are left for it
 
 Flow = TypeVar("Flow", bound=Hashable)
 
@@ -82,3 +87,8 @@ class Turns(Generic[Flow]):
         self._flows = {flow: served for flow, served in self._flows.items() if served.rank >= newcomer}
         if len(self._flows) > MAX_FLOWS:
             del self._flows[min(self._flows, key=lambda flow: self._flows[flow].rank)]
+
+
+def leaves_room(held: int, free: int, wanted: int = 1) -> bool:
+    """Whether a flow that has `held` places may take `wanted` of those that are free. Who has none may have the last one."""
+    return wanted <= free and held <= LEFT_FREE * (free - wanted)

@@ -8,11 +8,9 @@ from collections.abc import Collection, Mapping
 from itertools import islice
 from typing import Final, NamedTuple
 
-from transport.turns import Turns
+from transport.turns import LATELY_S, Turns, leaves_room
 
 HALF_LIFE_S: Final = 30.0  # what was served before is forgotten
-LATELY_S: Final = 120.0  # a flow that was served within it is expected to come back: places are kept for it
-LEFT_FREE: Final = 7  # a flow has at most so many times the places that it leaves free: all but an eighth
 
 
 class Part(NamedTuple):
@@ -23,15 +21,6 @@ class Part(NamedTuple):
 
 
 EVERYBODYS: Final = Part()
-
-
-def leaves_room(held: int, free: int) -> bool:
-    """Whether a flow that has `held` places may take one of the `free` while others are about.
-
-    At most LEFT_FREE times as many as stay free (Choudhury and Hahne's dynamic threshold, 1998): whoever comes next finds
-    one, be there one flow with many requests, or several. Who has none may have the last one.
-    """
-    return free > 0 and held <= LEFT_FREE * (free - 1)
 
 
 def may_begin(turns: Turns[str], waiting: Collection[str], held: Mapping[str, int], free: int, now: float) -> list[str]:

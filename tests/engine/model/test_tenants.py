@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from engine.model.emulated import emulated_tokens
 from engine.model.scheduler import Finished, NewToken, Prefilled
-from engine.model.turns import LATELY_S
 from tests.engine.builders import random_tokens
 from tests.engine.model.scheduling import PER_TOKEN_S, STEP_S, Bench, landed
+from transport.turns import LATELY_S
 
 
 def test_a_light_tenant_waits_for_the_chunk_under_way_and_then_for_nobody():

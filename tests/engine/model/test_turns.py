@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.model.turns import HALF_LIFE_S, LATELY_S, leaves_room, may_begin
-from transport.turns import Turns
+from engine.model.turns import HALF_LIFE_S, may_begin
+from transport.turns import LATELY_S, Turns, leaves_room
 
 
 @given(st.integers(2, 300))
