@@ -433,6 +433,7 @@ _STATUS: Final = {
     "digest_mismatch": 409,
     "layout_mismatch": 409,
     "no_capacity": 503,
+    "tenants_part": 503,
     "draining": 503,
     # Well, and in another role by now, or on its way to it.
     "converting": 503,

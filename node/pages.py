@@ -19,7 +19,7 @@ from node.arena import Arena
 from node.broadcast import Broadcast
 from node.config import NodeConfig
 from node.errors import NodeRefusal
-from node.rooms import NOBODY, Rooms
+from node.rooms import NOBODY, TENANTS_PART, Rooms
 from node.ssd import Ssd, open_disk
 from transport.control.proto import node_pb2 as pb
 from transport.path.shm import ArenaSource
@@ -158,7 +158,7 @@ class Pages:
         available, now = self._available, self._now()
         self._rooms.ask(tenant, now)
         if not self._rooms.may_have(tenant, self._needed(num_tokens), available, now):
-            raise NodeRefusal("no_capacity", f"{available} pages left, which are for other tenants, too")
+            raise NodeRefusal(TENANTS_PART, f"{available} pages left, which are for other tenants, too")
         with contextlib.ExitStack() as unless_returned:
             try:
                 reservation = self.cache.reserve(

@@ -11,6 +11,7 @@ from transport.turns import LATELY_S, leaves_room
 
 MAX_FLOWS = 1024  # of whom it is remembered when they asked; beyond, the longest ago is forgotten
 NOBODY = ""
+TENANTS_PART = "tenants_part"  # the reason of a refusal: there is room, but for others
 
 
 class Rooms:
