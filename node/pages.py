@@ -140,12 +140,8 @@ class Pages:
             raise NodeRefusal("bad_request", f"num_tokens is {num_tokens}, allowed is 1 to {MAX_TOKENS}")
         if len(set(hashes)) != len(hashes):
             raise NodeRefusal("bad_request", "a block hash comes twice: they are not chained")
-        if (needed := self._needed(num_tokens)) > self.num_pages:
+        if (needed := _attention_pages(self.layout, num_tokens)) > self.num_pages:
             raise NodeRefusal("no_capacity", f"{needed} pages needed, the arena has {self.num_pages}")
-
-    def _needed(self, num_tokens: int) -> int:
-        blocks = -(-num_tokens // self.layout.block_size)
-        return blocks * sum(self.layout.pages_per_block(group) for group in self.layout.full_groups)
 
     @property
     def _available(self) -> int:
@@ -157,7 +153,7 @@ class Pages:
     ) -> Reservation:
         available, now = self._available, self._now()
         self._rooms.ask(tenant, now)
-        if not self._rooms.may_have(tenant, self._needed(num_tokens), available, now):
+        if not self._rooms.may_have(tenant, _attention_pages(self.layout, num_tokens), available, now):
             raise NodeRefusal(TENANTS_PART, f"{available} pages left, which are for other tenants, too")
         with contextlib.ExitStack() as unless_returned:
             try:
@@ -349,3 +345,9 @@ def as_message(event: CacheEvent) -> pb.NodeEvent:
             return pb.NodeEvent(removed=pb.BlocksRemoved(group=group, hashes=b"".join(hashes), medium=MEDIA[medium]))
         case CacheCleared(medium):
             return pb.NodeEvent(cleared=pb.CacheCleared(medium=MEDIA[medium] if medium else pb.MEDIUM_UNSPECIFIED))
+
+
+def _attention_pages(layout: ModelLayout, num_tokens: int) -> int:
+    """Pages that the full attention of so many tokens takes."""
+    blocks = -(-num_tokens // layout.block_size)
+    return blocks * sum(layout.pages_per_block(group) for group in layout.full_groups)

@@ -275,16 +275,13 @@ class Scheduler:
 
     # Turns
 
-    def _held(self) -> Counter[str]:
-        """Slots by flow."""
-        return Counter(work.part.flow for work in (*self._prefilling, *self._settling, *self._decoding))
-
     def _may_begin(self, now: float) -> list[str]:
         """Flows of which somebody who waits may have a slot."""
         free = self.slots - self._num_begun
         if not self._waiting or free <= 0:
             return []
-        return may_begin(self._turns, self._waiting.flows, self._held(), free, now)
+        held = Counter(work.part.flow for work in (*self._prefilling, *self._settling, *self._decoding))
+        return may_begin(self._turns, self._waiting.flows, held, free, now)
 
     def _candidates(self, flow: str) -> Iterator[Work]:
         """Of those who wait, whom the free slots would be for."""
