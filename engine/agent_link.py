@@ -217,8 +217,9 @@ class AgentLink:
         tokens_digest: bytes,
         ticket: TicketInfo | None,
         hints: Hints = NO_HINTS,
+        tenant: str = "",
     ) -> AgentJob:
-        """Asks for pages. Raises AgentGone when there is no agent."""
+        """Asks for pages, as a part of those of `tenant` if there is no ticket. Raises AgentGone when there is no agent."""
         job = self._new_job()
         self.send(
             BeginPrefill(
@@ -231,6 +232,7 @@ class AgentLink:
                 branch_tokens=hints.branch_tokens,
                 category=hints.category,
                 useful_tokens=hints.useful_tokens,
+                tenant=tenant if ticket is None else ticket.tenant,
             )
         )
         return job

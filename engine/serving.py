@@ -10,6 +10,7 @@ Without an agent the local path is just computation. Every detour has a reason a
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from engine.openai.api import Transfer
 from engine.pages import JobKV
 from hybrid_cache.hashing import block_hashes, tokens_digest
 from transport.control.messages import Delivered
+from transport.turns import leaves_room
 
 log = logging.getLogger(__name__)
 
@@ -106,16 +108,21 @@ class Service:
         self.link: AgentLink | None = None
         self.draining = False
         self._is_ending = False
-        self.active = 0
+        self._active: Counter[str] = Counter()  # requests by flow
         self._keeper = AnswerKeeper(model, engine.layout.block_size, metrics)
         self._max_requests = max_requests
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def active(self) -> int:
+        """Requests that are being served."""
+        return self._active.total()
+
     async def tokens(self, request: Request) -> AsyncGenerator[NewToken, None]:
         """The output of a request, token by token. Closing the iterator aborts it. Raises RequestError."""
         outcome = "aborted"
-        self._admit()
+        self._admit(request)
         try:
             async with aclosing(self._events(request)) as events:
                 async for event in events:
@@ -137,7 +144,7 @@ class Service:
     async def prefill_leg(self, request: Request) -> Delivery:
         """Computes a prompt's KVCache for the holder of a ticket. Raises RequestError."""
         outcome = "aborted"
-        self._admit()
+        self._admit(request)
         try:
             delivery = await self._deliver(request)
             outcome = "delivered"
@@ -255,7 +262,8 @@ class Service:
         job = None
         try:
             hints = request.transfer.hints
-            job = self.link.begin_prefill(request.id, hashes, request.prefill_tokens, digest, None, hints)
+            flow = request.transfer.part.flow
+            job = self.link.begin_prefill(request.id, hashes, request.prefill_tokens, digest, None, hints, flow)
             await job.pages()
             return job
         except TransferError as exc:
@@ -306,6 +314,7 @@ class Service:
             prompt=request.prompt,
             params=request.params,
             emit=lambda event: _from_model(loop, inbox, event),
+            part=request.transfer.part,
             kv=kv,
             load_tokens=load_tokens,
             num_answered=request.num_answered,
@@ -334,19 +343,25 @@ class Service:
 
     # Bookkeeping
 
-    def _admit(self) -> None:
+    def _admit(self, request: Request) -> None:
+        """A tenant takes no more places than leave some to others, unless they are as many as run at once."""
         if self.draining:
             raise RequestError("the engine is shutting down", status=503, kind="server_error", code="draining")
-        if self.active >= self._max_requests:
+        flow, free = request.transfer.part.flow, self._max_requests - self.active
+        held = self._active[flow]
+        if free <= 0 or (flow and held >= self.model.slots and not leaves_room(held, free)):
             raise RequestError(
                 f"{self.active} requests are being served already", status=503, kind="server_error", code="queue_full"
             )
-        self.active += 1
+        self._active[flow] += 1
         self._idle.clear()
 
     def _leave(self, kind: str, outcome: str, request: Request) -> None:
-        self.active -= 1
-        if not self.active:
+        flow = request.transfer.part.flow
+        self._active[flow] -= 1
+        if not self._active[flow]:
+            del self._active[flow]
+        if not self._active:
             self._idle.set()
         e2e_s = self.clock() - request.arrived_s
         self.metrics.on_request_done(kind, outcome, e2e_s)
@@ -418,6 +433,7 @@ _STATUS: Final = {
     "digest_mismatch": 409,
     "layout_mismatch": 409,
     "no_capacity": 503,
+    "tenants_part": 503,
     "draining": 503,
     # Well, and in another role by now, or on its way to it.
     "converting": 503,

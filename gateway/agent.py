@@ -214,10 +214,14 @@ class AgentClient:
         )
         return conversion_from(await self._call(self._stub.Convert, message, self.timeout_s + wait_s))
 
-    async def reserve(self, request_id: str, prompt: Prompt, ttl_s: float) -> TicketInfo:
-        """Room for the KVCache of all but the last token of `prompt` on this decode node."""
+    async def reserve(self, request_id: str, prompt: Prompt, ttl_s: float, tenant: str = "") -> TicketInfo:
+        """Room for the KVCache of all but the last token of `prompt` on this decode node, of the part of `tenant`."""
         message = pb.ReserveRequest(
-            request_id=request_id, num_tokens=prompt.transfer_tokens, tokens_digest=prompt.digest, ttl_s=ttl_s
+            request_id=request_id,
+            num_tokens=prompt.transfer_tokens,
+            tokens_digest=prompt.digest,
+            ttl_s=ttl_s,
+            tenant=tenant,
         )
         return await self._reserve(message, prompt.hashes)
 

@@ -49,7 +49,16 @@ from gateway.run import Attempt, Runner
 from gateway.shapes import Shape, shape_of
 from gateway.waiting import ASK_AGAIN_S, Place, WaitingLine
 from planner.decisions.poison import Poison
-from planner.decisions.retries import MAX_DEATHS, Failure, Next, Stage, adds_enough, may_have_died, tries_of
+from planner.decisions.retries import (
+    MAX_DEATHS,
+    TENANTS_PART,
+    Failure,
+    Next,
+    Stage,
+    adds_enough,
+    may_have_died,
+    tries_of,
+)
 from planner.decisions.routing import Route, Target
 
 
@@ -157,7 +166,7 @@ class Dispatcher:
         chosen = self._decider.route(request)
         place.tokens = chosen.uncached_tokens
         self._accounts.asked(chosen)
-        if chosen.prefill_node and len(self._line):  # others came first
+        if chosen.prefill_node and self._line.must_wait(request.service, share):
             self._refusals.check(request, chosen, self._line.expected_s(request.service, share))
             await place.wait()
             chosen = self._decider.route(request)
@@ -257,6 +266,8 @@ class Dispatcher:
             except (DecodeFailed, NodeError) as error:
                 if not (place.stands and error.failure is Failure.FULL):  # that it still waits is no news
                     self._accounts.fell_back(request, f"decode_{error.reason}", error)
+                if error.reason == TENANTS_PART:
+                    place.held_back()
                 stage = Stage.RESERVE if isinstance(error, NodeError) else Stage.DECODE
                 following = await self._following(request, chosen, error, tried, stage)
             if following is None:

@@ -299,6 +299,9 @@ def _beginning(told: bytes) -> str:
 
 
 def _common(request: Request, params: dict[str, Any]) -> dict[str, Any]:
+    share = request.tenant.share
+    if share.flow:  # engines take turns by it; those that do not know it pass over it
+        params |= {"tenant": share.flow, "weight": share.weight}
     if request.token_ids is not None:  # an engine's own: vLLM takes them in the place of the messages
         params["prompt_token_ids"] = request.token_ids
     return {"kv_transfer_params": params} | _named(request)

@@ -64,7 +64,7 @@ class Reservations:
         landed = await self._until_landed(request, chosen, booking) if chosen.shared_tokens else None
         landed_tokens = landed.blocks * request.served.layout.block_size if landed is not None else 0
         decode = self._clusters.by_id(chosen.decode_node)
-        reserving = decode.agent.reserve(request.leg_id, request.prompt, self._ttl_s)
+        reserving = decode.agent.reserve(request.leg_id, request.prompt, self._ttl_s, request.tenant.share.flow)
         making = self._tasks.start(reserving, "reserve", expected=(NodeError,))
         hold: Hold | None = None
         try:

@@ -16,6 +16,7 @@ from planner.decisions.classes import UNPROMISED, ServiceClass
 from planner.decisions.waiting import EVERYBODYS, Drain, Line, Share
 
 ASK_AGAIN_S: Final = 0.25
+HELD_BACK_S: Final = 1.0  # whoever has been refused for its tenant's part yields to others for so long
 
 
 class WaitingLine:
@@ -75,6 +76,17 @@ class WaitingLine:
         now = self._clock()
         return self.drain.wait_s(self._line.ahead_of(service.priority, now + self.patience_s, now, share))
 
+    def must_wait(self, service: ServiceClass, share: Share = EVERYBODYS) -> bool:
+        """Whether somebody would come before a request of that class and tenant that joined now."""
+        now = self._clock()
+        return bool(len(self)) and self._line.ahead_of(service.priority, now + self.patience_s, now, share) > 0
+
+    def hold_back(self, place: "Place") -> None:
+        """The part of its tenant is full: others are asked for first, who may find room."""
+        place.is_held_back = True
+        self._line.hold_back(place.share.flow, self._clock() + HELD_BACK_S)
+        self._wake_first()
+
     def join(self, place: "Place") -> None:
         """At its place in the order. Raises Overloaded."""
         now = self._clock()
@@ -94,6 +106,8 @@ class WaitingLine:
         if joined.displaced is not None:
             joined.displaced.is_displaced = True
             joined.displaced.woken.set()
+        if place.is_held_back:
+            self.hold_back(place)
         self._on_change(len(self))
 
     async def turn(self, place: "Place") -> None:
@@ -109,16 +123,23 @@ class WaitingLine:
             raise self.refusal(place, self.drain.wait_s(len(self)))
 
     async def _is_due(self, place: "Place") -> bool:
-        """Whether `place`, once it was the first, is so still when room has become free or a moment has gone by."""
+        """Whether `place`, once it was the first, is so still when room has become free or a moment has gone by.
+
+        One that was held back meanwhile has waited for that moment already.
+        """
+        has_yielded = False
         while not place.is_displaced and not self._is_first(place):
             self._wake_first()
             place.woken.clear()
             await place.woken.wait()
+            has_yielded = place.is_held_back
         if place.is_displaced:
             return True
-        with suppress(TimeoutError):
-            async with asyncio.timeout(ASK_AGAIN_S):
-                await self._freed.wait()
+        place.is_held_back = False
+        if not has_yielded:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ASK_AGAIN_S):
+                    await self._freed.wait()
         if self._is_first(place):  # nobody of a higher priority has come meanwhile, whose room it would be
             self._freed.clear()
             return True
@@ -173,6 +194,7 @@ class Place:
         self.due = inf
         self.woken = asyncio.Event()
         self.is_displaced = False
+        self.is_held_back = False
         self._line = line
         self._has_joined = False
 
@@ -193,6 +215,10 @@ class Place:
             self._line.join(self)
             self._has_joined = True
         await self._line.turn(self)
+
+    def held_back(self) -> None:
+        """It was refused what others may get."""
+        self._line.hold_back(self)
 
     def served(self) -> None:
         """It has got its room; should that be lost, it joins anew."""

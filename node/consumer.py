@@ -143,7 +143,11 @@ class Consumer:
         transfer_id, secret = secrets.token_hex(16), secrets.token_bytes(SECRET_BYTES)
         ttl_s = self.granted_ttl_s(request)
         reservation = self._pages.reserve(
-            transfer_id, split_hashes(request.block_hashes), request.num_tokens, Purpose.LANDING
+            transfer_id,
+            split_hashes(request.block_hashes),
+            request.num_tokens,
+            Purpose.LANDING,
+            tenant=checked_name(request.tenant),
         )
         try:
             landed: asyncio.Future[str] = asyncio.get_running_loop().create_future()

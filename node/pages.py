@@ -19,6 +19,7 @@ from node.arena import Arena
 from node.broadcast import Broadcast
 from node.config import NodeConfig
 from node.errors import NodeRefusal
+from node.rooms import NOBODY, TENANTS_PART, Rooms
 from node.ssd import Ssd, open_disk
 from transport.control.proto import node_pb2 as pb
 from transport.path.shm import ArenaSource
@@ -62,6 +63,7 @@ class Pages:
         self._now = now
         self._events = events
         self._freed = asyncio.Event()
+        self._rooms = Rooms()
         # A request uses blocks that were cached: their hashes from the prompt's beginning on.
         self.on_found: Callable[[Sequence[bytes]], None] = lambda hashes: None
 
@@ -124,33 +126,42 @@ class Pages:
         num_tokens: int,
         purpose: Purpose,
         hints: Hints = NO_HINTS,
+        tenant: str = NOBODY,
     ) -> Reservation:
         """Locks reusable blocks and allocates the rest. Raises NodeRefusal. New pages may be written into once `settled`.
 
         Without a lease of its own: who reserves must release, because only it knows when threads have let go of the pages.
         """
         self._check(hashes, num_tokens)
-        return self._reserve(request_id, hashes, num_tokens, purpose, hints)
+        return self._reserve(request_id, hashes, num_tokens, purpose, hints, tenant)
 
     def _check(self, hashes: Sequence[bytes], num_tokens: int) -> None:
         if not 0 < num_tokens <= MAX_TOKENS:
             raise NodeRefusal("bad_request", f"num_tokens is {num_tokens}, allowed is 1 to {MAX_TOKENS}")
         if len(set(hashes)) != len(hashes):
             raise NodeRefusal("bad_request", "a block hash comes twice: they are not chained")
-        blocks = -(-num_tokens // self.layout.block_size)
-        needed = blocks * sum(self.layout.pages_per_block(group) for group in self.layout.full_groups)
-        if needed > self.num_pages:
+        if (needed := _attention_pages(self.layout, num_tokens)) > self.num_pages:
             raise NodeRefusal("no_capacity", f"{needed} pages needed, the arena has {self.num_pages}")
 
+    @property
+    def _available(self) -> int:
+        """Pages that are free or could be."""
+        return self.cache.free_pages + self.cache.evictable_pages
+
     def _reserve(
-        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose, hints: Hints
+        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose, hints: Hints, tenant: str
     ) -> Reservation:
+        available, now = self._available, self._now()
+        self._rooms.ask(tenant, now)
+        if not self._rooms.may_have(tenant, _attention_pages(self.layout, num_tokens), available, now):
+            raise NodeRefusal(TENANTS_PART, f"{available} pages left, which are for other tenants, too")
         with contextlib.ExitStack() as unless_returned:
             try:
                 reservation = self.cache.reserve(
                     request_id, hashes, num_tokens, now=self._now(), purpose=purpose, hints=hints
                 )
                 unless_returned.callback(self.release, request_id)
+                self._rooms.reserved(request_id, tenant, available - self._available)
             except OutOfPages as exc:
                 raise NodeRefusal("no_capacity", str(exc)) from exc
             finally:
@@ -168,24 +179,36 @@ class Pages:
         purpose: Purpose,
         timeout_s: float,
         hints: Hints = NO_HINTS,
+        tenant: str = NOBODY,
     ) -> Reservation:
-        """`reserve`, waiting up to `timeout_s` for running requests to free pages. Raises NodeRefusal."""
+        """`reserve`, waiting up to `timeout_s` for running requests to free pages. Raises NodeRefusal.
+
+        Of tenants that wait, the one that holds least is first.
+        """
         self._check(hashes, num_tokens)
         deadline = self._now() + timeout_s
         await self.bring_back(hashes, num_tokens)
-        while True:
-            self._freed.clear()
-            try:
-                reservation = self._reserve(request_id, hashes, num_tokens, purpose, hints)
-                break
-            except NodeRefusal:
+        self._rooms.waits(tenant)
+        try:
+            while True:
+                self._freed.clear()
                 left_s = deadline - self._now()
-                if left_s <= 0 or not self.cache.report().reservations:
-                    raise
-            # Not wait_for: up to Python 3.11 it swallows a cancellation that meets the event.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
-                    await self._freed.wait()
+                if self._rooms.is_first(tenant):
+                    try:
+                        reservation = self._reserve(request_id, hashes, num_tokens, purpose, hints, tenant)
+                        break
+                    except NodeRefusal:
+                        if left_s <= 0 or not self.cache.report().reservations:
+                            raise
+                elif left_s <= 0:
+                    raise NodeRefusal("no_capacity", "tenants that hold fewer pages have come first")
+                # Not wait_for: up to Python 3.11 it swallows a cancellation that meets the event.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await self._freed.wait()
+        finally:
+            self._rooms.goes(tenant)
+            self._freed.set()  # it may have kept others from trying
         return await self._when_settled(reservation)
 
     async def reserve_now(
@@ -233,6 +256,7 @@ class Pages:
     def release(self, request_id: str) -> None:
         """Unlocks and drops what is not prefix cache; idempotent."""
         self.cache.release(request_id, now=self._now())
+        self._rooms.released(request_id)
         self.changed()
 
     def drop(self, hashes: Sequence[bytes], keep_tokens: int, unused_s: float) -> int:
@@ -321,3 +345,9 @@ def as_message(event: CacheEvent) -> pb.NodeEvent:
             return pb.NodeEvent(removed=pb.BlocksRemoved(group=group, hashes=b"".join(hashes), medium=MEDIA[medium]))
         case CacheCleared(medium):
             return pb.NodeEvent(cleared=pb.CacheCleared(medium=MEDIA[medium] if medium else pb.MEDIUM_UNSPECIFIED))
+
+
+def _attention_pages(layout: ModelLayout, num_tokens: int) -> int:
+    """Pages that the full attention of so many tokens takes."""
+    blocks = -(-num_tokens // layout.block_size)
+    return blocks * sum(layout.pages_per_block(group) for group in layout.full_groups)

@@ -278,7 +278,7 @@ class Producer:
         if message.computed:
             return await self._pages.reserve_now(name, hashes, message.num_tokens, Purpose.ANSWER)
         return await self._pages.reserve_when_free(
-            name, hashes, message.num_tokens, Purpose.PREFILL, self._room_timeout_s, hints_of(message)
+            name, hashes, message.num_tokens, Purpose.PREFILL, self._room_timeout_s, hints_of(message), message.tenant
         )
 
     def _check_ticket(self, message: m.BeginPrefill, ticket: m.TicketInfo) -> None:

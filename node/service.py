@@ -13,6 +13,7 @@ from node.broadcast import WatcherTooSlow
 from node.errors import NodeRefusal
 from node.holders import checked_name
 from node.pages import in_parts, split_hashes
+from node.rooms import TENANTS_PART
 from transport.control.credentials import server_credentials
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
@@ -34,6 +35,7 @@ STATUS_OF_REFUSAL = {
     "engine_silent": grpc.StatusCode.UNAVAILABLE,
     "starting": grpc.StatusCode.UNAVAILABLE,
     "no_capacity": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    TENANTS_PART: grpc.StatusCode.RESOURCE_EXHAUSTED,
     "over_budget": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "not_cached": grpc.StatusCode.NOT_FOUND,
     "unknown_context": grpc.StatusCode.NOT_FOUND,

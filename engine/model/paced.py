@@ -1,6 +1,7 @@
 """Rounds of an engine that computes nothing: everything is due at a time, and nothing holds a thread meanwhile.
 
-One prompt after the other is computed, in the order of arrival, as the planner's simulator has it; a batch decodes beside it:
+One prompt after the other is computed, in the order of arrival, as the planner's simulator has it, and chunk by chunk the
+tenant is served whose turn it is (`engine.model.turns`); a batch decodes beside it:
 
     prompt   | what the server takes | chunk: layer, layer, ... | chunk: ... | next prompt
     batch    | goes on               | stands still                          | goes on
@@ -63,7 +64,6 @@ class PacedScheduler(Scheduler):
         now = self._clock()
         self._drop_aborted()
         self._let_go(now)
-        self._admit()
         self._take_landings(now)
         self._compute(now)
         due = self._batch.due(now)
@@ -75,7 +75,7 @@ class PacedScheduler(Scheduler):
             if work in self._decoding:
                 self._batch.go_on(work, self._stand_in.steps_per_token)
         self._let_go(now)
-        self._admit()
+        self._take_landings(now)
         self._keep_some()
 
     def _let_go(self, now: float) -> None:
@@ -95,7 +95,8 @@ class PacedScheduler(Scheduler):
                 self._batch.hold(now, held=False)
 
     def _take_landings(self, now: float) -> None:
-        for work in [work for work in self._prefilling if work.load_tokens >= work.prefill_tokens]:
+        while (work := self._next_landing(self._may_begin(now), now)) is not None:
+            self._begin(work)
             self._guarded(self._prefill_some, work)
             self._join(now, work)
 
@@ -108,12 +109,13 @@ class PacedScheduler(Scheduler):
             if chunk is not None and chunk.due_s <= at_s:
                 self._guarded(partial(self._go_on, chunk, at_s), chunk.work)
                 self._join(now, chunk.work)
-            elif self._entering is None:
-                self._entering = work = self._next_in_line()
+            elif (work := self._next_in_line(at_s)) is not self._entering:
                 assert work is not None
-                self._guarded(partial(self._begin, at_s), work)
+                self._entering = work
+                self._guarded(partial(self._turn_to, at_s), work)
             else:
-                self._guarded(partial(self._enter, at_s), self._entering)
+                assert work is not None
+                self._guarded(partial(self._enter, at_s), work)
             self._drop_prompts(at_s)
 
     def _prompt_due_s(self, now: float) -> float:
@@ -122,25 +124,36 @@ class PacedScheduler(Scheduler):
         chunk_s = chunk.due_s if chunk is not None else math.inf
         if self._entering is not None:
             return min(chunk_s, self._enters_s)
-        return min(chunk_s, max(now, self._pipeline.ready_s)) if self._next_in_line() is not None else chunk_s
+        return chunk_s if self._next_in_line(now) is None else min(chunk_s, max(now, self._pipeline.ready_s))
 
     def _next_chunk(self) -> "_Chunk | None":
         """Whose layer is due next."""
         return min(self._under_way, key=lambda chunk: chunk.due_s, default=None)
 
-    def _next_in_line(self) -> Work | None:
-        begun = [chunk.work for chunk in self._under_way]
-        return next((work for work in self._prefilling if work not in begun), None)
+    def _next_in_line(self, now: float) -> Work | None:
+        """Whose next chunk comes to the first stage: one that has been begun before the others of its tenant."""
+        through = [chunk.work for chunk in self._under_way if chunk.is_last]
+        begun = {work.part.flow: work for work in reversed(self._prefilling) if work not in through}
+        beginners = [flow for flow in self._may_begin(now) if any(self._to_compute(flow))]
+        flows = dict.fromkeys((*reversed(begun), *beginners))
+        if not flows:
+            return None
+        flow = self._turns.first(flows, now)
+        return begun[flow] if flow in begun else next(self._to_compute(flow))
 
-    def _begin(self, now: float, work: Work) -> None:
-        """What a prompt costs the server comes before any stage."""
-        self._start(work)
-        self._enters_s = now + self._stand_in.prefill_s(0)
+    def _turn_to(self, now: float, work: Work) -> None:
+        """A prompt's chunks come next. What it costs the server comes before any stage."""
+        self._enters_s = now
+        if work not in self._prefilling:
+            self._begin(work)
+            self._start(work)
+            self._enters_s = now + self._stand_in.prefill_s(0)
 
     def _enter(self, now: float, work: Work) -> None:
         """The next chunk of a prompt comes to the first stage."""
         start, prefill_s = work.sequence.num_tokens, self._stand_in.prefill_s
         stop = self._chunk_stop(work, start)
+        self._charge(work.part, stop - start, now)
         passage = self._pipeline.take(now, prefill_s(stop) - prefill_s(start))
         layers = self._emulated.prefill_layers(work.sequence, work.prompt[start:stop], work.kv)
         if not self._under_way:

@@ -2,17 +2,20 @@
 
     round   | prefill chunk of one sequence | decode a, b, c, ... | a piece of a finished answer to its pages |
 
-So a long prompt slows running streams by one chunk per token and no more. Among prompts the one with the least left to
-compute goes first, but every chunk that others were given counts as a chunk less: nobody waits for ever.
+So a long prompt slows running streams by one chunk per token and no more. Tenants take turns, chunk by chunk, by what each
+has been served lately (`engine.model.turns`): a prompt of one that has had little waits for the chunk under way. Among a
+tenant's prompts the one with the least left to compute goes first, but every chunk that its others were given counts as a
+chunk less: nobody waits for ever.
 
     WAITING ──► PREFILL ──► SETTLING ──► DECODE ──► done      a prefill leg ends after SETTLING: it never samples
+       └ in line by tenant, holds no slot                     KVCache that has landed is loaded in a chunk's place
 
 Where an engine computes in stages, a chunk is handed over while others are under way, and a prompt settles when its last one is
 through: meanwhile the next prompt's chunks follow. Other engines settle at once.
 """
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,16 +23,20 @@ from typing import Any, Final
 
 from engine.base import Engine, Logits
 from engine.errors import EngineError, PagesInvalid, PrefillAborted, TransferError
+from engine.model.lines import Lines
 from engine.model.sampling import Sampled, Sampler, SamplingParams
 from engine.model.steps import StepTimes
+from engine.model.turns import EVERYBODYS, HALF_LIFE_S, Part, may_begin
 from engine.pages import JobKV
 from engine.text import OutputText
 from prompts.tokenizer import TextTokenizer
+from transport.turns import Turns
 
 log = logging.getLogger(__name__)
 
 MAX_RUNNING: Final = 64
 GROWTH_HINT_TOKENS: Final = 1024  # room for output that is reserved at once; more is found when it is needed
+LANDINGS_AHEAD: Final = 4  # loads that may pass a chunk: they are short, and somebody has waited for a link already
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +86,7 @@ class Work:
     prompt: Sequence[int]
     params: SamplingParams | None  # None: a prefill leg
     emit: Callable[[Event], None]
+    part: Part = EVERYBODYS
     kv: JobKV | None = None
     load_tokens: int = 0  # how many tokens of `kv` are there already
     num_answered: int = 0  # tokens at the end of `prompt` that are of the answer: another engine has given them
@@ -93,6 +101,11 @@ class Work:
     @property
     def prefill_tokens(self) -> int:
         return len(self.prompt) - 1
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether nothing of its prompt is to be computed."""
+        return self.load_tokens >= self.prefill_tokens
 
     @property
     def remaining_tokens(self) -> int:
@@ -170,30 +183,34 @@ class Scheduler:
         self._engine = engine
         self._tokenizer = tokenizer
         self._clock = clock
-        self._waiting: deque[Work] = deque()
+        self._turns: Turns[str] = Turns(HALF_LIFE_S)
+        self._waiting: Lines[Work] = Lines()  # nothing has been done for them
         self._prefilling: list[Work] = []
         self._settling: list[Work] = []
         self._decoding: list[Work] = []
         self._keeping: deque[Keep] = deque()
+        self._landings_passed = 0  # loads since the last chunk
 
     @property
     def load(self) -> Load:
-        works = [*self._waiting, *self._prefilling]
+        """Who waits with a slot free for it counts as running: a chunk or two, and it does."""
+        begun, waiting = self._num_begun, len(self._waiting)
+        starting = min(waiting, max(0, self.slots - begun))
         return Load(
-            running=self._num_running,
-            waiting=len(self._waiting),
-            queued_tokens=sum(work.remaining_tokens for work in works),
+            running=begun + starting,
+            waiting=waiting - starting,
+            queued_tokens=sum(work.remaining_tokens for work in (*self._waiting, *self._prefilling)),
         )
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do until something comes in, or the engine makes progress."""
-        may_admit = bool(self._waiting) and self._num_running < self.slots
-        may_prefill = bool(self._prefilling) and self._engine.takes_more
-        return not (may_admit or may_prefill or self._decoding or self._keeping)
+        may_prefill = bool(self._prefilling) or bool(self._may_begin(self._clock()))
+        return not (self._decoding or self._keeping or (may_prefill and self._engine.takes_more))
 
     @property
-    def _num_running(self) -> int:
+    def _num_begun(self) -> int:
+        """Each of these holds a slot."""
         return len(self._prefilling) + len(self._settling) + len(self._decoding)
 
     def add(self, work: Work | Keep) -> None:
@@ -201,17 +218,16 @@ class Scheduler:
             self._keeping.append(work)
             return
         work.received = True
-        self._waiting.append(work)
+        self._waiting.add(work.part.flow, work)
 
     def step(self) -> None:
         """One round."""
         self._drop_aborted()
         for work in list(self._settling):
             self._guarded(self._end_if_settled, work)
-        self._admit()
         # Asked in any case: it raises once nothing can be computed any more, be there nothing to compute.
-        if self._engine.takes_more and self._prefilling:
-            self._guarded(self._prefill_some, self._next_prefill())
+        if self._engine.takes_more and (next_work := self._next_prefill()) is not None:
+            self._guarded(self._prefill_some, next_work)
         began_s, batch = self._clock(), len(self._decoding)
         self._decode(list(self._decoding))
         self.steps.note(batch, self._clock() - began_s)
@@ -230,14 +246,10 @@ class Scheduler:
 
     def _drop_aborted(self) -> None:
         if any(work.aborted for work in (*self._waiting, *self._prefilling, *self._settling, *self._decoding)):
-            self._waiting = deque(work for work in self._waiting if not work.aborted)
+            self._waiting.keep(lambda work: not work.aborted)
             self._prefilling = [work for work in self._prefilling if not work.aborted]
             self._settling = [work for work in self._settling if not work.aborted]
             self._decoding = [work for work in self._decoding if not work.aborted]
-
-    def _admit(self) -> None:
-        while self._waiting and self._num_running < self.slots:
-            self._prefilling.append(self._waiting.popleft())
 
     def _guarded(self, action: Callable[[Work], None], work: Work) -> None:
         """One request's failure is its own."""
@@ -261,11 +273,64 @@ class Scheduler:
                 queue.remove(work)
         work.sequence = None
 
+    # Turns
+
+    def _may_begin(self, now: float) -> list[str]:
+        """Flows of which somebody who waits may have a slot."""
+        free = self.slots - self._num_begun
+        if not self._waiting or free <= 0:
+            return []
+        held = Counter(work.part.flow for work in (*self._prefilling, *self._settling, *self._decoding))
+        return may_begin(self._turns, self._waiting.flows, held, free, now)
+
+    def _candidates(self, flow: str) -> Iterator[Work]:
+        """Of those who wait, whom the free slots would be for."""
+        return self._waiting.ahead(flow, max(0, self.slots - self._num_begun))
+
+    def _to_compute(self, flow: str) -> Iterator[Work]:
+        return (work for work in self._candidates(flow) if not work.has_landed)
+
+    def _charge(self, part: Part, tokens: int, now: float) -> None:
+        self._turns.charge(part.flow, tokens / part.weight, now)
+
+    def _begin(self, work: Work) -> None:
+        """It has a slot from now on."""
+        self._waiting.take(work.part.flow, work)
+        self._prefilling.append(work)
+
     # Prefill
 
-    def _next_prefill(self) -> Work:
-        chosen = min(self._prefilling, key=self._urgency)
-        for work in self._prefilling:
+    def _next_prefill(self) -> Work | None:
+        """Who has the round's chunk, or is loaded in its place."""
+        now = self._clock()
+        beginners = self._may_begin(now)
+        landing = self._next_landing(beginners, now)
+        if landing is None or self._landings_passed >= LANDINGS_AHEAD:
+            self._landings_passed = 0
+            chosen = self._next_to_compute(beginners, now) or landing
+        else:
+            self._landings_passed += 1
+            chosen = landing
+        if chosen is not None and chosen not in self._prefilling:
+            self._begin(chosen)
+        return chosen
+
+    def _next_landing(self, beginners: Sequence[str], now: float) -> Work | None:
+        firsts = {flow: next((work for work in self._candidates(flow) if work.has_landed), None) for flow in beginners}
+        found = {flow: work for flow, work in firsts.items() if work is not None}
+        return found[self._turns.first(found, now)] if found else None
+
+    def _next_to_compute(self, beginners: Sequence[str], now: float) -> Work | None:
+        begun = dict.fromkeys(work.part.flow for work in self._prefilling)
+        flows = [*begun, *(flow for flow in beginners if flow not in begun and any(self._to_compute(flow)))]
+        if not flows:
+            return None
+        flow = self._turns.first(flows, now)
+        own = [work for work in self._prefilling if work.part.flow == flow]
+        if flow in beginners:
+            own += self._to_compute(flow)
+        chosen = min(own, key=self._urgency)
+        for work in own:
             work.chunks_waited += work is not chosen
         return chosen
 
@@ -278,6 +343,7 @@ class Scheduler:
         start = work.sequence.num_tokens
         if start < work.prefill_tokens:
             stop = self._chunk_stop(work, start)
+            self._charge(work.part, stop - start, self._clock())
             self._engine.prefill(work.sequence, work.prompt[start:stop], work.kv)
         if work.sequence.num_tokens >= work.prefill_tokens:
             self._prefilling.remove(work)
@@ -344,6 +410,9 @@ class Scheduler:
         works = [work for work in works if not work.aborted]
         if not works:
             return
+        now = self._clock()
+        for part, tokens in Counter(work.part for work in works).items():
+            self._charge(part, tokens, now)
         try:
             all_logits = self._engine.decode(
                 [work.sequence for work in works], [_output(work).last_token for work in works]

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from engine.errors import RequestError
 from engine.model.sampling import MAX_TOP_LOGPROBS, SamplingParams
+from engine.model.turns import EVERYBODYS, Part
 from hybrid_cache.reservation import NO_HINTS, Hints
 from prompts.errors import BadPrompt
 from prompts.reading import Chat, chat_tokens, completion_tokens
@@ -27,6 +28,8 @@ SEEDS: Final = 1 << 64  # those below 0 are others than those above
 MAX_STOPS: Final = 256
 MAX_STOP_CHARS: Final = 1024
 DEFAULT_LANDING_TIMEOUT_S: Final = 300.0
+MAX_TENANT_CHARS: Final = 128
+LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e3
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -34,6 +37,7 @@ TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Temperature = Annotated[float, Meta(ge=0.0, le=2.0)]
 TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Weight = Annotated[float, Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)]
 R = TypeVar("R")
 
 NOTHING: Final[tuple[Any, ...]] = (None, False, [], {}, "")  # values that ask for nothing
@@ -47,8 +51,9 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """What a gateway says beside the client's words.
 
     `resumable`: the chunks of a stream name their tokens, so that another engine can go on should this one die. `answered`:
-    the tokens of the answer that a client has had from another engine; what follows them is asked for. For `branch_tokens`,
-    `category` and `useful_tokens` see BeginPrefill, which says them to the agent.
+    the tokens of the answer that a client has had from another engine; what follows them is asked for. `tenant`: whose turn it
+    takes here, with a part of `weight` beside others; those of nobody are one. For `branch_tokens`, `category` and
+    `useful_tokens` see BeginPrefill, which says them to the agent.
     """
 
     do_remote_decode: bool = False
@@ -59,6 +64,8 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: Annotated[float, Meta(gt=0.0)] | None = None
     resumable: bool = False
     answered: list[TokenId] = []
+    tenant: Annotated[str, Meta(max_length=MAX_TENANT_CHARS)] = ""
+    weight: Weight = 1.0
     branch_tokens: Annotated[tuple[NotNegative, ...], Meta(max_length=8)] = ()
     category: str = ""
     useful_tokens: NotNegative | None = None
@@ -156,13 +163,17 @@ OpenAIRequest = CompletionRequest | ChatRequest
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What a request has to do with another node's KVCache: nothing, send it (`ticket`), receive it (`transfer_id`)."""
+    """What a request has to do with another node's KVCache: nothing, send it (`ticket`), receive it (`transfer_id`).
+
+    And whose it is.
+    """
 
     salt: bytes = b""
     ticket: TicketInfo | None = None
     transfer_id: str | None = None
     timeout_s: float = DEFAULT_LANDING_TIMEOUT_S
     hints: Hints = NO_HINTS
+    part: Part = EVERYBODYS
 
 
 def parse_request(body: bytes, kind: type[R]) -> R:
@@ -293,6 +304,7 @@ def transfer_of(params: KVTransferParams | None) -> Transfer:
         salt=_unhex(params.salt, "kv_transfer_params.salt"),
         timeout_s=params.timeout_s or DEFAULT_LANDING_TIMEOUT_S,
         hints=Hints(branch_tokens=params.branch_tokens, category=params.category, useful_tokens=params.useful_tokens),
+        part=Part(params.tenant, params.weight),
     )
     if params.do_remote_decode:
         if params.ticket is None:

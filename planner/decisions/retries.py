@@ -35,6 +35,7 @@ from planner.decisions.paths import PATH_FAILED
 BUDGET_WINDOW_S: Final = 10.0  # Finagle's
 LEAST_PROGRESS: Final = 16  # tokens of an answer
 COSTS: Final = (0.25, 4.0)  # of one try, in requests: one long prompt does not spend what all others may need
+TENANTS_PART: Final = "tenants_part"  # a node has room, but for others than this tenant
 MAX_DEATHS: Final = 2  # a request under which that many engines have died is not carried to another one
 
 
@@ -135,6 +136,7 @@ _FAILURES: Final = MappingProxyType(
         PATH_FAILED: Failure.CUT,
         "timeout": Failure.TIMEOUT,
         "no_capacity": Failure.FULL,
+        TENANTS_PART: Failure.FULL,
         "converting": Failure.AWAY,
         "wrong_role": Failure.AWAY,
         "draining": Failure.AWAY,

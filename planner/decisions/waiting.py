@@ -6,6 +6,7 @@ fair     start-time fair queueing (Goyal, Vin, Cheng 1996): a flow that is serve
          one that comes to the line begins where that is by now, so nobody saves up turns
 ageing   every `ageing_s` of waiting count as one more priority, so that nobody is overtaken for ever: whoever joins a
          waiter's (highest priority - its own + 1) * ageing_s after it, or later, comes behind it
+held     a flow whose own part of the room is full yields to the others for a while: it holds nobody up
 full     a newcomer takes the place of the last one, if that one's priority, ageing included, is below its own, or if it is
          the same and that one's flow has more places for its weight than the newcomer's will have
 """
@@ -21,6 +22,7 @@ TURNS_REMEMBERED: Final = 8
 
 Who = TypeVar("Who")
 Rank = tuple[int, float, float, int]
+Turn = tuple[bool, int, float, float, int]
 
 
 class Joined(NamedTuple, Generic[Who]):
@@ -45,6 +47,7 @@ class _Flow:
     weight: float
     start: float  # of its next turn, in virtual time
     standing: int = 0
+    back_until: float = -inf  # it yields to others
 
     @property
     def places(self) -> float:
@@ -127,18 +130,25 @@ class Line(Generic[Who]):
         flow.start += standing.cost / flow.weight
         return self.leave(who)
 
+    def hold_back(self, flow: str, until: float) -> None:
+        """There is no room for those of a flow who stand there, whatever there is for others: they come last `until` then."""
+        if flow in self._flows:
+            self._flows[flow].back_until = until
+
     def first(self, now: float) -> Who | None:
         """Who is to be served next."""
-        return min(self._standing, key=lambda who: self._rank(who, now), default=None)
+        return min(self._standing, key=lambda who: self._turn(who, now), default=None)
 
     def ahead_of(self, priority: int, due: float, now: float, share: Share = EVERYBODYS) -> int:
-        """How many would come before somebody who joined now."""
+        """How many would come before somebody who joined now; of other flows, without those that are held back."""
         flows: defaultdict[str, list[tuple[int, float, int, float]]] = defaultdict(list)
         for each in self._standing.values():
             flows[each.flow].append((-each.level(now, self.ageing_s), each.due, each.number, each.cost))
         own = [each for each in flows.pop(share.flow, ()) if each[:2] <= (-priority, due)]
         ahead, turn = len(own), (-priority, self._start(share.flow) + sum(each[-1] for each in own) / share.weight)
         for name, waiting in flows.items():
+            if now < self._flows[name].back_until:
+                continue
             start = self._start(name)
             for urgency, _, _, cost in sorted(waiting):
                 ahead += (urgency, start) <= turn
@@ -161,10 +171,10 @@ class Line(Generic[Who]):
         has_less = level == priority and theirs is not own and theirs.places > places
         return last if level < priority or has_less else None
 
-    def _rank(self, who: Who, now: float) -> Rank:
+    def _turn(self, who: Who, now: float) -> Turn:
         standing = self._standing[who]
-        level = standing.level(now, self.ageing_s)
-        return -level, self._flows[standing.flow].start, standing.due, standing.number
+        level, flow = standing.level(now, self.ageing_s), self._flows[standing.flow]
+        return now < flow.back_until, -level, flow.start, standing.due, standing.number
 
     def _yields(self, who: Who, now: float) -> Rank:
         standing = self._standing[who]

@@ -98,6 +98,26 @@ async def test_a_ticket_says_whose_it_is_and_with_which_weight() -> None:
         assert [(ticket["tenant"], ticket["weight"]) for ticket in tickets] == [("acme", 3.0)]
 
 
+@pytest.mark.parametrize(("prefill_nodes", "legs"), [(1, 2), (0, 1)])
+def test_each_leg_says_whose_it_is_and_with_which_weight(prefill_nodes: int, legs: int) -> None:
+    @on_loop
+    async def scenario() -> None:
+        tenants = {"acme": TenantConfig(keys=(digest_of(ACME),), weight=3.0)}
+        async with world(remote=prefill_nodes, local=0, decode=1, tenants=tenants) as w:
+            assert (await w.complete(LONG, headers=key(ACME))).status == 200
+            said = [leg["kv_transfer_params"] for node in w.nodes.nodes for leg in node.bodies]
+            assert [(params["tenant"], params["weight"]) for params in said] == [("acme", 3.0)] * legs
+
+    scenario()
+
+
+@on_loop
+async def test_without_tenants_legs_are_nobodys() -> None:
+    async with world() as w:
+        assert (await w.complete(LONG)).status == 200
+        assert not any("tenant" in leg["kv_transfer_params"] for node in w.nodes.nodes for leg in node.bodies)
+
+
 @on_loop
 async def test_records_say_whose_a_request_was() -> None:
     async with world(tenants=TENANTS, operator_keys=(digest_of(OPERATOR),)) as w:

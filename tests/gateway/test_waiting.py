@@ -8,8 +8,9 @@ import pytest
 from gateway.config import RoutingConfig
 from gateway.errors import Overloaded
 from gateway.reply import Reply
-from gateway.waiting import ASK_AGAIN_S, Place, WaitingLine
+from gateway.waiting import ASK_AGAIN_S, HELD_BACK_S, Place, WaitingLine
 from planner.decisions.classes import ServiceClass
+from planner.decisions.waiting import Share
 from tests.gateway.worlds import PATIENT, World, on_loop, until, world
 from transport.control.proto import node_pb2 as pb
 
@@ -296,3 +297,72 @@ async def test_full_prefill_nodes_are_asked_again_rather_than_the_decode_node() 
         (record,) = await w.records()
         assert (record["target"], record["fallbacks"]) == ("local", ["prefill_no_capacity"])
     assert PATIENT.room_s >= 1.0
+
+
+@on_loop
+async def test_who_is_refused_for_its_tenants_part_lets_others_ask_first() -> None:
+    line, asked = line_of(), []
+
+    async def in_vain(tenant: str) -> None:
+        with line.place(share=Share(tenant)) as place:
+            while True:
+                await place.wait()
+                asked.append(tenant)
+                place.held_back()
+
+    async def client(tenant: str) -> None:
+        with line.place(share=Share(tenant)) as place:
+            await place.wait()
+            asked.append(tenant)
+            place.served()
+
+    heavy = [asyncio.create_task(in_vain("heavy")) for _ in range(3)]
+    await until(lambda: len(line) == 3 and "heavy" in asked)
+    assert not line.must_wait(ServiceClass(), Share("light"))
+    assert line.must_wait(ServiceClass(), Share("heavy"))
+    asked.clear()
+    async with asyncio.timeout(HELD_BACK_S / 2):
+        await client("light")
+    assert asked == ["light"] or asked == ["heavy", "light"]
+    for task in heavy:
+        task.cancel()
+    await asyncio.gather(*heavy, return_exceptions=True)
+
+
+@on_loop
+async def test_a_tenant_alone_that_is_held_back_asks_again_and_again() -> None:
+    line, asked = line_of(), []
+
+    async def in_vain() -> None:
+        with line.place(share=Share("heavy")) as place:
+            while True:
+                await place.wait()
+                asked.append(time.monotonic())
+                place.held_back()
+
+    waiting = [asyncio.create_task(in_vain()) for _ in range(2)]
+    await until(lambda: len(asked) >= 4)
+    assert asked[3] - asked[0] >= 2.5 * ASK_AGAIN_S  # and not as fast as it can
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+@on_loop
+async def test_while_another_waits_in_vain_too_who_was_held_back_asks_now_and_then() -> None:
+    line, asked = line_of(), []
+
+    async def in_vain(tenant: str, held_back: bool) -> None:
+        with line.place(share=Share(tenant)) as place:
+            while True:
+                await place.wait()
+                asked.append(tenant)
+                if held_back:
+                    place.held_back()
+
+    waiting = [asyncio.create_task(in_vain("heavy", True)), asyncio.create_task(in_vain("light", False))]
+    await until(lambda: asked.count("heavy") >= 3)
+    assert asked.count("light") >= 2
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)

@@ -107,6 +107,7 @@ class HandNode:
         num_tokens: int,
         ticket: m.TicketInfo | None = None,
         reply: Reply | None = None,
+        tenant: str = "",
     ) -> None:
         message = m.BeginPrefill(
             job=job,
@@ -115,6 +116,7 @@ class HandNode:
             num_tokens=num_tokens,
             tokens_digest=tokens_digest(tokens, b""),
             ticket=ticket,
+            tenant=tenant,
         )
         self.producer.begin(message, self, reply or self.inbox.put_nowait)
 

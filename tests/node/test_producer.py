@@ -1,6 +1,7 @@
 """Prefill jobs that go wrong: whatever happens, the engine gets an answer and no page stays behind."""
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -144,6 +145,81 @@ def test_a_job_that_ends_in_the_moment_it_could_begin_holds_nothing(tmp_path: Pa
             await turns_of_the_loop(turns)
             prefill.end("late")
             await until(prefill.producer.is_idle)
+
+    run(scenario())
+
+
+async def begun(node: HandNode, number: int, tenant: str) -> m.JobPages | None:
+    """Pages for a job of 400 tokens of its own; None: it waits for them."""
+    node.begin(f"{tenant}{number}", list(range(400 * number, 400 * number + 400)), 399, tenant=tenant)
+    await turns_of_the_loop(4)
+    return node.inbox.get_nowait() if not node.inbox.empty() else None  # type: ignore[return-value]
+
+
+async def fill(node: HandNode, tenant: str) -> int:
+    """Jobs of a tenant, of which the last one waits."""
+    number = 1
+    while await begun(node, number, tenant) is not None:
+        number += 1
+    return number
+
+
+async def end_until_heard(node: HandNode, jobs: Iterable[str]) -> m.JobPages:
+    """Ends one job after the other until somebody has their pages."""
+    for job in jobs:
+        node.end(job)
+        await turns_of_the_loop(4)
+        if not node.inbox.empty():
+            break
+    pages = await node.heard()
+    assert isinstance(pages, m.JobPages)
+    return pages
+
+
+def test_a_tenant_alone_has_all_pages_and_beside_another_leaves_it_an_eighth(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with two_nodes(tmp_path) as (prefill, decode):
+            alone = await fill(prefill, "heavy")
+            assert await begun(decode, 1000, "light") is not None
+            decode.end("light1000")
+            beside = await fill(decode, "heavy")
+            assert beside == pytest.approx(alone * 7 / 8, abs=1.5)
+            assert await begun(decode, 1001, "light") is not None
+            for node in (prefill, decode):
+                node.producer.engine_gone(node)
+
+    run(scenario())
+
+
+def test_pages_that_become_free_go_to_the_tenant_that_holds_least(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with two_nodes(tmp_path) as (prefill, _):
+            waiting = await fill(prefill, "heavy")
+            assert await begun(prefill, waiting + 1, "heavy") is None
+            assert await begun(prefill, 1000, "light") is None
+            ends = (f"heavy{number}" for number in range(1, waiting))
+            assert (await end_until_heard(prefill, ends)).job == "light1000"
+            assert (await end_until_heard(prefill, ends)).job == f"heavy{waiting}"
+            prefill.producer.engine_gone(prefill)
+
+    run(scenario())
+
+
+def test_a_tenant_that_gives_up_waiting_keeps_nobody_from_pages(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with two_nodes(tmp_path) as (prefill, _):
+            waiting = await fill(prefill, "heavy")
+            prefill.begin("large", list(range(1_000_000, 1_010_000)), 9_999, tenant="light")
+            for number in range(1, waiting // 4):
+                prefill.end(f"heavy{number}")
+                await turns_of_the_loop(4)
+            assert prefill.inbox.empty(), "the large one comes first"
+            prefill.end("large")
+            pages = await prefill.heard()
+            assert isinstance(pages, m.JobPages)
+            assert pages.job == f"heavy{waiting}"
+            prefill.producer.engine_gone(prefill)
+            prefill.producer.engine_gone(prefill)
 
     run(scenario())
 

@@ -92,6 +92,7 @@ class BeginPrefill(Message, frozen=True, kw_only=True):
     it, so that it is refused at once where there is no room. Later prompts will leave this one at `branch_tokens`;
     `category` is the kind of request, and nothing after `useful_tokens` is expected to be of use again (None: as usual).
     `cached_only`: pages of what is cached of it are wanted, and no others. JobPages then has that many `num_tokens`, maybe none.
+    `tenant`: as a part of whose pages; some are left to others.
     """
 
     job: str
@@ -105,6 +106,7 @@ class BeginPrefill(Message, frozen=True, kw_only=True):
     branch_tokens: tuple[int, ...] = ()
     category: str = ""
     useful_tokens: int | None = None
+    tenant: str = ""
 
 
 class JobPages(Message, frozen=True, kw_only=True):

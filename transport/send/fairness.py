@@ -1,30 +1,34 @@
-"""Whose turn it is among tenants of one urgency: by bytes sent per weight."""
+"""Whose turn it is among tenants of one urgency: by bytes sent lately, per weight."""
 
-from collections.abc import Iterable
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from transport.send.spec import Urgency
+from transport.turns import Turns
+
+HALF_LIFE_S: Final = 10.0  # some transfers of a usual length
 
 Flow: TypeAlias = tuple[Urgency, str]  # and the tenant
 
 
 class Fairness:
-    """What each flow has sent, divided by the weight of what it sent."""
+    """What each flow has sent lately, divided by the weight of what it sent.
+
+    A tenant that has sent less goes first until it has had as much: a short transfer beside others' backlog leaves as if it
+    were alone. `now` is as of the last `at`: fading is slow beside it.
+    """
 
     def __init__(self) -> None:
-        self._sent_by_weight: dict[Flow, float] = {}
+        self._turns: Turns[Flow] = Turns(HALF_LIFE_S)
+        self._now = 0.0
 
-    def join(self, flow: Flow, active: Iterable[Flow]) -> None:
-        """A tenant that was away does not come back with credit from the time it was away."""
-        others = [self._sent_by_weight[f] for f in set(active) if f[0] == flow[0] and f != flow]
-        floor = min(others, default=0.0)
-        self._sent_by_weight[flow] = max(self._sent_by_weight.get(flow, 0.0), floor)
+    def at(self, now: float) -> None:
+        """It is `now`, in seconds of a clock that does not go back."""
+        self._now = now
 
     def charge(self, flow: Flow, size: int, weight: float) -> None:
-        self._sent_by_weight[flow] += size / weight
+        """The flow has sent so many bytes."""
+        self._turns.charge(flow, size / weight, self._now)
 
-    def sent(self, flow: Flow) -> float:
-        return self._sent_by_weight[flow]
-
-    def leave(self, flow: Flow) -> None:
-        self._sent_by_weight.pop(flow, None)
+    def rank(self, flow: Flow) -> float:
+        """Of flows of one urgency, who has the least is first."""
+        return self._turns.rank(flow, self._now)

@@ -4,7 +4,7 @@ A lane is one connection to the peer. Lanes ask for work when they have room for
 than a slow one (work stealing; static stripes would finish with the slowest). What they get:
 
     urgent before normal before bulk      strictly
-    inside a class, tenants by weight     the one with the least bytes sent per weight so far
+    inside a class, tenants by weight     the one with the least bytes sent per weight lately
     inside a tenant                       what is due (or given up) first, then first come
     inside a transfer                     the order in which ranges became ready, that is layer order
 """
@@ -116,7 +116,6 @@ class LaneScheduler:
 
     def add(self, transfer: Transfer) -> None:
         self._transfers[transfer.slot] = transfer
-        self._fairness.join(transfer.flow, (t.flow for t in self._transfers.values()))
 
     def ready(self, transfer: Transfer, indexes: Iterable[int]) -> None:
         if transfer.outcome is None:
@@ -128,7 +127,8 @@ class LaneScheduler:
             self._finish(transfer, Outcome(code, detail), Abort(slot=transfer.slot, leave=leave, detail=detail))
 
     def expire(self, now: float) -> None:
-        """Gives up what is past its deadline."""
+        """Gives up what is past its deadline; what tenants have sent fades as time goes by."""
+        self._fairness.at(now)
         for transfer in [t for t in self._transfers.values() if t.deadline <= now]:
             self.abort(transfer, "the sender's deadline passed", code=Code.DEADLINE)
 
@@ -301,8 +301,12 @@ class LaneScheduler:
         return int(min(self.chunk_bytes, max(limit, least)))
 
     def _rank(self, transfer: Transfer) -> tuple[int, float, float, int]:
-        sent = self._fairness.sent(transfer.flow)
-        return (transfer.urgency, sent, min(transfer.due, transfer.deadline), transfer.slot)
+        return (
+            transfer.urgency,
+            self._fairness.rank(transfer.flow),
+            min(transfer.due, transfer.deadline),
+            transfer.slot,
+        )
 
     def _on_nack(self, lane: int, nack: Nack, transfer: Transfer) -> None:
         if nack.code == Code.CANCELLED:
@@ -332,8 +336,6 @@ class LaneScheduler:
         notice = notice or Abort(slot=transfer.slot, leave=True)
         for lane in transfer.opened_on & self._lanes.keys():
             self._lanes[lane].notices.append(notice)
-        if all(other.flow != transfer.flow for other in self._transfers.values()):
-            self._fairness.leave(transfer.flow)
 
 
 def _part_of(lane: _Lane, lanes: Collection[_Lane]) -> float:

@@ -12,6 +12,7 @@ from engine.model.emulated import EmulatedEngine, emulated_tokens
 from engine.model.paced import PacedModel, PacedScheduler
 from engine.model.sampling import SamplingParams
 from engine.model.scheduler import Failed, Finished, NewToken, Prefilled, Work
+from engine.model.turns import Part
 from engine.pages import JobKV
 from tests.engine.builders import arena_for, job_pages, random_tokens
 from tests.engine.model.standins import stand_in
@@ -27,6 +28,7 @@ class Bench:
     def __init__(self, chunk_tokens=128, stages=1, **changes):
         self.now, self.log = 0.0, []
         standing = stand_in(**changes)
+        self.prefill_s = standing.prefill_s
         self.engine = EmulatedEngine(standing.layout(64), no_sleep, max_model_len=4096)
         self.scheduler = PacedScheduler(
             self.engine, byte_text(), lambda: self.now, standing, chunk_tokens=chunk_tokens, stages=stages
@@ -308,3 +310,46 @@ def test_chunks_below_a_block_fail_that_prompt_alone(stages):
     assert "chunk_tokens = 16: less than a block, block_size = 64" in str(failed.error)
     assert len(bench.of("short", NewToken)) == 4
     assert bench.scheduler.idle
+
+
+def test_a_light_tenants_prompt_comes_before_the_next_chunk_of_a_heavy_ones():
+    bench = Bench(chunk_tokens=128)
+    for n in range(5):
+        bench.add(f"h{n}", 1001, None, part=Part("heavy"))
+    bench.run(until=0.6)
+    bench.add("light", 129, None, part=Part("light"))
+    bench.run()
+    alone = Bench(chunk_tokens=128)
+    alone.add("light", 129, None)
+    alone.run()
+    chunk_s = bench.prefill_s(128) - bench.prefill_s(0)
+    waited_s = bench.of("light", Prefilled)[0].ended_s - 0.6
+    assert waited_s <= alone.of("light", Prefilled)[0].ended_s + chunk_s + 1e-9
+
+
+def test_a_prompt_that_was_set_aside_ends_and_costs_no_more():
+    bench = Bench(chunk_tokens=128)
+    bench.add("heavy", 1001, None, part=Part("heavy"))
+    bench.run(until=0.6)
+    bench.add("light", 129, None, part=Part("light"))
+    bench.run()
+    ends = [bench.of(name, Prefilled)[0].ended_s for name in ("light", "heavy")]
+    assert ends[0] < ends[1] == pytest.approx(bench.prefill_s(1000) + bench.prefill_s(128))
+
+
+def test_prompts_of_one_tenant_are_computed_one_after_the_other():
+    bench = Bench(chunk_tokens=128)
+    for n in range(3):
+        bench.add(f"p{n}", 1001, None, part=Part("one"))
+    bench.run()
+    ends = [bench.of(f"p{n}", Prefilled)[0].ended_s for n in range(3)]
+    assert ends == pytest.approx([bench.prefill_s(1000) * n for n in (1, 2, 3)])
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_tenants_beside_each_other_have_their_own_tokens(stages):
+    bench = Bench(chunk_tokens=128, stages=stages)
+    works = [bench.add(f"{t}{n}", 300 + 100 * n, 5, part=Part(t)) for n in range(4) for t in "abc"]
+    bench.run()
+    for work in works:
+        assert [event.sampled.token for event in bench.of(work.id, NewToken)] == emulated_tokens(work.prompt, 5)

@@ -6,13 +6,12 @@ import pytest
 
 from engine.byte_tokenizer import byte_text
 from engine.errors import EngineError, PrefillAborted
-from engine.model.emulated import EmulatedEngine, EmulatedTimes, emulated_layout, emulated_tokens
+from engine.model.emulated import EmulatedEngine, emulated_tokens
 from engine.model.sampling import SamplingParams
-from engine.model.scheduler import Failed, Finished, Keep, Kept, NewToken, Prefilled, Scheduler, Work
+from engine.model.scheduler import Failed, Finished, Keep, Kept, NewToken, Prefilled
 from engine.pages import JobKV
 from tests.engine.builders import arena_for, job_pages, random_tokens
-
-PER_TOKEN_S, STEP_S = 0.001, 0.01
+from tests.engine.model.scheduling import PER_TOKEN_S, STEP_S, Bench
 
 
 class InStages(EmulatedEngine):
@@ -39,42 +38,6 @@ class InStages(EmulatedEngine):
         if sequence.cancelled:
             raise PrefillAborted
         return sequence not in self.under_way
-
-
-class Bench:
-    """A scheduler whose engine's sleeping moves the clock."""
-
-    def __init__(self, chunk_tokens=128, engine=EmulatedEngine, **options):
-        self.now = 0.0
-        self.log = []
-        self.while_computing = lambda: None
-        times = EmulatedTimes(prefill_per_token_s=PER_TOKEN_S, decode_step_s=STEP_S)
-        self.engine = engine(emulated_layout("kimi_linear", 64), self.sleep, times, max_model_len=4096)
-        self.scheduler = Scheduler(self.engine, byte_text(), lambda: self.now, chunk_tokens=chunk_tokens, **options)
-
-    def sleep(self, seconds):
-        self.now += seconds
-        self.while_computing()
-
-    def add(self, name, length, max_tokens=4, **params):
-        sampling = None if max_tokens is None else SamplingParams(max_tokens=max_tokens, temperature=0.0, **params)
-        work = Work(
-            id=name, prompt=random_tokens(length), params=sampling, emit=lambda event: self.log.append((name, event))
-        )
-        self.scheduler.add(work)
-        return work
-
-    def run(self, rounds=10_000):
-        for _ in range(rounds):
-            if self.scheduler.idle:
-                return
-            self.scheduler.step()
-
-    def of(self, name, kind):
-        return [event for who, event in self.log if who == name and isinstance(event, kind)]
-
-    def tokens(self, name):
-        return [event.sampled.token for event in self.of(name, NewToken)]
 
 
 def test_every_request_gets_its_own_tokens():

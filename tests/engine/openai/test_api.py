@@ -3,6 +3,7 @@ import pytest
 
 from engine.byte_tokenizer import byte_text
 from engine.errors import RequestError
+from engine.model.turns import EVERYBODYS, Part
 from engine.openai.api import (
     ChatRequest,
     CompletionRequest,
@@ -245,6 +246,24 @@ def test_ticket_comes_back_as_bytes():
     assert transfer.ticket.endpoints == (("shm", "127.0.0.1:1", "host"),)
     broken = {"do_remote_decode": True, "ticket": TICKET | {"secret": "zz"}}
     assert refusal(completion, kv_transfer_params=broken).param == "kv_transfer_params.ticket.secret"
+
+
+def test_whose_a_request_is():
+    params = completion(kv_transfer_params={"tenant": "acme", "weight": 2}).kv_transfer_params
+    assert transfer_of(params).part == Part("acme", 2.0)
+    assert (
+        transfer_of(None).part == transfer_of(completion(kv_transfer_params={}).kv_transfer_params).part == EVERYBODYS
+    )
+    assert refusal(completion, kv_transfer_params={"tenant": "a" * 129}).param == "kv_transfer_params.tenant"
+    for weight in (0, -1, 1e4, 1e-4, True, "2"):
+        assert refusal(completion, kv_transfer_params={"weight": weight}).param == "kv_transfer_params.weight"
+
+
+@pytest.mark.parametrize("weight", [b"1e999", b"NaN", b"Infinity"])
+def test_a_weight_is_finite(weight):
+    body = b'{"model":"tiny","prompt":"a","kv_transfer_params":{"weight":' + weight + b"}}"
+    with pytest.raises(RequestError):
+        parse_request(body, CompletionRequest)
 
 
 def test_a_seed_below_nothing_is_another_one_than_above():

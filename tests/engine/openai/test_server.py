@@ -162,6 +162,37 @@ def test_more_requests_than_allowed_get_503():
     serve(scenario, emulated(decode_step_s=0.02), max_requests=2)
 
 
+def test_a_tenant_leaves_places_to_others_beyond_those_that_run_at_once():
+    async def scenario(node):
+        async def post(tenant):
+            return await node.post(prompt=[1, 2], max_tokens=1, kv_transfer_params={"tenant": tenant})
+
+        more = {"max_tokens": 500, "kv_transfer_params": {"tenant": "heavy"}}
+        heavy = [asyncio.create_task(node.post(prompt=[1, 2], **more)) for _ in range(70)]
+        await until(lambda: node.service.active == 70)
+        status, answer = await post("heavy")
+        assert (status, answer["error"]["code"]) == (503, "queue_full")
+        assert (await post("light"))[0] == 200
+        assert (await post(""))[0] == 200
+        for task in heavy:
+            task.cancel()
+        await asyncio.gather(*heavy, return_exceptions=True)
+
+    serve(scenario, emulated(decode_step_s=0.02), max_requests=80)
+
+
+def test_as_many_requests_as_run_at_once_are_any_tenants():
+    async def scenario(node):
+        more = {"max_tokens": 500, "kv_transfer_params": {"tenant": "heavy"}}
+        heavy = [asyncio.create_task(node.post(prompt=[1, 2], **more)) for _ in range(8)]
+        await until(lambda: node.service.active == 8)
+        for task in heavy:
+            task.cancel()
+        await asyncio.gather(*heavy, return_exceptions=True)
+
+    serve(scenario, emulated(decode_step_s=0.02), max_requests=8)
+
+
 def test_draining_finishes_streams_and_refuses_new_requests():
     async def scenario(node):
         prompt = random_tokens(5)

@@ -234,3 +234,35 @@ def test_how_many_come_before_is_how_many_are_served_before(
         line.serve(who)
         before += 1
     assert abs(expected - before) <= 2  # turns at the same virtual time go by due time, which is not foreseen
+
+
+def test_a_flow_whose_own_part_is_full_holds_nobody_up():
+    line: Line[str] = Line(10)
+    line.join("a1", 0.0, share=Share("a"))
+    line.join("a2", 0.0, share=Share("a"))
+    line.join("b1", 1.0, share=Share("b"))
+    assert line.first(1.0) == "a1"
+    line.hold_back("a", 3.0)
+    assert line.first(2.0) == "b1"
+    assert line.ahead_of(0, inf, 2.0, Share("c")) == 1
+    assert line.first(3.0) == "a1"
+    assert line.ahead_of(0, inf, 3.0, Share("c")) == 2
+    line.leave("b1")
+    line.hold_back("a", 9.0)
+    assert line.first(4.0) == "a1"  # there is nobody else
+
+
+def test_a_higher_priority_that_is_held_back_holds_nobody_up_either():
+    line: Line[str] = Line(10)
+    line.join("vip", 0.0, priority=9, share=Share("a"))
+    line.join("b", 1.0, share=Share("b"))
+    line.hold_back("a", 5.0)
+    assert line.first(2.0) == "b"
+    assert line.first(5.0) == "vip"
+
+
+def test_holding_back_a_flow_with_nobody_in_line_is_no_harm():
+    line: Line[str] = Line(10)
+    line.hold_back("nobody", 5.0)
+    line.join("a", 1.0, share=Share("nobody"))
+    assert line.first(1.0) == "a"

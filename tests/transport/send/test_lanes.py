@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transport.errors import RemoteProtocolError
+from transport.send.fairness import HALF_LIFE_S
 from transport.send.lanes import LaneScheduler, Transfer
 from transport.send.spec import Urgency
 from transport.wire.frames import Abort, Accept, Ack, Cancel, Nack
@@ -85,15 +86,44 @@ def test_tenants_share_by_weight() -> None:
     assert heavy.outbox.bytes_sent / light.outbox.bytes_sent == pytest.approx(3.0, rel=0.1)
 
 
-def test_a_tenant_that_was_away_does_not_come_back_with_credit() -> None:
-    scheduler = scheduler_with()
-    old = transfer(scheduler, 0, 100, tenant="a")
-    while old.outbox.bytes_sent < 50 * CHUNK:
-        scheduler.next_batch(0)
-    new = transfer(scheduler, 1, 100, tenant="b")
+def sent_by_two(scheduler: LaneScheduler, *transfers: Transfer) -> list[int]:
+    """Chunks of each that leave in the next 20."""
+    before = [each.outbox.bytes_sent for each in transfers]
     for _ in range(20):
         scheduler.next_batch(0)
-    assert new.outbox.bytes_sent <= old.outbox.bytes_sent - 50 * CHUNK + 2 * CHUNK
+    return [(each.outbox.bytes_sent - was) // CHUNK for each, was in zip(transfers, before, strict=True)]
+
+
+def test_a_tenant_that_has_sent_less_lately_goes_first_until_it_has_had_as_much() -> None:
+    scheduler = scheduler_with()
+    old = transfer(scheduler, 0, 100, tenant="a")
+    while old.outbox.bytes_sent < 30 * CHUNK:
+        scheduler.next_batch(0)
+    new = transfer(scheduler, 1, 100, tenant="b")
+    assert sent_by_two(scheduler, old, new) == [0, 20]
+    assert sent_by_two(scheduler, old, new) == [5, 15]
+    assert sent_by_two(scheduler, old, new) == [10, 10]
+
+
+def test_a_tenant_that_has_just_sent_as_much_is_not_first_again_by_a_new_transfer() -> None:
+    scheduler = scheduler_with()
+    old = transfer(scheduler, 0, 100, tenant="a")
+    first = transfer(scheduler, 1, 10, tenant="b")
+    while old.outbox.bytes_sent < 10 * CHUNK or first.outbox.bytes_sent < 10 * CHUNK:
+        scheduler.next_batch(0)
+    scheduler.abort(first, "over")
+    second = transfer(scheduler, 2, 100, tenant="b")
+    assert sent_by_two(scheduler, old, second) == [10, 10]
+
+
+def test_what_was_sent_long_ago_is_forgotten() -> None:
+    scheduler = scheduler_with()
+    old = transfer(scheduler, 0, 100, tenant="a")
+    while old.outbox.bytes_sent < 30 * CHUNK:
+        scheduler.next_batch(0)
+    scheduler.expire(40 * HALF_LIFE_S)
+    new = transfer(scheduler, 1, 100, tenant="b")
+    assert sent_by_two(scheduler, old, new) == [10, 10]
 
 
 def test_a_lost_lane_gives_its_chunks_to_the_others() -> None:

@@ -262,7 +262,7 @@ class PoolReport(_message.Message):
     def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_prefix: _Optional[int] = ..., pages_transfer: _Optional[int] = ..., pages_locked: _Optional[int] = ..., reservations: _Optional[int] = ..., page_bytes: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("request_id", "num_tokens", "block_hashes", "tokens_digest", "ttl_s", "prefix_only", "holder")
+    __slots__ = ("request_id", "num_tokens", "block_hashes", "tokens_digest", "ttl_s", "prefix_only", "holder", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +270,7 @@ class ReserveRequest(_message.Message):
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     PREFIX_ONLY_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     num_tokens: int
     block_hashes: bytes
@@ -277,7 +278,8 @@ class ReserveRequest(_message.Message):
     ttl_s: float
     prefix_only: bool
     holder: str
-    def __init__(self, request_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., tokens_digest: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., prefix_only: _Optional[bool] = ..., holder: _Optional[str] = ...) -> None: ...
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., tokens_digest: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., prefix_only: _Optional[bool] = ..., holder: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("transfer_id", "secret", "num_tokens", "have_tokens", "tokens_digest", "endpoints", "ttl_s", "layout_fingerprint", "node_id", "cluster")

@@ -1,0 +1,94 @@
+"""Whose turn it is, and who may have a place of those that all want. Pure: `now` is given, in seconds, up to 1e9 and beyond.
+
+served   what a flow was charged; half of it is forgotten every half-life
+turn     the flow with the least; below one, all are alike, and who is named first comes first
+places   while others are about, a flow has at most LEFT_FREE times as many as it leaves free (Choudhury and Hahne's dynamic
+         threshold, 1998): whoever comes next finds one, be there one flow that wants all of them, or several
+
+A flow that is served nothing is alike with newcomers at last, and before all that come later: nobody waits for ever. Of two
+that get the same it has its turn once the other has had as much lately: after a half-life at most. One that wants little is
+always first: who waits for a turn gives up none, and who was away has not saved any up for longer than is remembered.
+
+What is kept is the logarithm of what a flow has been served, plus the half-lives since time 0. Fading takes the same from
+all, so it changes by service only, and flows are compared without a look at the clock:
+
+    rank = log2(served at t) + t / half_life_s
+"""
+
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from math import log2
+from typing import Final, Generic, TypeVar
+
+MAX_FLOWS: Final = 1024  # remembered; beyond, those that have been served least are forgotten
+MOST_LOG2: Final = 60.0  # a bound for exponents, far beyond what is computed or sent in some half-lives
+
+LEFT_FREE: Final = 7  # all but an eighth, for one flow
+LATELY_S: Final = 120.0  # who was served within it is expected to come back: places are left for it
+
+Flow = TypeVar("Flow", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What is kept of a flow."""
+
+    rank: float
+    at_s: float  # the last time
+
+
+class Turns(Generic[Flow]):
+    """What flows have been served lately."""
+
+    def __init__(self, half_life_s: float) -> None:
+        self._half_life_s = half_life_s
+        self._flows: dict[Flow, Served] = {}  # who has been served last stands last
+
+    def __len__(self) -> int:
+        return len(self._flows)
+
+    def charge(self, flow: Flow, amount: float, now: float) -> None:
+        """The flow is served so much."""
+        if amount <= 0:
+            return
+        served = min(2.0**MOST_LOG2, self.served(flow, now) + amount)
+        self._flows.pop(flow, None)
+        self._flows[flow] = Served(log2(served) + self._newcomer(now), now)
+        if len(self._flows) > MAX_FLOWS:
+            self._forget(now)
+
+    def served(self, flow: Flow, now: float) -> float:
+        """What of it is remembered."""
+        known = self._flows.get(flow)
+        if known is None:
+            return 0.0
+        return float(2.0 ** max(-MOST_LOG2, min(MOST_LOG2, known.rank - self._newcomer(now))))
+
+    def rank(self, flow: Flow, now: float) -> float:
+        """Orders flows at one time: who has the least is first."""
+        known, newcomer = self._flows.get(flow), self._newcomer(now)
+        return newcomer if known is None or known.rank < newcomer else known.rank
+
+    def first(self, flows: Iterable[Flow], now: float) -> Flow:
+        """Whose turn it is of `flows`, of which there is at least one; of equals, the first."""
+        return min(flows, key=lambda flow: self.rank(flow, now))
+
+    def latest(self) -> Iterator[tuple[Flow, float]]:
+        """Flows and when they were served last, the latest first."""
+        return ((flow, served.at_s) for flow, served in reversed(self._flows.items()))
+
+    def _newcomer(self, now: float) -> float:
+        """The rank of who has been served 1 now."""
+        return now / self._half_life_s
+
+    def _forget(self, now: float) -> None:
+        """Those that are newcomers again, or if there are none, who has been served least."""
+        newcomer = self._newcomer(now)
+        self._flows = {flow: served for flow, served in self._flows.items() if served.rank >= newcomer}
+        if len(self._flows) > MAX_FLOWS:
+            del self._flows[min(self._flows, key=lambda flow: self._flows[flow].rank)]
+
+
+def leaves_room(held: int, free: int, wanted: int = 1) -> bool:
+    """Whether a flow that has `held` places may take `wanted` of those that are free. Who has none may have the last one."""
+    return wanted <= free and held <= LEFT_FREE * (free - wanted)
