@@ -16,23 +16,23 @@ from typing import Any, Final
 import uvloop
 from aiohttp import web
 
-from engine.agent_link import AgentLink
-from engine.base import Engine
+from engine.agent.base import Engine
+from engine.agent.identity import default_memory, model_type
+from engine.agent.link import AgentLink
 from engine.byte_tokenizer import byte_text
+from engine.emulated.emulated import GROUPS, EmulatedEngine, EmulatedTimes, emulated_layout
+from engine.emulated.paced import PacedModel, PacedScheduler
+from engine.emulated.standin import StandIn, constant, read_stand_in
 from engine.errors import EngineError, ModelError, StageDied
-from engine.identity import default_memory, model_type
 from engine.metrics import EngineMetrics
-from engine.model.emulated import GROUPS, EmulatedEngine, EmulatedTimes, emulated_layout
-from engine.model.paced import PacedModel, PacedScheduler
-from engine.model.runner import Runner
-from engine.model.scheduler import MAX_RUNNING, Scheduler, no_chunk
-from engine.model.staged import StagedEngine
-from engine.model.standin import StandIn, constant, read_stand_in
-from engine.model.thread import ModelThread
-from engine.model.tiny import RECIPES
-from engine.openai.not_done import not_done_json
-from engine.openai.server import MAX_BODY_BYTES, OpenAIServer
-from engine.serving import MAX_REQUESTS, Service
+from engine.openai.unsupported import not_done_json
+from engine.runtime.runner import Runner
+from engine.runtime.scheduler import MAX_RUNNING, Scheduler, no_chunk
+from engine.runtime.thread import ModelThread
+from engine.serving.http import MAX_BODY_BYTES, OpenAIServer
+from engine.serving.serving import MAX_REQUESTS, Service
+from engine.staged.staged import StagedEngine
+from engine.torch.tiny import RECIPES
 from prompts.errors import TokenizerUnreadable
 from prompts.tokenizer import TextTokenizer
 from transport.control.last_words import CANNOT_SERVE
@@ -247,7 +247,7 @@ def _load_engine(args: argparse.Namespace) -> Engine:
     if args.stages > 1:
         return StagedEngine.load_directory(args.model, stages=args.stages, **options)
     # torch and transformers take seconds to import: only now, when they are needed for sure.
-    from engine.model.embedded import EmbeddedEngine
+    from engine.torch.embedded import EmbeddedEngine
 
     return EmbeddedEngine.load_directory(args.model, **options)
 
@@ -347,11 +347,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-body-bytes", type=_positive, default=MAX_BODY_BYTES, metavar="BYTES")
     parser.add_argument("--drain-timeout-s", type=float, default=DRAIN_TIMEOUT_S, metavar="S")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
-    emulation = parser.add_argument_group("emulation: no model, invented tokens (see engine.model.emulated)")
+    emulation = parser.add_argument_group("emulation: no model, invented tokens (see engine.emulated.emulated)")
     emulation.add_argument(
         "--emulate",
         metavar="ARCH",
-        help=f"one of {', '.join(GROUPS)}, the directory of a model of one of them, or a .json file (engine.model.standin)",
+        help=f"one of {', '.join(GROUPS)}, the directory of a model of one of them, or a .json file (engine.emulated.standin)",
     )
     emulation.add_argument("--prefill-base-s", type=float, default=0.0, metavar="S", help="per chunk")
     emulation.add_argument("--prefill-per-token-s", type=float, default=0.0, metavar="S")

@@ -7,7 +7,7 @@ if __name__ == "__main__":
     # Before anything else is imported, which takes a second: until the gateway can read its file again, there is nothing to do.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
-from gateway.cli import main
+from gateway.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

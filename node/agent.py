@@ -16,31 +16,31 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from hybrid_cache.events import CacheEvent
-from hybrid_cache.hashing import model_salt
-from hybrid_cache.layout import ModelLayout
-from node.arena import SHM_DIR, Arena, arena_directory, arena_path
-from node.broadcast import Broadcast
+from hybrid_cache.cache.events import CacheEvent
+from hybrid_cache.hashing.block_hash import model_salt
+from hybrid_cache.layout.layout import ModelLayout
 from node.config import RELOADABLE, SERVERS, NodeConfig
-from node.consumer import Consumer
-from node.contexts import Contexts
+from node.control.broadcast import Broadcast
+from node.control.holders import Holders
 from node.draining import Draining
-from node.engine_cache import EngineCache
-from node.engine_socket import EngineConnection, EngineSocket
+from node.engine.http_status import follow_adapters, follow_loads, serves
+from node.engine.kv_events import events_endpoint, follow
+from node.engine.liveness import Vigil
+from node.engine.prefix_cache import EngineCache
+from node.engine.sglang_teardown import end_headless
+from node.engine.socket import EngineConnection, EngineSocket
+from node.engine.supervisor import EngineSupervisor
 from node.errors import ArenaError, ConfigError, EngineError, EngineRefused, LayoutMismatch, NodeRefusal, SecondEngine
-from node.headless import end_headless
-from node.holders import Holders
-from node.integrity import PacedCheck
-from node.kv_events import events_endpoint, follow
-from node.links import Links, rdma_of
-from node.owned import OwnedDirectory, sweep_directories, sweep_files
-from node.pages import Pages, as_message
-from node.producer import Producer
-from node.pulse import Vigil
+from node.kvcache.arena import SHM_DIR, Arena, arena_directory, arena_path
+from node.kvcache.paced_check import PacedCheck
+from node.kvcache.pages import Pages, as_message
+from node.kvcache.pinned_contexts import Contexts
+from node.process.owned_names import OwnedDirectory, sweep_directories, sweep_files
 from node.role import Landings, Role
-from node.serving import follow_adapters, follow_loads, serves
-from node.supervisor import EngineSupervisor
 from node.tasks import Tasks
+from node.transfer.incoming import Consumer
+from node.transfer.links import Links, rdma_of
+from node.transfer.loans import Producer
 from transport.control import messages as m
 from transport.control.proto import node_pb2 as pb
 from transport.control.release import release

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from math import gcd
 from typing import Any, Final
 
-from hybrid_cache.layout import Elements, ModelLayout, RangeKey
-from hybrid_cache.spec import FullAttention, KVCacheSpec, LinearState, SlidingWindow
+from hybrid_cache.layout.layout import Elements, ModelLayout, RangeKey
+from hybrid_cache.layout.spec import FullAttention, KVCacheSpec, LinearState, SlidingWindow
 from transport.coding.choice import CodingPolicy, Compression, FormatOf, RangeFormat
 from transport.coding.codec import Codec, decodable, zstd_module
 from transport.coding.elements import ITEM_BYTES, Run

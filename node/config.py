@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 from hybrid_cache.eviction.choice import DEFAULT, HISTORY_BLOCKS, POLICIES
 from node.coding import Coding, coding_of
 from node.errors import ConfigError
-from node.ports import Port
+from node.process.ports import Port
 from transport.control.settings import (
     SettingsError,
     build,

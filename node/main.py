@@ -15,14 +15,14 @@ from typing import TextIO, TypeVar
 import uvloop
 
 from node.agent import ENGINE_STOP_S, NodeAgent
-from node.calls import CallServer
 from node.command_line import add_node_arguments, config_from, split_engine_args
 from node.config import LISTENERS, SERVERS, NodeConfig
+from node.control.call_server import CallServer
 from node.errors import ConfigError, EngineError, EngineRefused, NodeError, NoRoom
+from node.grpc_service import NodeService, serve
 from node.metrics import serve_metrics
-from node.ports import UNUSABLE, Port, wait_free
+from node.process.ports import UNUSABLE, Port, wait_free
 from node.role import Role
-from node.service import NodeService, serve
 from transport.path.tcp import format_address
 
 log = logging.getLogger(__name__)

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from node.answers import Reply
 from node.config import NodeConfig
-from node.consumer import Consumer
-from node.producer import Producer
 from node.tasks import Tasks
+from node.transfer.incoming import Consumer
+from node.transfer.job_replies import Reply
+from node.transfer.loans import Producer
 from transport.control import messages as m
 from transport.control.proto import node_pb2 as pb
 

@@ -8,9 +8,9 @@ import asyncio
 from collections import Counter
 from typing import Final
 
-from node.answers import OK, Answers, JobKey, Reply, job_pages, noting_refusals
-from node.consumer import Consumer, Incoming
 from node.errors import NodeRefusal
+from node.transfer.incoming import Consumer, Incoming
+from node.transfer.job_replies import OK, Answers, JobKey, Reply, job_pages, noting_refusals
 from transport.control import messages as m
 
 LANDING: Final = "landing"  # the kind of an engine's job that loads one

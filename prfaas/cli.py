@@ -15,7 +15,8 @@ from rich.console import Console
 
 import prfaas
 from node.command_line import add_node_arguments, config_from, split_engine_args
-from prfaas.argument_types import header, link, seconds, within
+from prfaas.commands.argument_types import header, link, seconds, within
+from prfaas.commands.preparing import STATE_DIR, add_preparations
 from prfaas.errors import (
     CertificateError,
     CheckError,
@@ -26,11 +27,10 @@ from prfaas.errors import (
     StartRefused,
     TopologyError,
 )
-from prfaas.preparing import STATE_DIR, add_preparations
 
 if TYPE_CHECKING:
-    from prfaas.system import System
-    from prfaas.topology import Topology
+    from prfaas.system.system import System
+    from prfaas.system.topology import Topology
 
 EXIT_FAILED = 1
 EXIT_NEEDS_RESTART = 3
@@ -233,8 +233,8 @@ def _console() -> Console:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from prfaas.demo import Demo
-    from prfaas.topology import DEFAULT_FILE, load_topology
+    from prfaas.demo.demo import Demo
+    from prfaas.system.topology import DEFAULT_FILE, load_topology
 
     topology = load_topology(arguments.config or DEFAULT_FILE, arguments.state_dir)
     if topology.model.profile:
@@ -249,7 +249,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    from prfaas.topology import DEFAULT_FILE, load_topology
+    from prfaas.system.topology import DEFAULT_FILE, load_topology
 
     topology = load_topology(arguments.config or DEFAULT_FILE, arguments.state_dir)
     if arguments.port is not None:
@@ -259,8 +259,8 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 async def _stay_up(topology: "Topology", state_dir: Path) -> bool:
-    from prfaas.models import ensure_model
-    from prfaas.system import System
+    from prfaas.system.models import ensure_model
+    from prfaas.system.system import System
 
     say = _telling(_console())
     ensure_model(topology.model, state_dir, say)
@@ -330,7 +330,7 @@ def _welcome(system: "System") -> list[str]:
 
 def _gateway(arguments: argparse.Namespace) -> int:
     _hear_no_hang_up()
-    from gateway.cli import main as gateway_main
+    from gateway.main import main as gateway_main
 
     workers = [] if arguments.workers is None else ["--workers", str(arguments.workers)]
     return gateway_main(["-c", arguments.config, *workers])
@@ -355,8 +355,8 @@ def _node(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from prfaas.asking import Gateway
-    from prfaas.explain import Wish, ask, show
+    from prfaas.commands.asking import Gateway
+    from prfaas.commands.explain import Wish, ask, show
 
     wish = Wish(
         file=arguments.file,
@@ -376,8 +376,8 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _top(arguments: argparse.Namespace) -> int:
-    from prfaas.asking import Gateway
-    from prfaas.top import once, watch
+    from prfaas.commands.asking import Gateway
+    from prfaas.commands.top import once, watch
 
     gateway, console = Gateway(arguments.url), _console()
     if arguments.json:
@@ -390,8 +390,8 @@ def _top(arguments: argparse.Namespace) -> int:
 
 
 def _flows(arguments: argparse.Namespace) -> int:
-    from prfaas.asking import Gateway
-    from prfaas.flows import HEADER, Wanted, follow, line
+    from prfaas.commands.asking import Gateway
+    from prfaas.commands.flows import HEADER, Wanted, follow, line
 
     wanted = Wanted(all_of_them=arguments.all, link=arguments.link, kinds=frozenset(arguments.kind))
     if not arguments.json:
@@ -402,7 +402,7 @@ def _flows(arguments: argparse.Namespace) -> int:
 
 
 def _drain_node(arguments: argparse.Namespace) -> int:
-    from prfaas.drain import Wish, drain_node
+    from prfaas.commands.drain import Wish, drain_node
 
     wish = Wish(node=arguments.node, undo=arguments.undo, timeout_s=arguments.timeout)
     return run_until_done(drain_node(wish, arguments.config, _telling(_console())))
@@ -411,7 +411,7 @@ def _drain_node(arguments: argparse.Namespace) -> int:
 def _drain(arguments: argparse.Namespace) -> int:
     if arguments.node is not None:
         return _drain_node(arguments)
-    from prfaas.asking import Gateway
+    from prfaas.commands.asking import Gateway
 
     source, destination = arguments.link
     wanted = {"source": source, "destination": destination, "drained": not arguments.undo}
@@ -426,7 +426,7 @@ def _drain(arguments: argparse.Namespace) -> int:
 
 
 def _reload(arguments: argparse.Namespace) -> int:
-    from prfaas.asking import Gateway
+    from prfaas.commands.asking import Gateway
 
     gateway = Gateway(arguments.url)
     found = (gateway.get("/prfaas/config") if arguments.dry_run else gateway.post("/prfaas/config", b""))["data"]
@@ -447,7 +447,7 @@ def _reload(arguments: argparse.Namespace) -> int:
 
 def _convert(arguments: argparse.Namespace) -> int:
     from planner.decisions.views import Role
-    from prfaas.convert import Wish, convert
+    from prfaas.commands.convert import Wish, convert
 
     wish = Wish(
         node=arguments.node,
@@ -460,7 +460,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from prfaas.check import check
+    from prfaas.commands.check import check
 
     return run_until_done(check(arguments.config, _console(), arguments.json))
 

@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from node.answers import Reply
-from node.consumer import Consumer
+from node.transfer.incoming import Consumer
+from node.transfer.job_replies import Reply
 from transport.control import messages as m
 
 

@@ -45,7 +45,7 @@ class Models:
         self._root = root
 
     def __call__(self, arch: str) -> Path:
-        from engine.model.tiny import build_model
+        from engine.torch.tiny import build_model
 
         directory = self._root / arch
         if not directory.exists():

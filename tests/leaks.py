@@ -17,7 +17,7 @@ import grpc.aio
 import pytest
 import uvloop
 
-from node.owned import sweep_directories, sweep_files
+from node.process.owned_names import sweep_directories, sweep_files
 
 PATIENCE_S: Final = 20.0
 LOOK_S: Final = 5.0

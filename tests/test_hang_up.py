@@ -22,10 +22,10 @@ runpy.run_module(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize(
     ("argv", "imported"),
     [
-        (["gateway", "--help"], "gateway.cli"),
+        (["gateway", "--help"], "gateway.main"),
         (["pd_cluster", "--help"], "node.main"),
         (["prfaas_cluster", "--help"], "node.main"),
-        (["prfaas", "gateway", "-c", "no such file"], "gateway.cli"),
+        (["prfaas", "gateway", "-c", "no such file"], "gateway.main"),
         (["prfaas", "node", "-c", "no such file"], "node.main"),
         (["planner", "serve", "-c", "no such file"], "planner.service.server"),
     ],

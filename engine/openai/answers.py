@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import RequestError
-from engine.model.sampling import Sampled
 from engine.openai.api import ChatRequest, OpenAIRequest, top_logprobs
+from engine.runtime.sampling import Sampled
 from prompts.tokenizer import TextTokenizer
 
 

@@ -12,9 +12,9 @@ import msgspec
 from msgspec import Meta
 
 from engine.errors import RequestError
-from engine.model.sampling import MAX_TOP_LOGPROBS, SamplingParams
-from engine.model.turns import EVERYBODYS, Part
-from hybrid_cache.reservation import NO_HINTS, Hints
+from engine.runtime.sampling import MAX_TOP_LOGPROBS, SamplingParams
+from engine.runtime.turns import EVERYBODYS, Part
+from hybrid_cache.cache.reservation import NO_HINTS, Hints
 from prompts.errors import BadPrompt
 from prompts.reading import Chat, chat_tokens, completion_tokens
 from prompts.segments import TokenArray

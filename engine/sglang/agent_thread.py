@@ -8,9 +8,9 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from engine.agent_link import AgentLink
+from engine.agent.link import AgentLink
 from engine.errors import AgentGone
-from hybrid_cache.layout import ModelLayout
+from hybrid_cache.layout.layout import ModelLayout
 from transport.control.messages import Rooms
 
 T = TypeVar("T")

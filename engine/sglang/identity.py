@@ -5,8 +5,8 @@ from typing import Any, Final
 
 import msgspec
 
+from engine.agent.identity import model_identity
 from engine.errors import ModelError
-from engine.identity import model_identity
 from hybrid_cache.errors import LayoutError
 
 

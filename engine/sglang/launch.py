@@ -91,7 +91,8 @@ def server_command(options: ServerOptions) -> list[str]:
 
 def environment(options: ServerOptions, inherited: Mapping[str, str]) -> dict[str, str]:
     """The server's environment; what the operator has set wins, but for where its agent is."""
-    # `/health` would have the model generate a token: a long chunk must not look like a server that is gone (`node.pulse`).
+    # `/health` would have the model generate a token: a long chunk must not look like a server that is gone
+    # (`node.engine.liveness`).
     wanted = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", "SGLANG_HOST_IP": options.host}
     ours = {SOCKET: str(options.agent_socket), REVISION: options.model_revision}
     return {**wanted, **inherited, **ours}

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from engine.errors import PagesInvalid
-from hybrid_cache.hashing import HASH_BYTES
-from hybrid_cache.layout import KVCacheGroup, ModelLayout
-from hybrid_cache.spec import FullAttention
+from hybrid_cache.hashing.block_hash import HASH_BYTES
+from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
+from hybrid_cache.layout.spec import FullAttention
 
 ARRANGEMENT: Final = "layer_first"
 POOL: Final = "MHATokenToKVPoolHost"

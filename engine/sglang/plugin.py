@@ -34,6 +34,6 @@ def kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: An
     """Our class of that kind, if our backend is asked for; else SGLang's."""
     if transfer_backend.value != BACKEND:
         return original(transfer_backend, class_type)
-    from engine.sglang.disaggregation import CLASSES
+    from engine.sglang.disaggregation.disaggregation import CLASSES
 
     return CLASSES[class_type.value]

@@ -19,8 +19,8 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.runtime_context import get_server_args
 
+from engine.agent.job_pages import Bytes
 from engine.errors import PagesInvalid
-from engine.pages import Bytes
 from engine.sglang.identity import kv_identity
 from engine.sglang.layout import KV_POOL, HostPool, Ranks, layout_of, names_of, refusal_of
 from engine.sglang.store import BlockStore

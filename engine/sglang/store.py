@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from engine.agent_link import AgentJob
+from engine.agent.job_pages import Bytes, JobKV
+from engine.agent.link import AgentJob
 from engine.errors import PagesInvalid, TransferError
-from engine.pages import Bytes, JobKV
 from engine.sglang.agent_thread import AgentThread
-from hybrid_cache.layout import ModelLayout
+from hybrid_cache.layout.layout import ModelLayout
 
 log = logging.getLogger(__name__)
 

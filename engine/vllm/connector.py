@@ -4,8 +4,9 @@
                            "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
                            "kv_connector_extra_config": {"agent_socket": "/run/...", "http_url": "http://..."}}'
 
-This module translates between vLLM's base class and our two sides, `engine.vllm.scheduler` and `engine.vllm.worker`. The base
-class is called experimental there: `engine.vllm.version` says what was run. What is beyond it is in `engine.vllm.internals`.
+This module translates between vLLM's base class and our two sides, `engine.vllm.scheduler_side.scheduler` and
+`engine.vllm.worker_side.worker`. The base class is called experimental there: `engine.vllm.version` says what was run. What is
+beyond it is in `engine.vllm.internals`.
 """
 
 import logging
@@ -27,18 +28,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from engine.identity import default_memory
-from engine.vllm import internals, media
-from engine.vllm.agent import AgentThread, agent_socket
+from engine.agent.identity import default_memory
+from engine.vllm import internals
 from engine.vllm.identity import kv_identity, with_forms
 from engine.vllm.layout import CacheLayer, Kind, VllmLayout, vllm_layout
-from engine.vllm.leaving import leave_at_once
-from engine.vllm.parent import end_with_parent
-from engine.vllm.scheduler import SchedulerSide
-from engine.vllm.stats import PrfaasPromMetrics, PrfaasStats, copy_stats, handover_stats
-from engine.vllm.steps import Step
+from engine.vllm.scheduler_side import media
+from engine.vllm.scheduler_side.agent import AgentThread, agent_socket
+from engine.vllm.scheduler_side.scheduler import SchedulerSide
+from engine.vllm.scheduler_side.steps import Step
+from engine.vllm.server.leaving import leave_at_once
+from engine.vllm.server.parent import end_with_parent
+from engine.vllm.server.stats import PrfaasPromMetrics, PrfaasStats, copy_stats, handover_stats
 from engine.vllm.version import is_tested, release, untested
-from engine.vllm.worker import WorkerSide
+from engine.vllm.worker_side.worker import WorkerSide
 from hybrid_cache.errors import LayoutError
 from transport.control.last_words import CANNOT_SERVE
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from engine.agent.identity import DigestMemory, identity_of, model_identity
 from engine.errors import ModelError
-from engine.identity import DigestMemory, identity_of, model_identity
 from hybrid_cache.errors import LayoutError
 
 # Where a configuration lies, and what loading notes in it: not the model's.
@@ -27,7 +27,7 @@ def kv_identity(
     """The name of a server's KVCache.
 
     `source` is a directory, one weight file, or a name that vLLM downloads by: then `commit` says what was downloaded. `facts`:
-    settings by name. `revision`: the operator's word for the weights. `memory`: see `engine.identity.model_identity`.
+    settings by name. `revision`: the operator's word for the weights. `memory`: see `engine.agent.identity.model_identity`.
     Raises LayoutError where neither bytes nor a commit are known: a name or a branch may be other weights tomorrow.
     """
     path = Path(source)

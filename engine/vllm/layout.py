@@ -23,8 +23,8 @@ from enum import Enum
 from typing import Final
 
 from hybrid_cache.errors import LayoutError
-from hybrid_cache.layout import KVCacheGroup, ModelLayout, Segment
-from hybrid_cache.spec import FullAttention, KVCacheSpec, LinearState, SlidingWindow
+from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout, Segment
+from hybrid_cache.layout.spec import FullAttention, KVCacheSpec, LinearState, SlidingWindow
 from transport.control.messages import JobPages
 
 NULL_BLOCK: Final = 0  # vLLM's block of nothing: skipped by a window, or a state that is no longer live

@@ -11,7 +11,7 @@ from hybrid_cache.eviction.s3fifo import S3FIFO
 from hybrid_cache.eviction.sieve import SIEVE
 from hybrid_cache.eviction.snapshot_density import SnapshotDensity
 from hybrid_cache.eviction.workload import WorkloadAware
-from hybrid_cache.layout import ModelLayout
+from hybrid_cache.layout.layout import ModelLayout
 
 # For a pool of so many items.
 POLICIES: Final[dict[str, Callable[[int], EvictionPolicy]]] = {

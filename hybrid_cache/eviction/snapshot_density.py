@@ -19,7 +19,7 @@ from hybrid_cache.eviction.base import Key, Use
 from hybrid_cache.eviction.cohorts import bucket_of
 from hybrid_cache.eviction.density import JUNK, ReuseDensity
 from hybrid_cache.eviction.reuse import ReuseModel
-from hybrid_cache.layout import ModelLayout
+from hybrid_cache.layout.layout import ModelLayout
 
 PRIOR_SNAPSHOTS: Final = 4.0  # one request makes one or two, not dozens as of blocks
 # Length at which attention costs as much as all else: 32e9 active parameters, 15 layers of 64 heads of 192 + 128 dimensions.

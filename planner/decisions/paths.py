@@ -2,7 +2,7 @@
 
 A failure opens the path of its sender to the receiver's cluster, and those of all senders of the same line. An answer of another
 receiver says that the line is well, and that the one which could not be reached is not: its pairs with the senders then have
-breakers of their own. Gateways (`gateway.links`) and simulated ones (`planner.simulator.paths`) ask the same.
+breakers of their own. Gateways (`gateway.cluster.links`) and simulated ones (`planner.simulator.paths`) ask the same.
 """
 
 from collections.abc import Collection, Iterable, Sequence

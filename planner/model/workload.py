@@ -38,7 +38,7 @@ from transport.control.settings import SettingsError, require, shown
 
 TICK_S: Final = 3.0  # Mooncake's public traces know time in steps of three seconds
 TICK_JITTER_S: Final = 0.01  # some ticks are a millisecond early
-LOG_FILES: Final = "requests-*.jsonl"  # of a gateway's request log (`gateway/request_log.py`)
+LOG_FILES: Final = "requests-*.jsonl"  # of a gateway's request log (`gateway/telemetry/request_log.py`)
 # Statuses of requests that a larger system would have served, or served whole; others of 400 and above are the client's errors.
 CUT: Final = (429, 499)
 MAX_SPAN_S: Final = 366 * 86_400.0  # of a trace, and of what is simulated: results are counted by the second

@@ -7,12 +7,12 @@ are worth.
 from collections.abc import Sequence
 from math import ceil
 
+from hybrid_cache.cache.prefix_cache import PrefixCache
+from hybrid_cache.cache.reservation import Purpose
 from hybrid_cache.errors import OutOfPages
 from hybrid_cache.eviction import POLICIES, default_policy
-from hybrid_cache.layout import KVCacheGroup, ModelLayout
-from hybrid_cache.prefix_cache import PrefixCache
-from hybrid_cache.reservation import Purpose
-from hybrid_cache.spec import FullAttention, LinearState, SlidingWindow
+from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
+from hybrid_cache.layout.spec import FullAttention, LinearState, SlidingWindow
 from planner.decisions.views import room_beside
 from planner.model.profile import KvSize
 

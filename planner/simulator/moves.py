@@ -1,7 +1,7 @@
 """Prefixes that move between clusters, over the link between them: one way with the KVCache of requests, the other way alone.
 
 A request stands with its node meanwhile, and waits no longer than it has patience (`Route.fetch_limit_s`); then it computes what
-it lacks, as at a gateway (`gateway/run.py`). Requests for one prefix share one move.
+it lacks, as at a gateway (`gateway/pipeline/ticketed.py`). Requests for one prefix share one move.
 """
 
 from collections import Counter

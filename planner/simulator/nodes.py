@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from hybrid_cache.lookup import MISS, PrefixHit
+from hybrid_cache.cache.lookup import MISS, PrefixHit
 from planner.decisions.arrivals import Arrivals, Shared
 from planner.decisions.estimates import PrefillShare
 from planner.decisions.promises import Promises

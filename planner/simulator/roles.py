@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hybrid_cache.layout import ModelLayout
+from hybrid_cache.layout.layout import ModelLayout
 from planner.decisions.conversions import Standing, why_not
 from planner.decisions.routing import ReadyNodes
 from planner.decisions.views import ClusterKind, NodeView, Role

@@ -269,7 +269,7 @@ class World:
             self._on_kv_ready(now, job)
 
     def _on_lost(self, now: float, items: list[Job | Move]) -> None:
-        """Their transfers have failed: each goes another way, as gateways have it go (`gateway/run.py`)."""
+        """Their transfers have failed: each goes another way, as gateways have it go (`gateway/pipeline/ticketed.py`)."""
         # One may have two transfers under way.
         lost = list(dict.fromkeys(item for item in items if isinstance(item, Job)))
         for job in lost:

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from prfaas.models import ensure_model
-from prfaas.system import System
-from prfaas.topology import DEFAULT_FILE, load_topology
+from prfaas.system.models import ensure_model
+from prfaas.system.system import System
+from prfaas.system.topology import DEFAULT_FILE, load_topology
 from tests.gateway.worlds import world
 
 STATE_DIR = Path(".prfaas")

@@ -32,7 +32,12 @@ def alerts() -> dict[str, dict[str, Any]]:
 
 def served() -> set[str]:
     """Names of metrics that our sources declare."""
-    modules = ("gateway/metrics.py", "gateway/process_metrics.py", "node/metrics.py", "transport/metrics.py")
+    modules = (
+        "gateway/telemetry/metrics.py",
+        "gateway/telemetry/process_metrics.py",
+        "node/metrics.py",
+        "transport/metrics.py",
+    )
     declared = {name for module in modules for name in NAME.findall((ROOT / module).read_text())}
     declared.discard("prfaas_link_")  # what a name begins with
     return declared | {f"prfaas_link_{name}".removesuffix("_total") for name in LINK_METRICS}

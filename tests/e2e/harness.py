@@ -18,11 +18,11 @@ import aiohttp
 import grpc.aio
 import numpy as np
 
-from gateway.clusters import salt_of
-from hybrid_cache.layout import ModelLayout
-from prfaas.client import Completion, complete
-from prfaas.system import Node, System
-from prfaas.topology import parse_topology
+from gateway.cluster.registry import salt_of
+from hybrid_cache.layout.layout import ModelLayout
+from prfaas.demo.client import Completion, complete
+from prfaas.system.system import Node, System
+from prfaas.system.topology import parse_topology
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
 
@@ -124,8 +124,8 @@ class Bench:
 
     def expected(self, prompt: Sequence[int], max_tokens: int = 16) -> list[int]:
         """What a plain transformers.generate gives."""
-        from engine.model.embedded import load_model
-        from engine.model.reference import first_tie, reference_tokens
+        from engine.torch.embedded import load_model
+        from engine.torch.reference import first_tie, reference_tokens
 
         with self._reference_lock:
             if self._reference is None:

@@ -10,16 +10,16 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from engine.model.emulated import emulated_tokens
+from engine.emulated.emulated import emulated_tokens
 from planner.commands.cli import main
 from planner.decisions.offered import GatewayLoad, NodeSeen
 from planner.decisions.views import Role
 from planner.service.status import Status
 from planner.solve.ledger import Entry
-from prfaas.client import complete
-from prfaas.models import ensure_model
-from prfaas.system import System
-from prfaas.topology import parse_topology
+from prfaas.demo.client import complete
+from prfaas.system.models import ensure_model
+from prfaas.system.system import System
+from prfaas.system.topology import parse_topology
 from tests.planner.conftest import CONFIGS
 
 PATIENCE_S = 120.0

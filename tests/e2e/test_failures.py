@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from prfaas.client import Completion, RequestFailed
+from prfaas.demo.client import Completion, RequestFailed
 from tests.conftest import Models
 from tests.e2e.harness import Bench, free_port, topology_document
 from tests.transport.proxy import Proxy

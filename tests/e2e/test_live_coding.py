@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.live_coding import measure
+from benchmarks.transport.live_coding import measure
 from transport.coding.codec import zstd_module
 
 pytestmark = pytest.mark.e2e

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.agent import AgentClient
+from gateway.cluster.agent_client import AgentClient
 from gateway.errors import NodeError
 from planner.decisions.plan import LivePlan
 from planner.decisions.views import Role

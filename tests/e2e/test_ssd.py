@@ -6,9 +6,9 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from gateway.clusters import salt_of
-from hybrid_cache.hashing import block_hashes
-from hybrid_cache.layout import ModelLayout
+from gateway.cluster.registry import salt_of
+from hybrid_cache.hashing.block_hash import block_hashes
+from hybrid_cache.layout.layout import ModelLayout
 from tests.conftest import Models
 from tests.e2e.harness import Bench, topology_document
 from transport.control.proto import node_pb2 as pb

@@ -38,7 +38,7 @@ def children(engine: int) -> list[int]:
 
 def is_stage(pid: int) -> bool:
     try:
-        return b"engine.model.stage" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"engine.staged.stage" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.base import Engine
-from engine.pages import Arena, JobKV
-from hybrid_cache.layout import ModelLayout
+from engine.agent.base import Engine
+from engine.agent.job_pages import Arena, JobKV
+from hybrid_cache.layout.layout import ModelLayout
 from transport.control.messages import JobPages
 
 BLOCK = 64

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from engine.model.embedded import EmbeddedEngine
-from engine.model.tiny import build_model
+from engine.torch.embedded import EmbeddedEngine
+from engine.torch.tiny import build_model
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from hybrid_cache.cache.prefix_cache import PrefixCache
+from hybrid_cache.cache.reservation import Purpose, Reservation
 from hybrid_cache.errors import OutOfPages
-from hybrid_cache.hashing import block_hashes, split_hashes, tokens_digest
-from hybrid_cache.layout import ModelLayout, transfer_ranges
-from hybrid_cache.prefix_cache import PrefixCache
-from hybrid_cache.reservation import Purpose, Reservation
+from hybrid_cache.hashing.block_hash import block_hashes, split_hashes, tokens_digest
+from hybrid_cache.layout.layout import ModelLayout, transfer_ranges
 from transport.control import messages as m
 
 SALT = b"tests"

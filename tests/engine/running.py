@@ -11,15 +11,15 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from engine.agent_link import AgentLink
-from engine.base import Engine
+from engine.agent.base import Engine
+from engine.agent.link import AgentLink
 from engine.byte_tokenizer import byte_text
+from engine.emulated.emulated import EmulatedEngine, EmulatedTimes, emulated_layout
 from engine.metrics import EngineMetrics
-from engine.model.emulated import EmulatedEngine, EmulatedTimes, emulated_layout
-from engine.model.scheduler import Scheduler
-from engine.model.thread import ModelThread
-from engine.openai.server import OpenAIServer
-from engine.serving import Service
+from engine.runtime.scheduler import Scheduler
+from engine.runtime.thread import ModelThread
+from engine.serving.http import OpenAIServer
+from engine.serving.serving import Service
 from tests.engine.mini_agent import SALT, MiniAgent
 
 MODEL = "tiny"

@@ -16,10 +16,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from engine.emulated.emulated import emulated_tokens
 from engine.main import main
-from engine.model.emulated import emulated_tokens
-from tests.engine.model.standins import stand_in
 from tests.engine.running import PATIENCE_S
+from tests.engine.standins import stand_in
 
 COMMAND = [sys.executable, "-m", "engine", "--port", "0"]
 

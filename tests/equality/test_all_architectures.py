@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.model.tiny import ARCHITECTURES
+from engine.torch.tiny import ARCHITECTURES
 from tests.conftest import Models
 from tests.e2e.harness import Bench, topology_document
 

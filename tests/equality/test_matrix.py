@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 import pytest
 
-from engine.model.tiny import ARCHITECTURES
+from engine.torch.tiny import ARCHITECTURES
 from tests.conftest import Models
 from tests.e2e.harness import Bench, topology_document
 from tests.sampling import SEED_VARIABLE

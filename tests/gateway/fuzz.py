@@ -18,11 +18,11 @@ from typing import Any
 
 import aiohttp
 
-from gateway.dialects.messages_answer import MessagesTelling
-from gateway.dialects.responses_answer import ResponsesTelling
+from gateway.api.dialects.anthropic_response import MessagesTelling
+from gateway.api.dialects.responses_response import ResponsesTelling
+from gateway.api.usage import UsagePatch
 from gateway.errors import ApiError
-from gateway.several import Merged
-from gateway.usage import UsagePatch
+from gateway.pipeline.fanout import Merged
 from tests.gateway.fuzz_bodies import BODIES
 from tests.gateway.worlds import PATIENCE_S, World, world
 

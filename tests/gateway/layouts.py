@@ -1,7 +1,7 @@
 """The layout of scripted nodes."""
 
-from hybrid_cache.layout import KVCacheGroup, ModelLayout
-from hybrid_cache.spec import FullAttention, LinearState
+from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
+from hybrid_cache.layout.spec import FullAttention, LinearState
 
 BLOCK_SIZE = 16
 LAYOUT = ModelLayout(

@@ -14,9 +14,9 @@ import grpc
 import grpc.aio
 from aiohttp import web
 
-from gateway.agent import REASONS
-from hybrid_cache.hashing import split_hashes
-from node.calls import CallServer
+from gateway.cluster.agent_client import REASONS
+from hybrid_cache.hashing.block_hash import split_hashes
+from node.control.call_server import CallServer
 from node.errors import NodeRefusal
 from tests.gateway.fabric import Fabric
 from tests.gateway.layouts import BLOCK_SIZE, LAYOUT

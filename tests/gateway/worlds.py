@@ -13,10 +13,10 @@ from typing import Any
 import aiohttp
 import uvloop
 
-from gateway.config import GatewayConfig, NodeConfig, Timeouts
-from gateway.openai import Endpoint
-from gateway.prompts import Hashing, Model, Prompt, PromptMemory, read_call
-from gateway.server import Gateway, running
+from gateway.api.openai import Endpoint
+from gateway.assembly import Gateway, running
+from gateway.config.gateway import GatewayConfig, NodeConfig, Timeouts
+from gateway.prompt.prompt import Hashing, Model, Prompt, PromptMemory, read_call
 from tests.gateway.scripted import ScriptedNode, Topology, topology
 from tests.prompts.builders import text_tokenizer
 

@@ -1,10 +1,10 @@
 """Small layouts and prompts."""
 
-from hybrid_cache.hashing import block_hashes
-from hybrid_cache.layout import KVCacheGroup, ModelLayout
-from hybrid_cache.prefix_cache import PrefixCache
-from hybrid_cache.reservation import Purpose, Reservation
-from hybrid_cache.spec import FullAttention, KVCacheSpec, LinearState, SlidingWindow
+from hybrid_cache.cache.prefix_cache import PrefixCache
+from hybrid_cache.cache.reservation import Purpose, Reservation
+from hybrid_cache.hashing.block_hash import block_hashes
+from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
+from hybrid_cache.layout.spec import FullAttention, KVCacheSpec, LinearState, SlidingWindow
 
 BLOCK = 4
 FULL = FullAttention(bytes_per_token=64, k_bytes_per_token=32)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cache import main
-from benchmarks.cache_bound import bound
-from benchmarks.cache_bound import main as bound_main
-from benchmarks.cache_replay import prefix_replays
-from benchmarks.cache_traces import read_trace
+from benchmarks.cache.bound import bound
+from benchmarks.cache.bound import main as bound_main
+from benchmarks.cache.policies import main
+from benchmarks.cache.replay import prefix_replays
+from benchmarks.cache.traces import read_trace
 
 TRACE = Path(__file__).parent / "fixtures" / "mooncake_synthetic.jsonl.xz"
 

@@ -4,17 +4,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_cache.events import BlocksStored
+from hybrid_cache.cache.events import BlocksStored
+from hybrid_cache.cache.prefix_cache import PrefixCache
+from hybrid_cache.cache.reservation import Hints, Purpose
 from hybrid_cache.eviction import POLICIES
 from hybrid_cache.eviction.base import Key, Use
 from hybrid_cache.eviction.choice import policy_named
 from hybrid_cache.eviction.ranked import LRU
 from hybrid_cache.eviction.reuse import HALF_LIFE_S, ReuseModel
 from hybrid_cache.eviction.workload import ReuseFit, ReuseStatistics, WorkloadAware, reuse_priority
-from hybrid_cache.index import PrefixIndex
-from hybrid_cache.prefix_cache import PrefixCache
-from hybrid_cache.reservation import Hints, Purpose
-from hybrid_cache.store import PrefixStore
+from hybrid_cache.index.index import PrefixIndex
+from hybrid_cache.index.store import PrefixStore
 from tests.clocks import YEAR_S, times
 from tests.hybrid_cache.builders import FULL, STATE, WINDOW, hashes_of, make_layout
 

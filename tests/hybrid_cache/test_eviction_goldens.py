@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cache_replay import categorised, flat_replays, prefix_replays
-from benchmarks.cache_traces import Trace, read_trace
+from benchmarks.cache.replay import categorised, flat_replays, prefix_replays
+from benchmarks.cache.traces import Trace, read_trace
 from hybrid_cache.eviction import POLICIES
 from hybrid_cache.eviction.base import Use
 from hybrid_cache.eviction.workload import WorkloadAware, fit_offline

@@ -2,15 +2,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cache_traces import read_trace
+from benchmarks.cache.traces import read_trace
+from hybrid_cache.cache.lookup import PrefixHit
+from hybrid_cache.cache.prefix_cache import PrefixCache
+from hybrid_cache.cache.reservation import Purpose
 from hybrid_cache.eviction.base import EvictionPolicy
 from hybrid_cache.eviction.ranked import LRU
 from hybrid_cache.eviction.snapshot_density import SnapshotDensity, efficiency
-from hybrid_cache.layout import KVCacheGroup, ModelLayout
-from hybrid_cache.lookup import PrefixHit
-from hybrid_cache.prefix_cache import PrefixCache
-from hybrid_cache.reservation import Purpose
-from hybrid_cache.spec import FullAttention, LinearState
+from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
+from hybrid_cache.layout.spec import FullAttention, LinearState
 from tests.hybrid_cache.builders import FULL, STATE, hashes_of, make_layout, prefill, reserve
 
 ROWS = read_trace(Path(__file__).parent / "fixtures" / "mooncake_synthetic.jsonl.xz").rows

@@ -19,12 +19,12 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from gateway.calls import CallConnection
+from gateway.cluster.agent_connection import CallConnection
 from gateway.errors import NodeError
-from node.calls import CallServer
+from node.control.call_server import CallServer
+from node.control.holders import Holders, checked_name
 from node.errors import NodeRefusal
-from node.holders import Holders, checked_name
-from node.links import spec_of
+from node.transfer.links import spec_of
 from tests.transport.fuzz_inputs import spoil
 from transport.control.calls import AGENT, CALLER
 from transport.control.messages import MAX_MESSAGE_BYTES, TicketInfo, frame

@@ -7,18 +7,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from hybrid_cache.hashing import block_hashes, tokens_digest
-from hybrid_cache.layout import KVCacheGroup, ModelLayout
-from hybrid_cache.spec import FullAttention, LinearState, SlidingWindow
-from node.answers import Reply
-from node.arena import Arena, arena_directory, arena_path
-from node.broadcast import Broadcast
+from hybrid_cache.hashing.block_hash import block_hashes, tokens_digest
+from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
+from hybrid_cache.layout.spec import FullAttention, LinearState, SlidingWindow
 from node.config import NodeConfig
-from node.consumer import Consumer
-from node.holders import Holders
-from node.links import Links
-from node.pages import Pages
-from node.producer import Producer
+from node.control.broadcast import Broadcast
+from node.control.holders import Holders
+from node.kvcache.arena import Arena, arena_directory, arena_path
+from node.kvcache.pages import Pages
+from node.transfer.incoming import Consumer
+from node.transfer.job_replies import Reply
+from node.transfer.links import Links
+from node.transfer.loans import Producer
 from pd_cluster.landings import DecodeLandings
 from transport.control import messages as m
 from transport.control.proto import node_pb2 as pb

@@ -14,8 +14,8 @@ import uvloop
 
 from node.agent import NodeAgent
 from node.config import NodeConfig
+from node.grpc_service import NodeService, serve
 from node.metrics import MetricsServer, serve_metrics
-from node.service import NodeService, serve
 from pd_cluster.role import PD
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from hybrid_cache.hashing import block_hashes
+from hybrid_cache.hashing.block_hash import block_hashes
 from tests.node.running import BLOCK, RunningNode, alone, bounded, config, new_runner, refused, running_node, until
 from transport.control import messages as m
 from transport.control.proto import node_pb2 as pb

@@ -9,10 +9,11 @@ import grpc
 import msgspec
 import pytest
 
-from engine.model.emulated import emulated_layout
-from node import agent, supervisor
+from engine.emulated.emulated import emulated_layout
+from node import agent
+from node.engine import supervisor
+from node.engine.liveness import Vigil
 from node.errors import EngineError, NoRoom
-from node.pulse import Vigil
 from tests.node.running import BLOCK, RunningNode, alone, config, refused, running_node, until
 from transport.control import messages as m
 from transport.control.proto import node_pb2 as pb

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybrid_cache.layout import Elements, KVCacheGroup, ModelLayout, RangeKey, transfer_ranges
-from hybrid_cache.spec import FullAttention, LinearState
+from hybrid_cache.layout.layout import Elements, KVCacheGroup, ModelLayout, RangeKey, transfer_ranges
+from hybrid_cache.layout.spec import FullAttention, LinearState
 from node.coding import Coding, coding_of, formats_of, runs_of
 from node.config import node_config
 from node.errors import ConfigError

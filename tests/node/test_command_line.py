@@ -5,8 +5,8 @@ import pytest
 
 from node.command_line import add_node_arguments, config_from, split_engine_args
 from node.config import NodeConfig
+from node.engine.supervisor import engine_command
 from node.errors import ConfigError
-from node.supervisor import engine_command
 
 FILE = """[node]
 node_id = "n0"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.node.handover import HandNode, run, two_nodes, until
-from tests.node.test_producer import lent
+from tests.node.transfer.test_loans import lent
 from transport.control import messages as m
 
 TOKENS = list(range(100, 161))

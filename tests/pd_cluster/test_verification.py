@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 
 from node.config import NodeConfig
-from node.consumer import Consumer
-from node.producer import Producer
 from node.tasks import Tasks
+from node.transfer.incoming import Consumer
+from node.transfer.loans import Producer
 from pd_cluster.converter import Converter
 from pd_cluster.verification import MAX_ANSWER_BYTES, VerificationFailed, verify
 from tests.node.running import config

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.agents import CONFIG, LIVE_TRIAL, Arena, contenders
-from benchmarks.agents_live import Requests, Row, Script, Way, bars, table, topology_of
+from benchmarks.system.agents import CONFIG, LIVE_TRIAL, Arena, contenders
+from benchmarks.system.agents_live import Requests, Row, Script, Way, bars, table, topology_of
 from planner.model.sessions import Call, Turn, trace_of
 from planner.model.site import load_site
 from planner.simulator.scenario import Targets
-from prfaas.standin import Scale
+from prfaas.system.standin import Scale
 
 SCALE = Scale(time=0.2, tokens=1 / 64, bytes=0.001)
 BLOCK = 8  # 512 tokens of the model

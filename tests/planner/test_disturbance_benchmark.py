@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.disturbances import Answered, Course, Sampled, table, turns
+from benchmarks.system.disturbances import Answered, Course, Sampled, table, turns
 
 BEGIN_S, END_S, LAST_S = 20.0, 50.0, 80.0
 

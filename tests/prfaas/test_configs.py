@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import load as load_gateway
+from gateway.config.gateway import load as load_gateway
 from node.config import load_node_config
 from planner.model.site import load_site
 from planner.solve.plan import outline
 from planner.solve.problem import Options
-from prfaas.topology import DEFAULT_FILE, load_topology
+from prfaas.system.topology import DEFAULT_FILE, load_topology
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -7,9 +7,9 @@ from typing import Any
 import aiohttp
 
 from engine.byte_tokenizer import save_byte_tokenizer
-from gateway.keys import digest_of
-from prfaas.system import System
-from prfaas.topology import parse_topology
+from gateway.auth.keyring import digest_of
+from prfaas.system.system import System
+from prfaas.system.topology import parse_topology
 
 KEYS = {"acme": "sk-acme", "globex": "sk-globex"}
 SYSTEM = "You answer in few words. " * 24  # bytes are tokens

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import GatewayConfig, RoutingConfig, Strangers, Timeouts
-from gateway.config import NodeConfig as Agent
-from gateway.plan import PlanConfig
+from gateway.config.gateway import GatewayConfig, RoutingConfig, Strangers, Timeouts
+from gateway.config.gateway import NodeConfig as Agent
+from gateway.routing.plan_follower import PlanConfig
 from node.config import NodeConfig
 from planner.service.config import ServiceConfig
 from planner.solve.controller import ControllerConfig

@@ -9,9 +9,9 @@ import pytest
 from engine.byte_tokenizer import save_byte_tokenizer
 from engine.errors import RequestError
 from engine.openai import api
-from gateway import prompts
+from gateway.api.openai import Endpoint, parse
 from gateway.errors import BadRequest
-from gateway.openai import Endpoint, parse
+from gateway.prompt import prompt as prompts
 from prompts.tokenizer import TextTokenizer
 
 TEXTS = ("hi", "é漢\n\n </s><s> x", "the quick brown fox " * 50)

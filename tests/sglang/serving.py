@@ -11,8 +11,8 @@ from typing import Any
 
 import requests
 
-from node.children import kill_group
-from node.leavings import remove, shared_by
+from node.engine.shm_cleanup import remove, shared_by
+from node.process.children import kill_group
 
 CPU = Path(__file__).parent / "cpu"  # stands in for kernels that SGLang wants on a CPU
 PAGE, CHUNK, CONTEXT = 16, 128, 2048

@@ -6,8 +6,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from engine.errors import PagesInvalid  # noqa: E402
-from engine.sglang.buffers import PageBuffers, read_item, write_item  # noqa: E402
-from engine.sglang.pools import Buffer, Pools  # noqa: E402
+from engine.sglang.disaggregation.buffers import PageBuffers, read_item, write_item  # noqa: E402
+from engine.sglang.disaggregation.pools import Buffer, Pools  # noqa: E402
 
 PAGE, PAGES, ITEM = 4, 6, 4 * 24
 

@@ -5,7 +5,7 @@ import inspect
 import numpy as np
 import pytest
 
-from hybrid_cache.hashing import block_hashes
+from hybrid_cache.hashing.block_hash import block_hashes
 
 pytest.importorskip("sglang")
 
@@ -118,7 +118,7 @@ def test_chunks_are_handed_over_as_mooncakes_are():
     """SGLang's sender calls it, and no base class has it."""
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 
-    from engine.sglang.disaggregation import PrfaasKVManager
+    from engine.sglang.disaggregation.disaggregation import PrfaasKVManager
 
     theirs, ours = (
         list(inspect.signature(manager.add_transfer_request).parameters)

@@ -17,8 +17,8 @@ def prefill():
     """A prefill server's manager, of which no more is there than a request needs whose pages have been sent."""
     from sglang.srt.disaggregation.base.conn import KVPoll
 
-    from engine.sglang.disaggregation import PrfaasKVManager
-    from engine.sglang.rendezvous import Offer
+    from engine.sglang.disaggregation.disaggregation import PrfaasKVManager
+    from engine.sglang.disaggregation.rendezvous import Offer
 
     manager = object.__new__(PrfaasKVManager)
     offer = Offer(room=ROOM, endpoint="127.0.0.1", dst_port=1, num_pages=0, decode_prefix_len=0, ticket=None)
@@ -47,7 +47,7 @@ def test_a_request_ends_though_its_decode_server_cannot_be_told(prefill):
 
 
 def offered(manager, room):
-    from engine.sglang.rendezvous import Offer, offer_frames
+    from engine.sglang.disaggregation.rendezvous import Offer, offer_frames
 
     offer = Offer(room=room, endpoint="127.0.0.1", dst_port=1, num_pages=0, decode_prefix_len=3, ticket=None)
     manager._hear_from_decode(offer_frames(offer))
@@ -63,7 +63,7 @@ def test_offers_for_requests_that_never_come_are_forgotten(prefill, monkeypatch)
     """Prefill has refused such a request, and decode ends it after its own time."""
     from sglang.srt.disaggregation.base.conn import KVPoll
 
-    monkeypatch.setattr("engine.sglang.disaggregation.MAX_EARLY", 4)
+    monkeypatch.setattr("engine.sglang.disaggregation.disaggregation.MAX_EARLY", 4)
     for room in range(10, 14):
         offered(prefill, room)
     prefill._abort(10)
@@ -92,7 +92,7 @@ def test_an_offer_that_crosses_with_the_end_of_its_request_leaves_nothing(prefil
     """The scheduler's thread clears the room while the other one hears the offer."""
     from sglang.srt.disaggregation.base.conn import KVPoll
 
-    from engine.sglang.disaggregation import PrfaasKVSender
+    from engine.sglang.disaggregation.disaggregation import PrfaasKVSender
 
     sender = object.__new__(PrfaasKVSender)
     vars(sender).update(kv_mgr=prefill, bootstrap_room=10, conclude_state=KVPoll.Failed)

@@ -14,10 +14,10 @@ torch = pytest.importorskip("torch")
 
 from engine.errors import TransferError  # noqa: E402
 from engine.sglang.agent_thread import AgentThread  # noqa: E402
-from engine.sglang.buffers import PageBuffers  # noqa: E402
 from engine.sglang.control import AgentControl  # noqa: E402
-from engine.sglang.handoff import Chunk, Landing, Sending  # noqa: E402
-from engine.sglang.pools import Buffer, Pools, layout_of  # noqa: E402
+from engine.sglang.disaggregation.buffers import PageBuffers  # noqa: E402
+from engine.sglang.disaggregation.handoff import Chunk, Landing, Sending  # noqa: E402
+from engine.sglang.disaggregation.pools import Buffer, Pools, layout_of  # noqa: E402
 from tests.sglang.agents import ANSWER_S, Agent  # noqa: E402
 from transport.control.messages import TicketInfo  # noqa: E402
 

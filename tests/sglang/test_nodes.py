@@ -20,12 +20,12 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("sglang")
 
-from engine.model.tiny import build_model
-from gateway.agent import AgentClient
+from engine.torch.tiny import build_model
+from gateway.cluster.agent_client import AgentClient
 from gateway.errors import NodeError
-from node.children import members
-from node.leavings import SHARED
-from node.pulse import has_ended
+from node.engine.liveness import has_ended
+from node.engine.shm_cleanup import SHARED
+from node.process.children import members
 from tests.e2e.harness import Bench, free_port
 from tests.sglang.serving import PAGE, THRESHOLD, Alone, document, kernels_stood_in
 from transport.control.proto import node_pb2 as pb

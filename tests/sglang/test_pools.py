@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.sglang.pools import Buffer, Pools, layout_of, refusal_of
+from engine.sglang.disaggregation.pools import Buffer, Pools, layout_of, refusal_of
 
 PAGE = 16
 

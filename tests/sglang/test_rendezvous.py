@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.sglang.rendezvous import (
+from engine.sglang.disaggregation.rendezvous import (
     AUXILIARY,
     OFFER,
     Auxiliary,

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import requests
 
-from node.children import kill_group
-from node.leavings import remove, shared_by
+from node.engine.shm_cleanup import remove, shared_by
+from node.process.children import kill_group
 from tests.sglang.agents import ANSWER_S, Agent
 from tests.sglang.serving import kernels_stood_in
 

@@ -16,8 +16,8 @@ from typing import Final
 
 import aiohttp
 
-from engine.model.tiny import build_model
-from prfaas.keys import new_key
+from engine.torch.tiny import build_model
+from prfaas.commands.keys import new_key
 from tests.storm.faults import Weather
 from tests.storm.system import POLL_S, Running, StormSystem
 from tests.storm.traffic import Traffic, questions

@@ -24,8 +24,8 @@ from typing import Final
 
 import aiohttp
 
-from engine.model.tiny import build_model
-from prfaas.client import complete
+from engine.torch.tiny import build_model
+from prfaas.demo.client import complete
 from tests.storm.system import StormSystem
 from tests.storm.traffic import Question, questions
 

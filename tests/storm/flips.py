@@ -23,15 +23,15 @@ from typing import Any, Final
 import aiohttp
 import numpy as np
 
-from engine.model.emulated import emulated_tokens
-from engine.model.tiny import build_model
-from gateway.agent import AgentClient, Conversion, NodeInfo
+from engine.emulated.emulated import emulated_tokens
+from engine.torch.tiny import build_model
+from gateway.cluster.agent_client import AgentClient, Conversion, NodeInfo
 from planner.decisions.conversions import Standing, why_not
 from planner.decisions.views import ClusterKind, Role
-from prfaas.client import RequestFailed, complete
-from prfaas.replay import ReplayRequest, TraceRow, read_rows, scaled
-from prfaas.system import System
-from prfaas.topology import parse_topology
+from prfaas.demo.client import RequestFailed, complete
+from prfaas.demo.replay import ReplayRequest, TraceRow, read_rows, scaled
+from prfaas.system.system import System
+from prfaas.system.topology import parse_topology
 
 ARCH: Final = "kimi_linear"
 LENGTH_FACTOR: Final = 64
@@ -358,8 +358,8 @@ def reference(model: Path, engine: str) -> Reference:
         return lambda request: emulated_tokens(tokenizer.encode(request.prompt).tolist(), request.max_tokens)
     import torch
 
-    from engine.model.embedded import load_model
-    from engine.model.reference import reference_tokens
+    from engine.torch.embedded import load_model
+    from engine.torch.reference import reference_tokens
 
     torch.set_num_threads(1)  # threads that wait for each other take five times as long for so little
     loaded = load_model(model)

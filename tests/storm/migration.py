@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from engine.model.tiny import build_model
+from engine.torch.tiny import build_model
 from tests.e2e.harness import Bench, topology_document
 
 ARCHITECTURES: Final = ("kimi_linear", "qwen3_next", "llama")

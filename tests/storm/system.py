@@ -18,9 +18,9 @@ from typing import Any, Final, Self
 import aiohttp
 import grpc.aio
 
-from gateway.keys import digest_of
-from prfaas.keys import new_key
-from prfaas.toml import dump_toml
+from gateway.auth.keyring import digest_of
+from prfaas.commands.keys import new_key
+from prfaas.system.toml import dump_toml
 from tests.transport.proxy import Proxy
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc

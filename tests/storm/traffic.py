@@ -12,7 +12,7 @@ from typing import Any, Final
 import aiohttp
 import numpy as np
 
-from prfaas.client import STREAM_TIMEOUT_S, RequestFailed, complete
+from prfaas.demo.client import STREAM_TIMEOUT_S, RequestFailed, complete
 
 OUTPUT: Final = 16
 CONVERSATIONS, TURNS = 10, 3
@@ -34,8 +34,8 @@ class Question:
 
 def questions(model: Path, seed: int) -> list[Question]:
     """Conversations that grow, some of them beyond the threshold, with the tokens of a plain transformers.generate."""
-    from engine.model.embedded import load_model
-    from engine.model.reference import first_tie, reference_tokens
+    from engine.torch.embedded import load_model
+    from engine.torch.reference import first_tie, reference_tokens
 
     reference, rng = load_model(model), np.random.default_rng(seed)
     made = []

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import uvloop
 
-from node import ssd
 from node.agent import NodeAgent
 from node.config import NodeConfig
-from node.engine_socket import EngineSocket
-from node.pages import Pages
-from node.service import NodeService, serve
+from node.engine.socket import EngineSocket
+from node.grpc_service import NodeService, serve
+from node.kvcache import ssd_tier as ssd
+from node.kvcache.pages import Pages
 from pd_cluster.role import PD
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from engine.model import tiny
-from engine.model.tiny import build_model
+from engine.torch import tiny
+from engine.torch.tiny import build_model
 from tests.vllm.recipes import RECIPES, SCALES
 
 

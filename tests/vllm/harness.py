@@ -20,9 +20,9 @@ import grpc
 import msgspec
 import numpy as np
 
-from gateway.clusters import salt_of
-from hybrid_cache.hashing import block_hashes, tokens_digest
-from hybrid_cache.layout import ModelLayout
+from gateway.cluster.registry import salt_of
+from hybrid_cache.hashing.block_hash import block_hashes, tokens_digest
+from hybrid_cache.layout.layout import ModelLayout
 from transport.control.messages import TicketInfo
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc

@@ -1,8 +1,8 @@
-"""Tiny models beyond those of `engine.model.tiny`: kinds of layers that vLLM has and the embedded engine lacks or needs not."""
+"""Tiny models beyond those of `engine.torch.tiny`: kinds of layers that vLLM has and the embedded engine lacks or needs not."""
 
 from typing import Any, Final
 
-from engine.model import tiny
+from engine.torch import tiny
 
 MAMBA2: Final = {key: value for key, value in tiny.RECIPES["granite_hybrid"].items() if key.startswith("mamba_")}
 SLIDING: Final = ["sliding_attention"] * 3 + ["full_attention"]

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import openai
 
-from gateway.agent import AgentClient
-from gateway.clusters import salt_of
-from hybrid_cache.events import BlocksStored, Medium
-from hybrid_cache.hashing import Inset, block_hashes, tokens_digest
-from hybrid_cache.layout import ModelLayout
+from gateway.cluster.agent_client import AgentClient
+from gateway.cluster.registry import salt_of
+from hybrid_cache.cache.events import BlocksStored, Medium
+from hybrid_cache.hashing.block_hash import Inset, block_hashes, tokens_digest
+from hybrid_cache.layout.layout import ModelLayout
 from tests.e2e.harness import Bench
 from tests.transport.proxy import Proxy
 from transport.control.proto import node_pb2 as pb

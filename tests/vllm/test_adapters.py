@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from prfaas.client import complete
+from prfaas.demo.client import complete
 from tests.e2e.harness import Bench
 from tests.vllm.cases import build
 

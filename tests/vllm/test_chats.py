@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from gateway.dialects.translation import call_in
+from gateway.api.dialects.translation import call_in
+from gateway.api.openai import Endpoint
 from gateway.errors import BadRequest
-from gateway.openai import Endpoint
-from gateway.prompts import Hashing, Model, PromptMemory, tokens_of_prompt
+from gateway.prompt.prompt import Hashing, Model, PromptMemory, tokens_of_prompt
 from prompts.conversations import Conversations
 from prompts.tokenizer import TextTokenizer
 from tests.vllm.chats import HISTORIES, MAX_MODEL_LEN, TEMPLATES, TOOLS, VllmReader, bodies, save_model

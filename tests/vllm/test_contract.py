@@ -7,9 +7,9 @@ from typing import Final
 
 import pytest
 
-from engine.vllm import media
-from engine.vllm.servable import refusal_of
-from hybrid_cache.hashing import MEDIUM
+from engine.vllm.scheduler_side import media
+from engine.vllm.server.servable import refusal_of
+from hybrid_cache.hashing.block_hash import MEDIUM
 
 pytestmark = [
     pytest.mark.vllm,
@@ -318,7 +318,7 @@ def test_an_engine_is_found_while_it_makes_its_connector():
 
 
 def test_mains_of_processes_are_known_and_close_the_connector_last():
-    """What `engine.vllm.leaving` stands on: whoever leaves at once has nothing left to do."""
+    """What `engine.vllm.server.leaving` stands on: whoever leaves at once has nothing left to do."""
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
     from vllm.v1.executor.multiproc_executor import WorkerProc
     from vllm.v1.worker.gpu_worker import Worker
@@ -383,7 +383,7 @@ def test_streams_name_their_tokens_where_the_middleware_looks():
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponseStreamChoice
 
-    from engine.vllm.answers import NOT_DONE, named_tokens
+    from engine.vllm.server.answers import NOT_DONE, named_tokens
 
     choice = CompletionResponseStreamChoice(index=0, text="x", prompt_token_ids=[7], token_ids=[5, 6])
     event = choice.model_dump_json(exclude_unset=True).encode()

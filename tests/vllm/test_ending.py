@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from prfaas.toml import dump_toml
+from prfaas.system.toml import dump_toml
 from tests.leaks import nothing_is_left_behind
 from tests.vllm.cases import build
 from tests.vllm.test_serving import ARCH

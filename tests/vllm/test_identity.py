@@ -98,7 +98,7 @@ def test_what_is_left_out_of_a_name_is_still_called_so() -> None:
 
     from vllm.config import VllmConfig
 
-    from engine.vllm.harmless import HARMLESS
+    from engine.vllm.server.harmless import HARMLESS
 
     types = {field.name: field.type for field in dataclasses.fields(VllmConfig)}
     import vllm.config as configs

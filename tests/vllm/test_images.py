@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from gateway.clusters import salt_of
-from gateway.media_reading import Seen, seen_in
-from hybrid_cache.events import Medium
-from hybrid_cache.hashing import block_hashes
-from hybrid_cache.layout import ModelLayout
+from gateway.cluster.registry import salt_of
+from gateway.prompt.media_render import Seen, seen_in
+from hybrid_cache.cache.events import Medium
+from hybrid_cache.hashing.block_hash import block_hashes
+from hybrid_cache.layout.layout import ModelLayout
 from tests.e2e.harness import Bench
 from tests.vllm.serving import heard, leg_params, posted
 from tests.vllm.vision import AROUND, IMAGE_TOKENS, build_planes, build_vision, picture

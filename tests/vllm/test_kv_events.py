@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from hybrid_cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Medium
-from hybrid_cache.hashing import block_hashes, model_salt
-from hybrid_cache.index import PrefixIndex
-from hybrid_cache.layout import KVCacheGroup, ModelLayout
-from hybrid_cache.spec import FullAttention
-from node.engine_cache import EngineCache
-from node.kv_events import events_endpoint, follow
+from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Medium
+from hybrid_cache.hashing.block_hash import block_hashes, model_salt
+from hybrid_cache.index.index import PrefixIndex
+from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
+from hybrid_cache.layout.spec import FullAttention
+from node.engine.kv_events import events_endpoint, follow
+from node.engine.prefix_cache import EngineCache
 from tests.vllm.cases import CASES, build
 from tests.vllm.harness import ANSWER_S, make_node, prompt_of
 

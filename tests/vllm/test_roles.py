@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gateway.agent import AgentClient, Conversion
-from prfaas.client import complete
+from gateway.cluster.agent_client import AgentClient, Conversion
+from prfaas.demo.client import complete
 from tests.e2e.harness import Bench
 from tests.vllm.cases import build
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from gateway.clusters import salt_of
-from gateway.usage import recompute_reason
-from hybrid_cache.events import Medium
-from hybrid_cache.hashing import block_hashes
-from hybrid_cache.layout import ModelLayout
-from prfaas.client import complete
+from gateway.api.usage import recompute_reason
+from gateway.cluster.registry import salt_of
+from hybrid_cache.cache.events import Medium
+from hybrid_cache.hashing.block_hash import block_hashes
+from hybrid_cache.layout.layout import ModelLayout
+from prfaas.demo.client import complete
 from tests.e2e.harness import Bench, free_port
 from tests.transport.proxy import Proxy
 from tests.vllm.cases import build

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from hybrid_cache.hashing import block_hashes
+from hybrid_cache.hashing.block_hash import block_hashes
 from tests.vllm.cases import LLAMA, Case, build
 from tests.vllm.harness import ANSWER_S, Answer, Engine, Node, Pair, make_pair, telling_prompt, until
 from transport.control.proto import node_pb2 as pb

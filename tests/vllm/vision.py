@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.byte_tokenizer import CHAT_TEMPLATE, PAD, VOCAB_SIZE, save_byte_tokenizer
-from engine.model.tiny import CONTEXT_TOKENS, WEIGHT_SCALE
+from engine.torch.tiny import CONTEXT_TOKENS, WEIGHT_SCALE
 from tests.vllm.cases import build
 
 SIDE: Final = 112  # pixels that the model sees, whatever an image has

@@ -7,7 +7,7 @@
       |  <----------------- CallAnswer(id) |   in any order
 
 Frames are those of `transport.control.messages`, bodies protobuf. A gRPC call takes a gateway 160 to 250 µs of CPU, one over a
-bidirectional gRPC stream 120 to 170, one of these 8 to 28, with mutual TLS 11 to 53 (`python -m benchmarks.calls`).
+bidirectional gRPC stream 120 to 170, one of these 8 to 28, with mutual TLS 11 to 53 (`python -m benchmarks.gateway.calls`).
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 from engine.byte_tokenizer import byte_text
-from engine.model.sampling import Sampled, TokenLogprob
 from engine.openai.answers import AnswerShape
 from engine.openai.api import ChatRequest, CompletionRequest
+from engine.runtime.sampling import Sampled, TokenLogprob
 
 TOKENIZER = byte_text()
 EMOJI = TOKENIZER.encode("😀").tolist()

@@ -3,7 +3,6 @@ import pytest
 
 from engine.byte_tokenizer import byte_text
 from engine.errors import RequestError
-from engine.model.turns import EVERYBODYS, Part
 from engine.openai.api import (
     ChatRequest,
     CompletionRequest,
@@ -13,6 +12,7 @@ from engine.openai.api import (
     sampling_params,
     transfer_of,
 )
+from engine.runtime.turns import EVERYBODYS, Part
 
 TOKENIZER = byte_text()
 TICKET = {

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from engine.errors import PagesInvalid
 from engine.sglang.layout import HostPool, Ranks, layout_of, names_of, refusal_of
-from hybrid_cache.hashing import block_hashes
+from hybrid_cache.hashing.block_hash import block_hashes
 
 POOL = HostPool(
     kind="MHATokenToKVPoolHost",

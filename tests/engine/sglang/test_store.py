@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from engine.agent_link import AgentJob
+from engine.agent.link import AgentJob
 from engine.sglang.layout import layout_of
 from engine.sglang.store import BlockStore
 from tests.engine.mini_agent import MiniAgent

@@ -1,7 +1,7 @@
 """Small caches of vLLM's shape."""
 
 from engine.vllm.layout import CacheLayer, Kind, VllmLayout, vllm_layout
-from hybrid_cache.spec import FullAttention, LinearState, SlidingWindow
+from hybrid_cache.layout.spec import FullAttention, LinearState, SlidingWindow
 from transport.control.messages import JobPages
 
 BLOCK = 4

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import msgspec
 
-from engine.vllm.errands import Granted
-from engine.vllm.scheduler import SchedulerSide
-from engine.vllm.steps import ArenaRef
+from engine.vllm.scheduler_side.errands import Granted
+from engine.vllm.scheduler_side.scheduler import SchedulerSide
+from engine.vllm.scheduler_side.steps import ArenaRef
 from tests.engine.vllm.builders import BLOCK, full, layout_of, pages_for, state, tables_for
 from transport.control.messages import TicketInfo
 

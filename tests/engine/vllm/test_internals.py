@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import engine.vllm
 from engine.vllm import internals
-from engine.vllm.seeds import with_seeds_back, without_unread_seeds
+from engine.vllm.server.seeds import with_seeds_back, without_unread_seeds
 
 # The connector's base class, its metrics, and what they are made with.
 PUBLIC = {
@@ -30,7 +30,7 @@ def imported(path: Path) -> set[str]:
 
 
 def test_privates_of_vllm_are_reached_from_two_modules_alone() -> None:
-    modules = sorted(Path(engine.vllm.__path__[0]).glob("*.py"))
+    modules = sorted(Path(engine.vllm.__path__[0]).rglob("*.py"))
     assert len(modules) > 10
     beyond = {path.name: imported(path) - PUBLIC for path in modules if path.name not in {"internals.py", "media.py"}}
     assert {name: names for name, names in beyond.items() if names} == {}

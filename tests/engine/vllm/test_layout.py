@@ -21,7 +21,7 @@ from engine.vllm.layout import (
     vllm_layout,
 )
 from hybrid_cache.errors import LayoutError
-from hybrid_cache.layout import Segment
+from hybrid_cache.layout.layout import Segment
 from tests.engine.vllm.builders import BLOCK, full, layout_of, pages_for, state, tables_for, window
 
 

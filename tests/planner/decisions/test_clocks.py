@@ -5,7 +5,7 @@ from math import inf, isfinite
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.restarts import MAX_BACKOFF_S, Restarts
+from node.process.restarts import MAX_BACKOFF_S, Restarts
 from planner.decisions.breaker import MAX_RETRY_S as MAX_PROBE_RETRY_S
 from planner.decisions.breaker import PROBE_S, Breaker, State
 from planner.decisions.coding import CodingEstimate

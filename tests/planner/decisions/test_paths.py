@@ -1,4 +1,4 @@
-"""What failures, answers and probes say of lines and pairs; with real nodes in tests/gateway/test_links.py."""
+"""What failures, answers and probes say of lines and pairs; with real nodes in tests/gateway/cluster/test_links.py."""
 
 from hypothesis import given
 from hypothesis import strategies as st

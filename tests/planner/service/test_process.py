@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 
 from planner.service.status import Status
-from prfaas.toml import dump_toml
+from prfaas.system.toml import dump_toml
 from tests.planner.conftest import CONFIGS
 from tests.planner.service.worlds import LAW, PATIENCE_S, FakeGateway, fake_gateway, on_loop
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from benchmarks.compression import CODECS, Bytes, Job, there_and_back
-from hybrid_cache.layout import KVCacheGroup, ModelLayout, transfer_ranges
-from hybrid_cache.spec import FullAttention, LinearState
+from benchmarks.transport.compression import CODECS, Bytes, Job, there_and_back
+from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout, transfer_ranges
+from hybrid_cache.layout.spec import FullAttention, LinearState
 from transport.coding.codec import zstd_module
 from transport.coding.elements import from_floats
 

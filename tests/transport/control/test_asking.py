@@ -10,7 +10,7 @@ import pytest
 
 from planner.errors import InputError
 from planner.service.client import PlanClient
-from prfaas.asking import KEY_VARIABLE, Gateway
+from prfaas.commands.asking import KEY_VARIABLE, Gateway
 from prfaas.errors import AskError
 
 Served = tuple[str, list[str]]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transport.control.release import PACKAGES, SITE, digest_of, release
 
-SOURCES = {"gateway/app.py": "x = 1\n", "node/agent.py": "y = 2\n"}
+SOURCES = {"gateway/server/app.py": "x = 1\n", "node/agent.py": "y = 2\n"}
 
 
 def written(folder: Path, sources: dict[str, str]) -> Path:
@@ -19,7 +19,7 @@ def written(folder: Path, sources: dict[str, str]) -> Path:
 def test_a_change_of_any_source_shows_and_nothing_else_does(tmp_path: Path) -> None:
     here = digest_of(written(tmp_path / "here", SOURCES))
     assert digest_of(written(tmp_path / "there", {**SOURCES, "tests/test_it.py": "", "gateway/notes.txt": "x"})) == here
-    for changed in ({"gateway/app.py": "x = 2\n"}, {"gateway/more.py": ""}, {"node/agent.py": "y = 2"}):
+    for changed in ({"gateway/server/app.py": "x = 2\n"}, {"gateway/more.py": ""}, {"node/agent.py": "y = 2"}):
         assert digest_of(written(tmp_path / str(changed), {**SOURCES, **changed})) != here
 
 

@@ -1,0 +1,1 @@
+"""The hybrid prefix cache on recorded traces."""

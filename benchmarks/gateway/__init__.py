@@ -1,0 +1,1 @@
+"""CPU and memory of the gateway per request, beside peers."""

@@ -1,0 +1,1 @@
+"""What benchmarks share: processes, peers, lines, trained weights."""

@@ -1,0 +1,1 @@
+"""Whole systems that run: the case study, placements, disturbances, overload, agents."""

@@ -1,0 +1,1 @@
+"""KVCache on loopback and on emulated wide-area links."""

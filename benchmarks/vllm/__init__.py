@@ -1,0 +1,1 @@
+"""vLLM servers with our connector."""

@@ -1,0 +1,106 @@
+"""What the scheduler and the server need from an engine, whatever computes behind it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.agent.job_pages import JobKV
+from hybrid_cache.layout.layout import ModelLayout
+
+Logits = NDArray[np.float32]
+
+# A millisecond of copying: what an answer's KVCache may cost the tokens of other requests, once per round.
+KEEP_BYTES: Final = 4 << 20
+
+
+class SequenceState(Protocol):
+    """The KVCache of one running sequence, inside the engine."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KVCache is there."""
+        ...
+
+    @property
+    def marked_tokens(self) -> int:
+        """The longest prefix, on a block border, that `Engine.keep` could put into pages; 0: none."""
+        ...
+
+    cancelled: bool  # set from another thread; a running prefill then raises PrefillAborted
+
+
+class AtOnce:
+    """What engines have in common whose `load` and `prefill` return when all is done."""
+
+    takes_more: Final = True
+
+    def settled(self, sequence: Any) -> bool:
+        return True
+
+    def listen(self, on_progress: Callable[[], None]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Engine(Protocol):
+    """Computes prefill and decode steps. All methods are called from one thread, one at a time."""
+
+    @property
+    def layout(self) -> ModelLayout: ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and output together, in tokens."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def new_sequence(self, expected_tokens: int) -> Any:
+        """An empty SequenceState; `expected_tokens` is a hint for how long it will grow."""
+        ...
+
+    def load(self, sequence: Any, kv: JobKV, num_tokens: int) -> None:
+        """Copies the KVCache of the first `num_tokens` out of pages into an empty sequence."""
+        ...
+
+    def prefill(self, sequence: Any, tokens: Sequence[int], kv: JobKV | None) -> None:
+        """Appends a chunk. With `kv`, each layer's part is written and announced as soon as it has been computed."""
+        ...
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether `prefill` would be begun with by now. Raises EngineError once nothing can be computed any more."""
+        ...
+
+    def settled(self, sequence: Any) -> bool:
+        """Whether all that `load` and `prefill` were given is done. Raises what has gone wrong."""
+        ...
+
+    def listen(self, on_progress: Callable[[], None]) -> None:
+        """`on_progress` is called, on any thread, whenever either of the above may have become true."""
+        ...
+
+    def decode(self, sequences: Sequence[Any], tokens: Sequence[int]) -> Sequence[Logits]:
+        """Appends one token to each sequence and returns the logits [vocab_size] of their next ones.
+
+        What a sequence gets does not depend on the others. An error is one of all.
+        """
+        ...
+
+    def begin_answer(self, sequence: Any) -> None:
+        """From here on `decode` remembers, at every block border, what of the sequence will be gone after it."""
+        ...
+
+    def keep(self, sequence: Any, kv: JobKV) -> Iterator[None]:
+        """Writes the first `marked_tokens` tokens into pages of as many, a piece of at most KEEP_BYTES with each step.
+
+        What the pages say is cached is left out. The sequence must not be computed on meanwhile.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends what it has started."""
+        ...

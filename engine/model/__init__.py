@@ -1,1 +1,0 @@
-"""What computes: transformers models on torch, and an engine without a model."""

@@ -1,0 +1,1 @@
+"""One request's life inside an engine, and answers as prefix cache."""

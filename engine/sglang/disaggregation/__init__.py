@@ -1,0 +1,1 @@
+"""SGLang's disaggregated prefill and decode over the agents of two nodes."""

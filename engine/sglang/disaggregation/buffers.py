@@ -1,0 +1,85 @@
+"""Pages of a pool that is known by its pointers only: that is all that SGLang's transfer backends are told.
+
+Memory of a GPU becomes a tensor by the CUDA array interface (version 3), which torch reads without a copy. SGLang's own streams
+are not known here, so the device is waited for before pages are read and after they have been written.
+"""
+
+import ctypes
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from engine.agent.job_pages import Bytes
+from engine.errors import PagesInvalid
+from engine.sglang.disaggregation.pools import Buffer, PageIndex, Pools
+
+
+class PageBuffers:
+    """All buffers of a pool. Who calls sees to it that pages are his while they are read or written."""
+
+    def __init__(self, pools: Pools, gpu: int | None = None) -> None:
+        self._gpu: Final = gpu if pools.device == "cuda" else None
+        self._page_tokens: Final = pools.page_tokens
+        self._rows = [_tensor(buffer, self._gpu) for buffer in pools.buffers]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, buffer: int, pages: PageIndex) -> Bytes:
+        """A copy of these pages: [tokens, bytes of a token]. Raises PagesInvalid for pages that are not there."""
+        rows, index = self._rows[buffer], self._index(buffer, pages)
+        self._wait()
+        tokens: Bytes = rows[index].cpu().numpy().reshape(len(pages) * self._page_tokens, -1)
+        return tokens
+
+    def write(self, buffer: int, pages: PageIndex, tokens: Bytes) -> None:
+        """Fills these pages. Raises PagesInvalid for pages that are not there."""
+        rows, index = self._rows[buffer], self._index(buffer, pages)
+        rows[index] = torch.from_numpy(tokens.reshape(len(pages), -1)).to(rows.device)
+        self._wait()
+
+    def _index(self, buffer: int, pages: PageIndex) -> torch.Tensor:
+        # torch would take a negative page for one from the end.
+        index = torch.from_numpy(pages.astype(np.int64))
+        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(self._rows[buffer]):
+            raise PagesInvalid(f"pages {int(index.min())} to {int(index.max())} of {len(self._rows[buffer])}")
+        return index.to(self._rows[buffer].device)
+
+    def _wait(self) -> None:
+        if self._gpu is not None:
+            torch.cuda.synchronize(self._gpu)
+
+
+def read_item(buffer: Buffer, item: int) -> bytes:
+    """One item of a buffer in the host's memory. Raises PagesInvalid for one that is not there."""
+    return ctypes.string_at(_item_pointer(buffer, item), buffer.item_bytes)
+
+
+def write_item(buffer: Buffer, item: int, data: bytes) -> None:
+    """Fills one item of a buffer in the host's memory. Raises PagesInvalid unless it is there and of that size."""
+    if len(data) != buffer.item_bytes:
+        raise PagesInvalid(f"{len(data)} bytes for an item of {buffer.item_bytes}")
+    ctypes.memmove(_item_pointer(buffer, item), data, len(data))
+
+
+def _item_pointer(buffer: Buffer, item: int) -> int:
+    if not 0 <= item < buffer.num_bytes // buffer.item_bytes:
+        raise PagesInvalid(f"item {item} of {buffer.num_bytes // buffer.item_bytes}")
+    return buffer.pointer + item * buffer.item_bytes
+
+
+def _tensor(buffer: Buffer, gpu: int | None) -> torch.Tensor:
+    """The buffer as bytes [pages, bytes of a page], the same memory."""
+    shape = (buffer.num_bytes // buffer.item_bytes, buffer.item_bytes)
+    if gpu is not None:
+        return torch.as_tensor(_OnGpu(buffer.pointer, shape), device=f"cuda:{gpu}")
+    memory = (ctypes.c_uint8 * buffer.num_bytes).from_address(buffer.pointer)
+    return torch.from_numpy(np.ctypeslib.as_array(memory).reshape(shape))
+
+
+class _OnGpu:
+    def __init__(self, pointer: int, shape: tuple[int, int]) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "data": (pointer, False), "shape": shape, "typestr": "|u1", "strides": None, "version": 3,
+        }  # fmt: skip

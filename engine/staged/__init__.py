@@ -1,0 +1,1 @@
+"""Experimental: one embedded model over several processes, a stage of layers each."""

@@ -1,0 +1,96 @@
+"""One job of the agent's, as the connector sees it: what becomes of it, and how much of it the ranks have written."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from engine.agent.link import AgentJob
+from engine.vllm.layout import VllmLayout
+from engine.vllm.scheduler_side.steps import ArenaRef, LayerWritten, StateWritten, StepWritten
+from transport.control.messages import Delivered, JobPages, LayerDone, PrefillDone, StateDone
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The pages of an errand are there."""
+
+    errand: int
+    pages: JobPages
+    arena: ArenaRef
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An errand came to nothing: refused, or what had been granted is lost."""
+
+    errand: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """The push of an errand with a ticket was delivered."""
+
+    errand: int
+    outcome: Delivered
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """All of an errand's tokens are in its pages, and prefix cache by now."""
+
+    errand: int
+
+
+AgentEvent = Granted | Failed | Arrived | Written
+
+
+@dataclass(slots=True)
+class Errand:
+    """A job's progress. A layer is done when all ranks that write it have, a state likewise, all of it when every rank has."""
+
+    number: int
+    num_tokens: int
+    job: AgentJob | None = None
+    task: "asyncio.Task[None] | None" = None
+    layers: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)  # (group, layer): tokens by rank
+    states: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)  # (group, layer, length): ranks
+    written: dict[int, int] = field(default_factory=dict)  # tokens by rank
+    unfilled: tuple[tuple[int, int], ...] = ()
+    computed_tokens: int = 0
+    began_s: float | None = None  # to compute, on the loop's clock
+    complete: bool = False
+
+    def layer_written(self, layout: VllmLayout, rank: int, message: LayerWritten) -> LayerDone | None:
+        """What the agent is told, if this makes a difference to it."""
+        writers = layout.num_writers(layout.place_of(message.group, message.layer))
+        tokens = self.layers.setdefault((message.group, message.layer), {})
+        before = min(tokens.values()) if len(tokens) == writers else 0
+        tokens[rank] = message.num_tokens
+        now = min(tokens.values()) if len(tokens) == writers else 0
+        if now <= before:
+            return None
+        return LayerDone(job=message.job, group=message.group, layer=message.layer, num_tokens=now)
+
+    def state_written(self, layout: VllmLayout, rank: int, message: StateWritten) -> StateDone | None:
+        """What the agent is told, if this makes a difference to it."""
+        ranks = self.states.setdefault((message.group, message.layer, message.num_tokens), set())
+        ranks.add(rank)
+        if len(ranks) != layout.num_writers(layout.place_of(message.group, message.layer)):
+            return None
+        return StateDone(job=message.job, group=message.group, layer=message.layer, num_tokens=message.num_tokens)
+
+    def step_written(self, layout: VllmLayout, rank: int, message: StepWritten) -> bool:
+        """Whether every rank has written everything."""
+        self.written[rank] = message.num_tokens
+        return len(self.written) == layout.workers and min(self.written.values()) >= self.num_tokens
+
+    def done(self, now: float) -> PrefillDone:
+        """What the agent is told at the end."""
+        assert self.job is not None
+        return PrefillDone(
+            job=self.job.job,
+            num_tokens=self.num_tokens,
+            unfilled=self.unfilled,
+            computed_tokens=self.computed_tokens,
+            compute_s=now - self.began_s if self.began_s is not None else 0.0,
+        )

@@ -1,0 +1,73 @@
+"""What a step of vLLM adds to the pages of a request."""
+
+from collections.abc import Sequence
+
+from engine.vllm.layout import NULL_BLOCK, Kind, Table, VllmLayout, state_block, unfilled
+from engine.vllm.scheduler_side.handover import Handover, Phase
+from engine.vllm.scheduler_side.steps import Save
+
+
+def begin_computing(handover: Handover, now: float) -> None:
+    """What is cached is there: from here on the request's own tokens are saved."""
+    assert handover.pages is not None
+    handover.phase = Phase.COMPUTING
+    handover.computing_s = now
+    handover.saved_tokens = handover.pages.cached_tokens
+    handover.unsaved_states = {
+        (group, length)
+        for group, lengths in enumerate(handover.pages.states)
+        for length in lengths
+        if length > handover.pages.cached_tokens
+    }
+
+
+def step_save(layout: VllmLayout, handover: Handover, num_tokens: int, tables: Sequence[Table]) -> Save | None:
+    """The save of a step that computes `num_tokens` tokens of a request, None if it adds nothing; notes it as saved.
+
+    `tables`: block ids of the request by the end of the step, one table per group of vLLM.
+    """
+    assert handover.pages is not None
+    before = handover.request.num_computed_tokens
+    if handover.computed_from is None:
+        handover.computed_from = before
+    start, stop = handover.saved_tokens, min(before + num_tokens, handover.pages.num_tokens)
+    if stop <= start:  # preempted, and computed once more
+        return None
+    lengths = _states_at(layout, before, before + num_tokens, handover, tables)
+    handover.unfilled_windows |= unfilled(layout, handover.pages, tables, start, stop)
+    handover.saved_tokens = stop
+    return Save(handover.pages.job, start, stop, lengths, frozen(tables))
+
+
+def is_last(handover: Handover) -> bool:
+    """Whether everything that its pages wait for has been computed, or is by the end of this step."""
+    return handover.pages is not None and handover.saved_tokens == handover.pages.num_tokens
+
+
+def frozen(tables: Sequence[Table]) -> tuple[tuple[int, ...], ...]:
+    """Block ids as they are now."""
+    return tuple(tuple(table) for table in tables)
+
+
+def _states_at(
+    layout: VllmLayout, before: int, after: int, handover: Handover, tables: Sequence[Table]
+) -> tuple[int, ...]:
+    """At which ends of this step there are states to save.
+
+    The state at its beginning is still there only if the step puts the later one into another block.
+    """
+    saved = set()
+    for length in (before, after):
+        missing = {
+            place.group
+            for place in layout.places
+            if place.layer.kind is Kind.STATE
+            and (
+                state_block(tables[place.layer.table], length, place.layer.block_tokens) == NULL_BLOCK
+                or (length == before and before % place.layer.block_tokens)
+            )
+        }
+        wanted = {key for key in handover.unsaved_states if key[1] == length and key[0] not in missing}
+        handover.unsaved_states -= wanted
+        saved |= {length for _ in wanted}
+    return tuple(sorted(saved))

@@ -1,0 +1,1 @@
+"""What is added to vLLM's API server, and how its processes end."""

@@ -1,0 +1,95 @@
+"""What a model's own config.json and its server's flags say against serving it, before minutes are spent on loading.
+
+The config.json of a model that vLLM downloads is the one that was downloaded before, if there is one.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from engine.vllm.server.hub_cache import cached_file
+
+MAX_CONFIG_BYTES: Final = 4 << 20
+
+# Flags with the value from which on the connector cannot follow; None: whatever the value.
+FLAGS: Final[Mapping[str, tuple[int | None, str]]] = {
+    "--speculative-config": (None, "the connector does not work with speculative decoding"),
+    "--decode-context-parallel-size": (2, "the connector knows no context parallelism"),
+    "--prefill-context-parallel-size": (2, "the connector knows no context parallelism"),
+    "--data-parallel-size": (2, "the connector knows one engine per node: start a node for each data parallel rank"),
+}
+SHORT: Final = {
+    "-dcp": "--decode-context-parallel-size",
+    "-dp": "--data-parallel-size",
+}
+# Ends of names that no generating model of vLLM has. A bare `Model` is not among them: ChatGLMModel generates.
+POOLING: Final = (
+    "ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "ForRewardModel", "BertModel", "RobertaModel",
+)  # fmt: skip
+STATES_ONLY: Final = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv", "rwkv6", "rwkv7"})  # model_type
+
+
+CONFIG: Final = "config.json"
+REVISION: Final = "--revision"
+# Where it is set, vLLM's names are those of another hub, with a cache of its own.
+OTHER_HUB: Final = "VLLM_USE_MODELSCOPE"
+
+
+def complaint_about_model(model: str, flags: Sequence[str], environment: Mapping[str, str]) -> str | None:
+    """Why the model of this directory or name cannot be served; None for one that can, or of which nothing is known yet."""
+    try:
+        path = _config_of(model, flags, environment)
+    except (OSError, ValueError):  # a name that is no path, a cache in disorder: vLLM says what becomes of it
+        return None
+    try:
+        if path is None or not path.is_file() or path.stat().st_size > MAX_CONFIG_BYTES:
+            return None
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        return f"{path} cannot be read: {error}"
+    return refusal_of(config) if isinstance(config, dict) else f"{path} holds no JSON object"
+
+
+def _config_of(model: str, flags: Sequence[str], environment: Mapping[str, str]) -> Path | None:
+    if (path := Path(model)).exists():
+        return path / CONFIG
+    if environment.get(OTHER_HUB, "").lower() in ("1", "true"):
+        return None
+    revision = next((value for name, value in reversed(list(_values(flags))) if name == REVISION), "")
+    return cached_file(model, revision, CONFIG, environment)
+
+
+def refusal_of(config: Mapping[str, Any]) -> str | None:
+    """Why a model with this configuration (transformers' config.json) cannot be served through the connector."""
+    text = config.get("text_config")
+    inner: Mapping[str, Any] = text if isinstance(text, dict) else config
+    architectures = config.get("architectures") or []
+    named = next((name for name in architectures if isinstance(name, str)), "")
+    if config.get("is_encoder_decoder"):
+        return f"{named or 'the model'} is an encoder-decoder: a prompt's KVCache is not all in its decoder's layers"
+    if named.endswith(POOLING):
+        return f"{named} generates nothing: there is no prefill to take over"
+    if inner.get("model_type") in STATES_ONLY:
+        return f"{named or inner.get('model_type')} has no attention layer: there are no blocks that a prompt could be cut into"
+    return None
+
+
+def complaint_about_parallelism(flags: Sequence[str]) -> str | None:
+    """Why a server with these flags cannot be served through the connector."""
+    for name, value in _values(flags):
+        if name not in FLAGS:
+            continue
+        least, why = FLAGS[name]
+        if least is None or (value.isdigit() and int(value) >= least):
+            return f"{name} {value}: {why}".replace("  ", " ")
+    return None
+
+
+def _values(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Of the flags that matter here: each with its value."""
+    for index, flag in enumerate(flags):
+        name, has_value, value = flag.partition("=")
+        name = SHORT.get(name, name.replace("_", "-"))
+        if name in FLAGS or name == REVISION:
+            yield name, value if has_value else flags[index + 1] if index + 1 < len(flags) else ""

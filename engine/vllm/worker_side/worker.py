@@ -1,0 +1,328 @@
+"""A worker's side of the connector: one rank's part of each slab, between vLLM's KV tensors and the page arena.
+
+Layers are copied on a thread of their own as soon as the operator that fills them returns, while the next layer computes.
+A step waits for its last copies before it ends, so no block that it has freed is ever read; a save that takes too long is
+given up. Loads fill blocks that nobody else may touch and take as many steps as they need; a step with nothing to compute
+waits a little for one to end. Whatever goes wrong here costs a save or a load, never the model's step.
+"""
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from engine.agent.job_pages import Arena, Bytes
+from engine.errors import PagesInvalid
+from engine.vllm.layout import BlockCopy, Kind, LayerPlace, VllmLayout, attention_copies, state_copy, unloadable
+from engine.vllm.scheduler_side.steps import (
+    ArenaRef,
+    LayerWritten,
+    Load,
+    Save,
+    SaveFailed,
+    StateWritten,
+    Step,
+    StepWritten,
+)
+from engine.vllm.worker_side.blocks import Blocks, blocks_of
+from engine.vllm.worker_side.ranks import RankLink
+from engine.vllm.worker_side.saver import SAVE_TIMEOUT_S, Saver
+from transport.control.messages import JobPages, Message
+
+log = logging.getLogger(__name__)
+
+LOAD_WAIT_S: Final = 0.01  # of a step with nothing to compute; a request that has just come waits for its end
+MAX_RELEASED: Final = 4096  # a step with a released job was built before the release: a handful at most
+
+
+class Grant:
+    """Pages of a job in this worker's hands."""
+
+    def __init__(self, pages: JobPages, arena: Bytes) -> None:
+        self.pages: Final = pages
+        self.arena: Final = arena
+        self._using = threading.Lock()
+        self._released = False
+
+    def use(self, copy: Callable[[], int]) -> int:
+        """Runs a copy that touches the pages; returns its bytes. Raises PagesInvalid once they are released."""
+        with self._using:
+            if self._released:
+                raise PagesInvalid("the pages are no longer ours")
+            return copy()
+
+    def release(self) -> None:
+        """When this returns no copy is under way, and none will be."""
+        with self._using:
+            self._released = True
+
+
+@dataclass(slots=True)
+class CopyCounts:
+    """What was copied since the last look. Seconds are those of the copying threads."""
+
+    bytes_saved: int = 0
+    save_s: float = 0.0
+    bytes_loaded: int = 0
+    load_s: float = 0.0
+    waited_s: float = 0.0  # of the model for the copies of its step
+    saves_given_up: int = 0  # jobs whose copies took too long
+
+
+@dataclass(slots=True)
+class LoadResults:
+    """Requests whose load ended; `failed` ones are among `done` as well."""
+
+    done: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+
+class WorkerSide:
+    """One rank. Methods belong to the model's thread."""
+
+    def __init__(
+        self,
+        layout: VllmLayout,
+        rank: int,
+        *,
+        own: Collection[str] | None = None,
+        load_wait_s: float = LOAD_WAIT_S,
+        save_timeout_s: float = SAVE_TIMEOUT_S,
+    ) -> None:
+        """`own`: names of the layers that this rank's pipeline stage has, None for all."""
+        self._layout = layout
+        self._rank = rank
+        self._load_wait_s = load_wait_s
+        self._places = {place.layer.name: place for place in layout.places if own is None or place.layer.name in own}
+        self._blocks: dict[str, Blocks] = {}
+        self._step = Step()
+        self._arena: tuple[ArenaRef, Bytes] | None = None
+        self._link: RankLink | None = None
+        self._unsaid: list[SaveFailed] = []  # until there is a link
+        self._grants: dict[str, Grant] = {}
+        self._released: OrderedDict[str, None] = OrderedDict()
+        self._lock = threading.Lock()  # _grants, _released, _results, _counts, _unsaid, _link
+        self._results = LoadResults()
+        self._counts = CopyCounts()
+        self._saver = Saver(self._send, save_timeout_s)
+        self._loader = ThreadPoolExecutor(1, "prfaas-load")
+        self._loading: set[Future[None]] = set()
+
+    def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The KV tensors by layer name. Raises PagesInvalid when they are not what the layout says."""
+        for name, place in self._places.items():
+            if name not in tensors:
+                raise PagesInvalid(f"{name}: no such KV tensor")
+            self._blocks[name] = blocks_of(name, tensors[name], place.layer.part_bytes)
+
+    def begin_step(self, step: Step) -> None:
+        """Takes over what a step brings. Pages that cannot be reached, or given back, are not taken."""
+        self._step = step
+        try:
+            self._join(step)
+            arena = self._mapped(step)
+        except (OSError, PagesInvalid) as exc:
+            for pages in step.grants:
+                self._saver.give_up(pages.job, f"no access to its pages: {exc}")
+            return
+        with self._lock:
+            for pages in step.grants:
+                if pages.job not in self._released and arena is not None:
+                    self._grants[pages.job] = Grant(pages, arena)
+
+    def _join(self, step: Step) -> None:
+        """Without a link nobody could ask for pages back. Raises OSError."""
+        if not step.socket or self._link is not None:
+            return
+        link = RankLink(step.socket, self._rank, self.release, self._lost)
+        with self._lock:
+            self._link, unsaid, self._unsaid = link, self._unsaid, []
+        for message in unsaid:
+            link.send(message)
+
+    def _mapped(self, step: Step) -> Bytes | None:
+        """The page arena, mapped anew for every agent. Raises OSError and PagesInvalid."""
+        if step.arena is not None and (self._arena is None or self._arena[0] != step.arena):
+            self._arena = None
+            opened = Arena.open(Path(step.arena.path), step.arena.page_bytes, step.arena.num_pages)
+            self._arena = (step.arena, opened.data)
+        return self._arena[1] if self._arena is not None else None
+
+    def save_layer(self, name: str) -> None:
+        """The layer's KV of this step is final."""
+        place = self._places.get(name)
+        if place is None or not self._step.saves:
+            return
+        mark = self._blocks[name].mark()
+        for save in self._step.saves:
+            self._submit(save, self._save_attention, place, save, mark)
+
+    def start_loads(self) -> None:
+        """Starts the loads of this step."""
+        if not self._step.loads and not self._loading:
+            return
+        self._loading = {load for load in self._loading if not load.done()}
+        self._loading |= {self._loader.submit(self._load, load) for load in self._step.loads}
+
+    def finish_step(self) -> None:
+        """Saves the states at the end of this step and waits until all of it is in pages, or for a load if there is no more
+        to do."""
+        if self._step.saves:
+            self._finish_saves()
+        if self._step.is_idle:
+            self._loading = wait(self._loading, self._load_wait_s, FIRST_COMPLETED).not_done
+        self._step = Step()
+
+    def _finish_saves(self) -> None:
+        for save in self._step.saves:
+            for place in self._places.values() if save.states else ():
+                if place.layer.kind is Kind.STATE:
+                    self._submit(save, self._save_state, place, save, self._blocks[place.layer.name].mark())
+            self._submit(save, self._note_step, save)
+        started_s = time.perf_counter()
+        given_up = self._saver.wait()
+        with self._lock:
+            self._counts.waited_s += time.perf_counter() - started_s
+            self._counts.saves_given_up += given_up
+
+    def take_results(self) -> LoadResults:
+        """Loads that ended since the last call."""
+        with self._lock:
+            results, self._results = self._results, LoadResults()
+        return results
+
+    def take_counts(self) -> CopyCounts:
+        """What was copied since the last call."""
+        with self._lock:
+            counts, self._counts = self._counts, CopyCounts()
+        return counts
+
+    def close(self) -> None:
+        self._saver.close()
+        self._loader.shutdown(cancel_futures=True)
+        if self._link is not None:
+            self._link.close()
+
+    # Saving, on the saver's thread
+
+    def _submit(self, save: Save, copy: Callable[..., None], *arguments: Any) -> None:
+        self._saver.submit(save.job, lambda: copy(*arguments))
+
+    def _save_attention(self, place: LayerPlace, save: Save, mark: Any) -> None:
+        part = self._layout.part(place, self._rank)
+        if not part.writes:
+            return
+        grant, table = self._grant(save.job), save.tables[place.layer.table]
+        copies = tuple(attention_copies(self._layout.model, place, part, grant.pages, table, save.start, save.stop))
+        self._count_saved(grant, lambda: self._blocks[place.layer.name].read(copies, grant.arena, mark))
+        self._saver.announce(
+            save.job, LayerWritten(job=save.job, group=place.group, layer=place.number, num_tokens=save.stop)
+        )
+
+    def _save_state(self, place: LayerPlace, save: Save, mark: Any) -> None:
+        part = self._layout.part(place, self._rank)
+        if not part.writes:
+            return
+        grant, table = self._grant(save.job), save.tables[place.layer.table]
+        for length in save.states:
+            copy = state_copy(self._layout.model, place, part, grant.pages, table, length)
+            if copy is None:
+                continue
+            copies = (copy,)
+            self._count_saved(
+                grant,
+                lambda copies=copies: self._blocks[place.layer.name].read(copies, grant.arena, mark),  # type: ignore[misc]
+            )
+            self._saver.announce(
+                save.job, StateWritten(job=save.job, group=place.group, layer=place.number, num_tokens=length)
+            )
+
+    def _note_step(self, save: Save) -> None:
+        self._grant(save.job)
+        self._saver.announce(save.job, StepWritten(job=save.job, num_tokens=save.stop))
+
+    def _count_saved(self, grant: Grant, copy: Callable[[], int]) -> None:
+        started_s = time.perf_counter()
+        size = grant.use(copy)
+        with self._lock:
+            self._counts.bytes_saved += size
+            self._counts.save_s += time.perf_counter() - started_s
+
+    # Loading, on the loader's thread
+
+    def _load(self, load: Load) -> None:
+        failed = True
+        try:
+            self._load_parts(load)
+            failed = False
+        except PagesInvalid as exc:
+            log.warning("load failed id=%s: %s", load.request_id, exc)
+        except Exception:
+            log.exception("load failed id=%s", load.request_id)
+        finally:
+            with self._lock:
+                self._results.done.add(load.request_id)
+                if failed:
+                    self._results.failed.add(load.request_id)
+
+    def _load_parts(self, load: Load) -> None:
+        grant, started_s, size = self._grant(load.job), time.perf_counter(), 0
+        if why := unloadable(self._layout, grant.pages, load.tables, load.start, load.stop):
+            raise PagesInvalid(why)
+        for place in self._places.values():
+            part, table = self._layout.part(place, self._rank), load.tables[place.layer.table]
+            if place.layer.kind is Kind.STATE:
+                state = state_copy(self._layout.model, place, part, grant.pages, table, load.stop)
+                copies: tuple[BlockCopy, ...] = (state,) if state is not None else ()
+            else:
+                copies = tuple(
+                    attention_copies(self._layout.model, place, part, grant.pages, table, load.start, load.stop)
+                )
+            blocks = self._blocks[place.layer.name]
+            size += grant.use(lambda blocks=blocks, copies=copies: blocks.write(copies, grant.arena))  # type: ignore[misc]
+        grant.use(lambda: 0)  # still ours, so what was read was ours
+        with self._lock:
+            self._counts.bytes_loaded += size
+            self._counts.load_s += time.perf_counter() - started_s
+
+    # Pages
+
+    def _grant(self, job: str) -> Grant:
+        with self._lock:
+            grant = self._grants.get(job)
+        if grant is None:
+            raise PagesInvalid("the pages are no longer ours")
+        return grant
+
+    def release(self, job: str) -> None:
+        """Lets go of a job's pages: when this returns nothing reads or writes them, and nothing will. Any thread."""
+        with self._lock:
+            grant = self._grants.pop(job, None)
+            self._released[job] = None
+            while len(self._released) > MAX_RELEASED:
+                self._released.popitem(last=False)
+        if grant is not None:
+            grant.release()
+        self._saver.forget(job)
+
+    def _lost(self) -> None:
+        """The scheduler's side counts this rank as gone."""
+        with self._lock:
+            self._link, jobs = None, tuple(self._grants)
+        for job in jobs:
+            self.release(job)
+
+    def _send(self, message: Message) -> None:
+        with self._lock:
+            link = self._link
+            if link is None and isinstance(message, SaveFailed):
+                self._unsaid = [*self._unsaid[-MAX_RELEASED:], message]
+        if link is not None:
+            link.send(message)

@@ -1,0 +1,1 @@
+"""What operators see and do: explanations, snapshots, reload, the console."""

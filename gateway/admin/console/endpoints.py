@@ -1,0 +1,141 @@
+"""What operators see and do beyond metrics and records: the console, and the questions that it asks."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from ipaddress import ip_address
+from typing import Final
+
+import msgspec
+from aiohttp import web
+
+from gateway.admin.console.link_switch import LinkSwitch
+from gateway.admin.console.plan_proxy import PlanDesk
+from gateway.admin.console.static import INDEX, File, all_files
+from gateway.admin.console_snapshot import Snapshots
+from gateway.admin.explain import Explanations
+from gateway.admin.reload import Reloads
+from gateway.errors import ApiError
+from gateway.http.body import Receiver, too_large
+
+JSON: Final = "application/json"
+MAX_CHANGE_BYTES: Final = 4096
+
+Page = Callable[[web.Request], Awaitable[web.StreamResponse]]
+News = Callable[[int], Awaitable[tuple[list[bytes], list[bytes]]]]
+
+
+class Console:
+    """Its pages, by path. `is_operator` says whether a request's headers show an operator's key."""
+
+    def __init__(
+        self,
+        snapshots: Snapshots,
+        explanations: Explanations,
+        desk: PlanDesk,
+        switch: LinkSwitch,
+        reloads: Reloads,
+        receiver: Receiver,
+        is_operator: Callable[[Mapping[str, str]], bool],
+    ) -> None:
+        """Raises OSError when its files are not where they were installed."""
+        self._receiver = receiver
+        self._is_operator = is_operator
+        self._reloads = reloads
+        self._snapshots = snapshots
+        self._explanations = explanations
+        self._desk = desk
+        self._switch = switch
+        self._files = all_files()
+
+    def to_get(self, news: News, sequence: Callable[[web.Request, str], int]) -> dict[str, Page]:
+        """`news` gives records and flows after a number, which `sequence` reads from the query."""
+
+        async def snapshot(http: web.Request) -> web.Response:
+            return _json(await self._snapshots.taken(news, sequence(http, "since")))
+
+        files: dict[str, Page] = {f"/console/{name}": partial(_sent, file) for name, file in self._files.items()}
+        return files | {
+            "/console": partial(_sent, self._files[INDEX]),
+            "/prfaas/console": snapshot,
+            "/prfaas/plan": self._plan,
+            "/prfaas/config": self._config,
+        }
+
+    def to_post(self) -> dict[str, Page]:
+        return {
+            "/prfaas/explain": self._explain,
+            "/prfaas/plan": self._change_plan,
+            "/prfaas/links": self._switch_link,
+            "/prfaas/config": self._reload,
+        }
+
+    async def _config(self, http: web.Request) -> web.Response:
+        """What the file says by now that the gateway does not do."""
+        return _json(msgspec.json.encode({"data": self._reloads.pending()}))
+
+    async def _reload(self, http: web.Request) -> web.Response:
+        """The same, and what can change has changed."""
+        self._check_is_meant(http)
+        return _json(msgspec.json.encode({"data": self._reloads.ask()}))
+
+    async def _explain(self, http: web.Request) -> web.Response:
+        """Where the request in the body would go now, and why."""
+        return _json(msgspec.json.encode(await self._explanations.asked(http)))
+
+    async def _plan(self, http: web.Request) -> web.Response:
+        return _json(msgspec.json.encode(await self._desk.standing()))
+
+    async def _change_plan(self, http: web.Request) -> web.Response:
+        return _json(msgspec.json.encode(await self._desk.change(await self._change(http))))
+
+    async def _switch_link(self, http: web.Request) -> web.Response:
+        return _json(msgspec.json.encode({"data": self._switch.set(await self._change(http))}))
+
+    async def _change(self, http: web.Request) -> bytes:
+        """What somebody wants changed. Raises ApiError."""
+        self._check_is_meant(http)
+        body = await self._receiver.receive(http)
+        if len(body) > MAX_CHANGE_BYTES:
+            raise too_large(MAX_CHANGE_BYTES)
+        return body
+
+    def _check_is_meant(self, http: web.Request) -> None:
+        check_is_meant(http, shows_a_key=self._is_operator(http.headers))
+
+
+def check_is_meant(http: web.Request, *, shows_a_key: bool) -> None:
+    """Raises ApiError for a change that a page of somebody else may have a browser ask for.
+
+    Such a page cannot send JSON, unless a name of its own leads here: then the browser says that name, and no operator's key,
+    which it keeps by name.
+    """
+    if http.content_type != JSON:
+        raise ApiError(415, f"Content-Type must be {JSON}.", code="unsupported_media_type")
+    host = http.host.rpartition(":")[0] if not http.host.endswith("]") and ":" in http.host else http.host
+    origin = http.headers.get("Origin")
+    if origin is not None and origin.partition("://")[2] != http.host:
+        raise ApiError(403, "A page of another origin may change nothing here.", code="foreign_origin")
+    if origin is not None and not shows_a_key and not _is_own_name(host):
+        raise ApiError(
+            403,
+            f"Without an operator's key changes are taken at an address, not at the name {host!r}, which may be anybody's.",
+            code="foreign_host",
+        )
+
+
+def _is_own_name(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+async def _sent(file: File, http: web.Request) -> web.Response:
+    return file.answer(http)
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, headers={"Content-Type": JSON, "Cache-Control": "no-store"})

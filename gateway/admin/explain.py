@@ -1,0 +1,158 @@
+"""`POST /prfaas/explain`: where a request would go now, and why, by the code that decides; nothing is booked, reserved or sent.
+
+The body is what a client would send, the headers too; `?endpoint=` says to which path, where the body does not show it.
+"""
+
+from typing import Final, Protocol
+
+import msgspec
+from aiohttp import web
+
+from gateway.admission.queue import WaitingLine
+from gateway.admission.slo import Refusals
+from gateway.api.openai import NOT_JSON, Endpoint
+from gateway.cluster.registry import Clusters
+from gateway.errors import ApiError, BadRequest, Overloaded
+from gateway.http.body import Receiver
+from gateway.request.request import Request
+from gateway.routing.router import Decider
+from planner.decisions.explain import Explanation
+
+MOST_AT_ONCE: Final = 4  # each is read as a request is, and a gateway has requests to read
+
+
+class _Shown(msgspec.Struct):
+    """What tells one endpoint's body from another's."""
+
+    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+_SHOWN: Final = msgspec.json.Decoder(_Shown)
+
+
+class Understands(Protocol):
+    """Reads a body as the request that it would be."""
+
+    async def understood(self, http: web.Request, endpoint: Endpoint, body: bytes) -> Request: ...
+
+
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """A node that the decision does not see."""
+
+    node: str
+    cluster: str
+    role: str
+    why: str
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the request would be taken. `line_s` is how long it would wait for room first; the rest is of a refusal."""
+
+    accepted: bool
+    line_s: float = 0.0
+    status: int = 200
+    code: str = ""
+    message: str = ""
+    retry_after_s: float | None = None
+
+
+class Explained(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer. `decision` is None where no decode node is ready; `verdict` says so."""
+
+    endpoint: str
+    num_tokens: int
+    max_output_tokens: int | None
+    service_class: str
+    is_unshared: bool
+    plan: int
+    decision: Explanation | None
+    verdict: Verdict
+    left_out: tuple[LeftOut, ...]
+
+
+class Explanations:
+    """Gives them, a few at once."""
+
+    def __init__(
+        self,
+        door: Understands,
+        receiver: Receiver,
+        clusters: Clusters,
+        decider: Decider,
+        refusals: Refusals,
+        line: WaitingLine,
+    ) -> None:
+        self._door = door
+        self._receiver = receiver
+        self._clusters = clusters
+        self._decider = decider
+        self._refusals = refusals
+        self._line = line
+        self._at_once = 0
+
+    async def asked(self, http: web.Request) -> Explained:
+        """What would become of the body of `http`. Raises ApiError."""
+        if self._at_once >= MOST_AT_ONCE:
+            raise Overloaded(f"{MOST_AT_ONCE} explanations are under way. Please retry.", "too_many_explanations")
+        self._at_once += 1
+        try:
+            body = await self._receiver.receive(http)
+            return self.of(await self._door.understood(http, _endpoint(http, body), body))
+        finally:
+            self._at_once -= 1
+
+    def of(self, request: Request) -> Explained:
+        """What would become of `request` now."""
+        decision, verdict = self._decided(request)
+        return Explained(
+            endpoint=request.call.endpoint,
+            num_tokens=request.prompt.num_tokens,
+            max_output_tokens=request.call.options.output_tokens,
+            service_class=request.service.name,
+            is_unshared=request.is_unshared,
+            plan=self._decider.plan_version,
+            decision=decision,
+            verdict=verdict,
+            left_out=tuple(
+                LeftOut(node=node.id, cluster=node.cluster, role=node.role, why=why)
+                for node, why in self._clusters.left_out()
+            ),
+        )
+
+    def _decided(self, request: Request) -> tuple[Explanation | None, Verdict]:
+        """As `Dispatcher` asks: first where to, then whether at all."""
+        decision, line_s = None, 0.0
+        try:
+            decision = self._decider.explain(request)
+            if decision.route.prefill_node is not None and len(self._line):
+                line_s = self._line.expected_s(request.service, request.tenant.share)
+            self._refusals.check(request, decision.route, line_s)
+        except ApiError as error:
+            return decision, Verdict(
+                accepted=False,
+                line_s=line_s,
+                status=error.status,
+                code=error.code or "",
+                message=error.message,
+                retry_after_s=error.retry_after_s,
+            )
+        return decision, Verdict(accepted=True, line_s=line_s)
+
+
+def _endpoint(http: web.Request, body: bytes) -> Endpoint:
+    """The one that the query names, or whose body this looks like. Raises BadRequest."""
+    named = http.query.get("endpoint")
+    if named is not None:
+        try:
+            return Endpoint(named)
+        except ValueError:
+            known = ", ".join(Endpoint)
+            raise BadRequest(f"endpoint must be one of {known}.", param="endpoint", code="invalid_value") from None
+    try:
+        shown = _SHOWN.decode(body)
+    except NOT_JSON:
+        return Endpoint.CHAT  # whose reading says what is wrong
+    if shown.prompt is not msgspec.UNSET:
+        return Endpoint.COMPLETIONS
+    return Endpoint.CHAT if shown.input is msgspec.UNSET else Endpoint.RESPONSES

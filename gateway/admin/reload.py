@@ -1,0 +1,131 @@
+"""The configuration, read again while the gateway runs: by SIGHUP, or by an operator, who is told what differs.
+
+    GET  /prfaas/config ──► what the file says now that the gateway does not do
+    POST /prfaas/config ──► the same, and what can change while it runs has changed
+
+Of several workers the one that is asked tells the process that started them, which tells all.
+"""
+
+import logging
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Final
+
+import msgspec
+
+from gateway.config.gateway import CHANGEABLE, CHANGEABLE_ROUTING, GatewayConfig
+from gateway.errors import ApiError, ConfigError, Unavailable
+
+log = logging.getLogger("prfaas.gateway")
+
+SECRET: Final = frozenset({"keys", "operator_keys"})  # digests, but nobody's business
+_PASSWORD: Final = re.compile(r"(://)[^/?#\s]*@")  # and the name before it, in a URL (RFC 3986, 3.2.1)
+
+
+class Change(msgspec.Struct, frozen=True):
+    """A key that the file gives another value, both as text; `needs_restart` if a running gateway cannot take it over."""
+
+    key: str
+    is_now: str
+    will_be: str
+    needs_restart: bool
+
+
+def changes(running: GatewayConfig, wanted: GatewayConfig) -> list[Change]:
+    """What differs, key by key, spelled as in the file: `routing.tie_share`, `tenants.acme.weight`."""
+    return [
+        Change(key, _told(key, was), _told(key, will), not _is_changeable(key))
+        for key, was, will in _differences("", running, wanted)
+    ]
+
+
+def _differences(key: str, was: Any, will: Any) -> Iterator[tuple[str, Any, Any]]:
+    if was == will:
+        return
+    before = f"{key}." if key else ""
+    if is_dataclass(was) and type(was) is type(will):
+        for each in fields(was):
+            yield from _differences(before + each.name, getattr(was, each.name), getattr(will, each.name))
+    elif isinstance(was, Mapping) and isinstance(will, Mapping):
+        for name in sorted(was.keys() | will.keys()):
+            yield from _differences(before + name, was.get(name), will.get(name))
+    else:
+        yield key, was, will
+
+
+def _told(key: str, value: Any) -> str:
+    if value is None:
+        return "none"
+    if key.rpartition(".")[2] in SECRET:
+        return f"{len(value)} digests"
+    if is_dataclass(value):
+        parts = ((each.name, getattr(value, each.name)) for each in fields(value))
+        return ", ".join(f"{name} = {_told(name, part)}" for name, part in parts)
+    return _PASSWORD.sub(r"\1…@", str(value))
+
+
+def _is_changeable(key: str) -> bool:
+    first, _, rest = key.partition(".")
+    return first in CHANGEABLE or (first == "routing" and rest in CHANGEABLE_ROUTING)
+
+
+class Reloads:
+    """Has what runs take over what the file says."""
+
+    def __init__(
+        self,
+        read_again: Callable[[], GatewayConfig],
+        running: Callable[[], GatewayConfig],
+        take: Callable[[GatewayConfig], object],
+        on_outcome: Callable[[str], None],
+        parent: int | None = None,
+    ) -> None:
+        """`parent` is the process that has all workers reload when it gets a SIGHUP; None: there are no others."""
+        self._read_again = read_again
+        self._running = running
+        self._take = take
+        self._on_outcome = on_outcome
+        self._parent = parent
+
+    def pending(self) -> list[Change]:
+        """What the file says that the gateway does not do. Raises ApiError for a file that is wrong."""
+        return changes(self._running(), self._read())
+
+    def ask(self) -> list[Change]:
+        """Reloads, in all workers. Raises ApiError for a file that is wrong: everything stays as it was."""
+        found = self.pending()
+        if self._parent is None:
+            self.run()
+        elif os.getppid() == self._parent:
+            os.kill(self._parent, signal.SIGHUP)
+        else:
+            raise Unavailable("The process that tells the workers is gone.", "not_shared")
+        return found
+
+    def run(self) -> None:
+        """Reloads in this process; the log says what came of it."""
+        try:
+            wanted = self._read_again()
+        except ConfigError as error:
+            self._on_outcome("refused")
+            log.error("the configuration stays as it was: %s", error)
+            return
+        found = changes(self._running(), wanted)
+        self._take(wanted)
+        is_partial = any(each.needs_restart for each in found)
+        self._on_outcome("partial" if is_partial else "ok")
+        for each in found:
+            if each.needs_restart:
+                log.warning("%s = %s: only a restart makes it %s", each.key, each.is_now, each.will_be)
+            else:
+                log.info("%s was %s, is %s", each.key, each.is_now, each.will_be)
+        log.info("configuration reloaded, %d keys differed", len(found))
+
+    def _read(self) -> GatewayConfig:
+        try:
+            return self._read_again()
+        except ConfigError as error:
+            raise ApiError(409, f"The file is not taken: {error}", code="bad_config") from error

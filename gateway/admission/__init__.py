@@ -1,0 +1,1 @@
+"""How many requests are served at once, in which order, and who is refused."""

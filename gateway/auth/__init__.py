@@ -1,0 +1,1 @@
+"""Who asks: API keys, and signed tokens of an identity provider."""

@@ -1,0 +1,263 @@
+"""Who asks, by signed tokens of an identity provider (OpenID Connect Core 1.0; JWT, RFC 7519) instead of keys.
+
+[gateway.oidc]
+issuer = "https://login.example.com"
+audience = "prfaas"
+tenant_claim = "azp"              # what in a token names the tenant: its name here, or one of its `subjects`
+
+The provider's keys are asked for beforehand and again now and then, never while a request waits. A token that holds is
+remembered by its digest until it ends, so its signature is checked once.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from gateway.api.openai import NOT_JSON
+from gateway.errors import ConfigError, Unauthorised, Unavailable
+from gateway.tasks import BACKOFF_S
+from transport.control.bounded import BodyTooLong, read_bounded
+from transport.control.settings import require
+
+if TYPE_CHECKING:
+    from jwt import PyJWK
+
+log = logging.getLogger("prfaas.gateway.oidc")
+
+ALGORITHMS: Final = (
+    "RS256",
+    "RS384",
+    "RS512",
+    "PS256",
+    "PS384",
+    "PS512",
+    "ES256",
+    "ES384",
+    "ES512",
+    "EdDSA",
+)  # none shared
+DISCOVERY: Final = "/.well-known/openid-configuration"
+MAX_ANSWER_BYTES: Final = 1 << 20
+MAX_TOKEN_CHARACTERS: Final = 16_384
+MAX_REMEMBERED: Final = 4096  # tokens that hold
+MAX_TRIED: Final = 8  # keys of one name, or of none, that a token is tried with
+REFRESH_S: Final = 600.0
+SOONEST_S: Final = 10.0  # between two questions, however many tokens name keys that nobody knows
+TIMEOUT_S: Final = 10.0
+THIS_MACHINE: Final = frozenset({"127.0.0.1", "localhost", "::1"})
+LEEWAY_S: Final = 30.0  # that two clocks may differ
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OidcConfig:
+    """`[gateway.oidc]`: tokens of `issuer` for `audience` name tenants by `tenant_claim`; none do without an issuer.
+
+    `jwks_url` is where its keys are, if not where its discovery document says.
+    """
+
+    issuer: str = ""
+    audience: str = ""
+    tenant_claim: str = "azp"
+    jwks_url: str = ""
+
+    def __post_init__(self) -> None:
+        require(not self.issuer or bool(self.audience), "oidc.audience", self.audience, "whom tokens must be for")
+        require(bool(self.tenant_claim), "oidc.tenant_claim", self.tenant_claim, "the name of a claim")
+        for name in ("issuer", "jwks_url"):
+            url = getattr(self, name)
+            require(not url or _is_safe(url), f"oidc.{name}", url, "an https URL; http on this machine only")
+
+
+def _is_safe(url: str) -> bool:
+    """Whether only the host that `url` names can answer."""
+    try:
+        parsed = URL(url)
+    except ValueError:
+        return False
+    if parsed.scheme == "https":
+        return bool(parsed.host)
+    return parsed.scheme == "http" and parsed.host in THIS_MACHINE
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """What a token says: whom it names, and until when."""
+
+    subject: str
+    until_unix_s: float
+
+
+class Tokens:
+    """Checks tokens by the keys that it was given. Holds no clock: `now` is UNIX time, in seconds."""
+
+    def __init__(self, config: OidcConfig) -> None:
+        """Raises ConfigError without the extra."""
+        try:
+            import jwt
+        except ImportError as error:
+            raise ConfigError(
+                f"oidc.issuer: tokens need the oidc extra (pip install 'prfaas[oidc]'): {error}"
+            ) from error
+        self._jwt = jwt
+        self._config = config
+        self._keys: tuple[PyJWK, ...] = ()
+        self._shown: frozenset[bytes] = frozenset()
+        self._holders: OrderedDict[str, Holder] = OrderedDict()
+        self.is_ready = False
+        self.wanted: Callable[[], None] = lambda: None  # is called for a token whose key is unknown
+
+    def take_keys(self, document: Mapping[str, Any]) -> None:
+        """The provider's keys from now on (JWK Set, RFC 7517). Raises ValueError for a document without any that can be used."""
+        try:
+            found = self._jwt.PyJWKSet.from_dict(dict(document))
+        except (self._jwt.PyJWTError, AttributeError, TypeError, KeyError) as error:
+            raise ValueError(f"no keys: {error}") from error
+        signing = (key for key in found.keys if key.public_key_use in (None, "sig"))
+        keys = tuple(key for key in signing if key.algorithm_name in ALGORITHMS)
+        if not keys:
+            raise ValueError("no keys for signatures by any of " + ", ".join(ALGORITHMS))
+        # By all that is said of them, names are not enough: a provider's next key may have the last one's, or none.
+        shown = frozenset(msgspec.json.encode(each, order="sorted") for each in document["keys"])
+        if shown != self._shown:
+            self._holders.clear()  # a key that was taken back opens nothing any more
+        self._keys, self._shown, self.is_ready = keys, shown, True
+
+    def holder(self, token: str, digest: str, now: float) -> Holder:
+        """Whom a token names. Raises Unauthorised, and Unavailable before there are keys."""
+        if (known := self._holders.get(digest)) is not None and now < known.until_unix_s:
+            self._holders.move_to_end(digest)
+            return known
+        holder = self._checked(token, now)
+        self._holders[digest] = holder
+        while len(self._holders) > MAX_REMEMBERED:
+            self._holders.popitem(last=False)
+        return holder
+
+    def _checked(self, token: str, now: float) -> Holder:
+        if not self.is_ready:
+            raise Unavailable("The identity provider's keys are not known yet.", "identity_provider")
+        try:
+            if len(token) > MAX_TOKEN_CHARACTERS:
+                raise self._jwt.InvalidTokenError("too long")
+            claims = self._claims(token)
+        except (self._jwt.PyJWTError, ValueError) as error:
+            log.info("a token was refused: %s", error)
+            raise _refused(type(error).__name__) from error
+        subject = claims.get(self._config.tenant_claim)
+        if not isinstance(subject, str) or not subject:
+            raise _refused(f"no claim {self._config.tenant_claim}")
+        return Holder(subject, float(claims["exp"]))
+
+    def _claims(self, token: str) -> dict[str, Any]:
+        name = self._jwt.get_unverified_header(token).get("kid")
+        keys = [key for key in self._keys if key.key_id == name]  # several may have none (RFC 7517 §4.5)
+        if not keys and name is None and len(self._keys) == 1:
+            keys = list(self._keys)
+        if not keys:
+            self.wanted()
+            raise self._jwt.InvalidKeyError("signed with a key that the provider does not show")
+        *others, last = keys[-MAX_TRIED:]
+        for key in others:
+            with suppress(self._jwt.InvalidSignatureError, self._jwt.InvalidAlgorithmError):
+                return self._said(token, key)
+        return self._said(token, last)
+
+    def _said(self, token: str, key: "PyJWK") -> dict[str, Any]:
+        return self._jwt.decode(
+            token,
+            key,
+            algorithms=[key.algorithm_name],  # the key's own: a token cannot choose
+            audience=self._config.audience,
+            issuer=self._config.issuer,
+            leeway=LEEWAY_S,
+            options={"require": ["exp", "iss", "aud"]},
+        )
+
+
+def _refused(reason: str) -> Unauthorised:
+    return Unauthorised(f"The token is not accepted ({reason}).", "invalid_token")
+
+
+def _told(error: Exception) -> str:
+    """An error as the log may have it: aiohttp's words hold the request, with its headers and its URL's password and query."""
+    if isinstance(error, aiohttp.ClientResponseError):
+        return f"{_without_secrets(error.request_info.real_url)} answered {error.status}"
+    if isinstance(error, aiohttp.InvalidURL):
+        return "its discovery document names no URL"
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _without_secrets(url: URL) -> URL:
+    return url.with_user(None).with_query(None).with_fragment(None)
+
+
+def looks_like_a_token(key: str) -> bool:
+    """Whether this is a JWT in its compact form, not one of our keys."""
+    return key.startswith("eyJ") and key.count(".") == 2
+
+
+class Provider:
+    """Keeps the provider's keys fresh."""
+
+    def __init__(self, config: OidcConfig, tokens: Tokens, on_asked: Callable[[str], None]) -> None:
+        """`on_asked` is told what became of each question: "ok", or a reason."""
+        self._config = config
+        self._tokens = tokens
+        self._on_asked = on_asked
+        self._is_wanted = asyncio.Event()
+        tokens.wanted = self._is_wanted.set
+
+    async def run(self) -> None:
+        """Asks on and on."""
+        failures = 0
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as http:
+            while True:
+                self._is_wanted.clear()
+                try:
+                    self._tokens.take_keys(await self._keys(http))
+                    failures = 0
+                    self._on_asked("ok")
+                except (aiohttp.ClientError, TimeoutError, BodyTooLong, *NOT_JSON, ValueError) as error:
+                    if not failures:
+                        log.warning("%s: its keys cannot be had, those known stay: %s",
+                                    _without_secrets(URL(self._config.issuer)), _told(error))  # fmt: skip
+                    failures += 1
+                    self._on_asked(type(error).__name__)
+                await self._pause(failures)
+
+    async def _pause(self, failures: int) -> None:
+        if failures and not self._tokens.is_ready:
+            await asyncio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S)) - 1])
+            return
+        await asyncio.sleep(SOONEST_S)
+        try:
+            async with asyncio.timeout(SOONEST_S if failures else REFRESH_S):
+                await self._is_wanted.wait()
+        except TimeoutError:
+            return
+
+    async def _keys(self, http: aiohttp.ClientSession) -> Mapping[str, Any]:
+        url = self._config.jwks_url
+        if not url:
+            discovered = await self._document(http, self._config.issuer.rstrip("/") + DISCOVERY)
+            url = discovered.get("jwks_uri", "")
+            if not isinstance(url, str) or discovered.get("issuer") != self._config.issuer:
+                raise ValueError(f"the discovery document is not that of {self._config.issuer}")
+            OidcConfig(jwks_url=url)  # as safe as one that is configured
+        return await self._document(http, url)
+
+    async def _document(self, http: aiohttp.ClientSession, url: str) -> Mapping[str, Any]:
+        async with http.get(url, allow_redirects=False, raise_for_status=True) as answer:
+            body = await read_bounded(answer.content.iter_any(), MAX_ANSWER_BYTES)
+        document = msgspec.json.decode(body)
+        if not isinstance(document, dict):
+            raise ValueError(f"{_without_secrets(URL(url))} gave no JSON object")
+        return document

@@ -1,0 +1,1 @@
+"""What the gateway knows of nodes and links, and how it speaks to agents."""

@@ -1,0 +1,500 @@
+"""The gateway's side of node.proto: one agent, called over gRPC or a kept connection, answering in values of ours."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from math import inf
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from gateway.cluster.agent_connection import CallConnection, KeptCalls
+from gateway.cluster.pinned_prefixes import Kept, kept_from
+from gateway.errors import NodeError, unheard
+from gateway.prompt.prompt import Prompt
+from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared, Medium
+from hybrid_cache.hashing.block_hash import HASH_BYTES, split_hashes
+from planner.decisions.shares import Grant
+from transport.control.credentials import channel_credentials, channel_options
+from transport.control.messages import Rooms, TicketInfo
+from transport.control.proto import node_pb2 as pb
+from transport.control.proto.node_pb2_grpc import NodeAgentStub
+from transport.control.tickets import MAX_CONTROL_BYTES, REASON_KEY, ticket_info, ticket_message
+from transport.wire.identity import Identity
+
+MAX_EVENT_HASHES: Final = 2048
+MAX_STEPS: Final = 64  # step times in a report: nodes have a dozen
+REASONS: Final = {
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "no_capacity",
+    grpc.StatusCode.UNAVAILABLE: "unreachable",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "timeout",
+    grpc.StatusCode.FAILED_PRECONDITION: "not_ready",
+    grpc.StatusCode.INVALID_ARGUMENT: "invalid",
+}
+# What gRPC says of a node whose certificate is not accepted; of ours, the node's side tells nothing but a closed socket.
+NOT_WHO_WE_MEANT: Final = ("handshake failed", "Hostname Verification Check failed", "CERTIFICATE_VERIFY_FAILED")
+SILENT: Final = "engine_silent"
+STATES: Final = {
+    pb.NODE_STATE_STARTING: "starting",
+    pb.NODE_STATE_READY: "ready",
+    pb.NODE_STATE_DRAINING: "draining",
+    pb.NODE_STATE_ENGINE_DOWN: "engine_down",
+    pb.NODE_STATE_CONVERTING: "converting",
+    pb.NODE_STATE_ENGINE_SILENT: SILENT,
+}
+MEDIA: Final = {pb.MEDIUM_SSD: Medium.SSD, pb.MEDIUM_ENGINE: Medium.ENGINE}  # anything else is memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeInfo:
+    """Who a node is. `layout_json` is empty until its engine has said which model it runs."""
+
+    node_id: str
+    cluster: str
+    cluster_kind: str
+    role: str
+    state: str
+    engine_url: str
+    model_id: str
+    layout_json: str
+    layout_fingerprint: str
+    max_model_len: int
+    boot_id: str
+    engine_pid: int = 0
+    block_size: int = 0
+    role_epoch: int = 0  # of the newest command to change its role
+    not_done_json: str = ""  # what its engine does nothing about
+    adapters: tuple[str, ...] = ()  # that its engine serves beside the model
+    takes_media: bool = False  # its engine takes messages with images, sounds or videos
+    calls_port: int = 0  # where it takes calls over kept connections; 0: nowhere
+    version: str = ""  # of what it runs; empty: of a time when nodes did not say
+    contexts: tuple[Kept, ...] = ()
+    wall_clock_s: float = 0.0  # since 1970 by its clock, when it said this; 0: it did not
+    rooms: Rooms | None = None  # how its engine is paired; None: by tickets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """A node's way to another role: how the newest command stands. `role` is what the node does now."""
+
+    epoch: int
+    role: str
+    target: str
+    is_under_way: bool
+    outcome: str
+    detail: str
+    drain_s: float
+    control_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkLoad:
+    """Egress from a node to the cluster `peer`. `available_bytes_per_s` is 0 while unknown, as round trips are."""
+
+    peer: str
+    available_bytes_per_s: float
+    utilisation: float
+    retransmit_ratio: float
+    rtt_s: float
+    min_rtt_s: float
+    congested: bool
+    queued_bytes: int
+    estimate_error: float
+    budget_bytes_per_s: float = 0.0  # 0: none
+    own_budget_bytes_per_s: float = 0.0  # the same, whatever the node's share of the line's is now
+    inflated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What of a node's arena a new prompt could have: in pages, and in tokens of a prompt that fits.
+
+    `free_tokens` fit into the free pages alone, `tokens` into these and what eviction would free.
+    """
+
+    pages_total: int
+    pages_free: int
+    pages_evictable: int
+    free_tokens: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLoad:
+    """How busy a node said it is. `slots` of 0 and a `room` of None are not known; for `steps` see `NodeView`."""
+
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    egress_bytes_total: int = 0
+    links: tuple[LinkLoad, ...] = ()
+    slots: int = 0
+    steps: tuple[tuple[float, float], ...] = ()
+    room: Room | None = None
+    clock_s: float = 0.0  # the node's own, when it said this
+    budgets: Mapping[str, float] = field(default_factory=dict)  # its own by destination, "" all others; 0: none
+
+
+NodeEvent = NodeInfo | NodeLoad | Kept | BlocksStored | BlocksRemoved | CacheCleared
+
+
+class AgentClient:
+    """One agent. Every call has a deadline; every failure is a NodeError with a reason label."""
+
+    def __init__(
+        self,
+        address: str,
+        timeout_s: float,
+        identity: Identity | None = None,
+        name: str = "",
+        by_grpc: Callable[[str], None] = lambda reason: None,
+        holder: str = "",
+    ) -> None:
+        """`by_grpc` is told why a call that every request makes did not go over a kept connection.
+
+        `holder` names this process: the agent frees what it holds once its connections are gone. "": with the lease.
+        """
+        self.address = address
+        self.timeout_s = timeout_s
+        self._identity = identity
+        self._version = identity.version() if identity is not None else ()
+        self._name = name
+        self.kept = KeptCalls(address, timeout_s, identity, name, holder)
+        self._holder = holder
+        self._by_grpc = by_grpc
+        self._channel = self._open()
+        self._stub: Any = NodeAgentStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def _open(self) -> grpc.aio.Channel:
+        options: list[tuple[str, Any]] = [
+            ("grpc.max_send_message_length", MAX_CONTROL_BYTES),
+            ("grpc.max_receive_message_length", MAX_CONTROL_BYTES),
+            # A node that comes back must be found at once, not after gRPC's own backoff of up to two minutes.
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 2000),
+        ]
+        if self._identity is None:
+            return grpc.aio.insecure_channel(self.address, options=options)
+        options += channel_options(self._name)
+        return grpc.aio.secure_channel(self.address, channel_credentials(self._identity), options=options)
+
+    async def renew(self) -> None:
+        """Takes up a certificate that has changed, for connections from now on. Raises NodeError."""
+        if self._identity is None:
+            return
+        try:
+            version = self._identity.version()
+            if version == self._version:
+                return
+            self._identity.check()
+            old, self._channel = self._channel, self._open()
+        except OSError as error:
+            raise NodeError(self.address, "identity", str(error)) from error
+        self._version = version
+        self._stub = NodeAgentStub(self._channel)  # type: ignore[no-untyped-call]
+        await old.close(self.timeout_s)
+
+    async def close(self) -> None:
+        await self.kept.close()
+        await self._channel.close()
+
+    async def describe(self) -> tuple[NodeInfo, NodeLoad]:
+        """Who the node is, and how busy."""
+        node = await self._call(self._stub.Describe, pb.DescribeRequest())
+        return info_from(node), load_from(node.load)
+
+    async def convert(
+        self, epoch: int, role: str, *, drain_timeout_s: float = 0.0, verify_timeout_s: float = 0.0, wait_s: float = 0.0
+    ) -> Conversion:
+        """Has the node change its role, or says how that stands; waits up to `wait_s` for its end. 0: the node's own limits."""
+        message = pb.ConvertRequest(
+            epoch=epoch, role=role, drain_timeout_s=drain_timeout_s, verify_timeout_s=verify_timeout_s, wait_s=wait_s
+        )
+        return conversion_from(await self._call(self._stub.Convert, message, self.timeout_s + wait_s))
+
+    async def reserve(self, request_id: str, prompt: Prompt, ttl_s: float, tenant: str = "") -> TicketInfo:
+        """Room for the KVCache of all but the last token of `prompt` on this decode node, of the part of `tenant`."""
+        message = pb.ReserveRequest(
+            request_id=request_id,
+            num_tokens=prompt.transfer_tokens,
+            tokens_digest=prompt.digest,
+            ttl_s=ttl_s,
+            tenant=tenant,
+        )
+        return await self._reserve(message, prompt.hashes)
+
+    async def reserve_prefix(
+        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, ttl_s: float
+    ) -> TicketInfo:
+        """Room for a prefix of whole blocks that another node will send."""
+        message = pb.ReserveRequest(request_id=request_id, num_tokens=num_tokens, ttl_s=ttl_s, prefix_only=True)
+        return await self._reserve(message, hashes)
+
+    async def load(self, request_id: str, hashes: Sequence[bytes], ticket: TicketInfo, timeout_s: float) -> int:
+        """Has this node send a prefix that it holds to the holder of `ticket`; returns the bytes sent."""
+        message = pb.LoadRequest(request_id=request_id, block_hashes=b"".join(hashes), ticket=ticket_message(ticket))
+        return int((await self._call(self._stub.Load, message, timeout_s)).bytes_sent)
+
+    async def commit(self, transfer_id: str, timeout_s: float) -> None:
+        """Waits until a prefix has landed here and can be hit."""
+        done = await self._call(self._stub.Commit, pb.TransferRef(transfer_id=transfer_id), timeout_s)
+        if not done.ok:
+            raise NodeError(self.address, "not_landed", done.reason)
+
+    async def share_egress(
+        self, holder: str, cluster: str, grant: Grant, *, serial: int, lease_s: float, until_clock_s: float
+    ) -> None:
+        """Gives this node another part of a line's budget, for a time. Raises NodeError."""
+        message = pb.EgressShare(
+            holder=holder,
+            serial=serial,
+            cluster=cluster,
+            bytes_per_s=grant.bytes_per_s,
+            own_bytes_per_s=grant.own_bytes_per_s,
+            lease_s=lease_s,
+            until_clock_s=until_clock_s,
+        )
+        await self._call(self._stub.ShareEgress, message, min(self.timeout_s, lease_s))
+
+    async def drop_prefix(self, hashes: Sequence[bytes], keep_tokens: int, unused_s: float) -> int:
+        """Has this node give up a prefix beyond `keep_tokens`, unless used within `unused_s`; returns the pages freed."""
+        message = pb.DropPrefixRequest(block_hashes=b"".join(hashes), keep_tokens=keep_tokens, unused_s=unused_s)
+        return int((await self._call(self._stub.DropPrefix, message)).pages)
+
+    async def keep(
+        self,
+        context_id: str,
+        hashes: Sequence[bytes],
+        num_tokens: int,
+        owner: str,
+        ttl_s: float,
+        budget_tokens: int,
+    ) -> Kept:
+        """Has this node keep what it has of a prefix, which it may keep already. Raises NodeError."""
+        message = pb.ContextRequest(
+            context_id=context_id,
+            block_hashes=b"".join(hashes),
+            num_tokens=num_tokens,
+            owner=owner,
+            ttl_s=ttl_s,
+            budget_tokens=budget_tokens,
+        )
+        return kept_from(await self._call(self._stub.CreateContext, message))
+
+    async def delete_context(self, context_id: str, owner: str) -> None:
+        """Has this node keep a prefix no longer. Raises NodeError."""
+        await self._call(self._stub.DeleteContext, pb.ContextRequest(context_id=context_id, owner=owner))
+
+    async def probe(self, ticket: TicketInfo, timeout_s: float) -> str:
+        """Has this node ask the receiver that `ticket` names for an answer; "" when one came, else why not."""
+        done = await self._call(self._stub.Probe, ticket_message(ticket), timeout_s)
+        return "" if done.ok else done.reason or "other"
+
+    async def abort(self, transfer_id: str, reason: str) -> None:
+        """Frees what a reservation, or a push to it, still holds here."""
+        message = pb.AbortRequest(transfer_id=transfer_id, reason=reason)
+        if (answer := self._asked(pb.Call(abort=message))) is not None:
+            _unless_refused(await answer, self.address)
+            return
+        await self._call(self._stub.Abort, message)
+
+    async def watch(self, load_interval_s: float, silence_s: float) -> AsyncGenerator[NodeEvent, None]:
+        """Events until the stream ends or is silent for `silence_s`. Raises NodeError, also on a lost event."""
+        await self.renew()
+        stream = self._stub.Watch(pb.WatchRequest(load_interval_s=load_interval_s, holder=self._holder))
+        last_seq: int | None = None
+        try:
+            while True:
+                event = await _next(stream, silence_s, self.address)
+                if last_seq is not None and event.seq != last_seq + 1:
+                    raise NodeError(self.address, "event_gap", f"{event.seq} after {last_seq}")
+                last_seq = event.seq
+                for value in events_from(event):
+                    if isinstance(value, NodeInfo):
+                        self.kept.offered(value.calls_port)
+                    yield value
+                    await asyncio.sleep(0)  # a long snapshot must not hold the event loop
+        finally:
+            stream.cancel()
+
+    async def _reserve(self, message: pb.ReserveRequest, hashes: Sequence[bytes]) -> TicketInfo:
+        message.holder, message.block_hashes = self._holder, b"".join(hashes)
+        if (answer := self._asked(pb.Call(reserve=message))) is not None:
+            return ticket_info(_unless_refused(await answer, self.address).ticket)
+        return ticket_info(await self._call(self._stub.Reserve, message))
+
+    def _asked(self, call: pb.Call) -> "asyncio.Future[pb.CallAnswer] | None":
+        """The answer to a call over the kept connection; None where there is none: then it is to go by gRPC."""
+        connection = self.kept.connection()
+        if isinstance(connection, CallConnection):
+            return connection.ask(call, self.timeout_s)
+        self._by_grpc(connection)
+        return None
+
+    async def _call(self, method: Any, message: Any, timeout_s: float | None = None) -> Any:
+        try:
+            return await method(message, timeout=self.timeout_s if timeout_s is None else timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise node_error(self.address, error) from error
+
+
+async def _next(stream: Any, silence_s: float, address: str) -> pb.NodeEvent:
+    loop = asyncio.get_running_loop()
+    due = loop.time() + silence_s
+    try:
+        async with asyncio.timeout_at(due):
+            event: pb.NodeEvent = await stream.read()
+    except TimeoutError as error:
+        raise unheard(address, silence_s, loop.time() - due) from error
+    except grpc.aio.AioRpcError as error:
+        raise node_error(address, error) from error
+    if event is grpc.aio.EOF:
+        raise NodeError(address, "stream_ended")
+    return event
+
+
+def _unless_refused(answer: pb.CallAnswer, address: str) -> pb.CallAnswer:
+    if answer.HasField("refusal"):
+        raise NodeError(address, answer.refusal.reason, answer.refusal.detail)
+    return answer
+
+
+def node_error(address: str, error: grpc.aio.AioRpcError) -> NodeError:
+    """The foreign error as ours, with the label it is counted under."""
+    code = error.code()
+    labels = [str(value) for key, value in error.trailing_metadata() or () if key == REASON_KEY]
+    details = error.details() or ""
+    if not labels and any(sign in details for sign in NOT_WHO_WE_MEANT):
+        labels = ["identity"]
+    return NodeError(address, labels[0] if labels else REASONS.get(code, code.name.lower()), details)
+
+
+def events_from(event: pb.NodeEvent) -> Iterator[NodeEvent]:
+    """The values that one proto event stands for; each is made when it is asked for."""
+    match event.WhichOneof("event"):
+        case "description":
+            yield info_from(event.description)
+            yield load_from(event.description.load)
+        case "load":
+            yield load_from(event.load)
+        case "snapshot":
+            yield CacheCleared()
+            for group in event.snapshot.groups:
+                yield from _in_parts(BlocksStored, group)
+        case "stored":
+            yield from _in_parts(BlocksStored, event.stored)
+        case "removed":
+            yield from _in_parts(BlocksRemoved, event.removed)
+        case "context":
+            yield kept_from(event.context)
+        case "cleared":
+            every = event.cleared.medium == pb.MEDIUM_UNSPECIFIED
+            yield CacheCleared(None if every else _medium(event.cleared.medium))
+        case _:
+            return  # an event of a later version
+
+
+def info_from(node: pb.NodeDescription) -> NodeInfo:
+    """A description as a value."""
+    return NodeInfo(
+        node_id=node.node_id,
+        cluster=node.cluster,
+        cluster_kind=node.cluster_kind,
+        role=node.role,
+        state=STATES.get(node.state, "unknown"),
+        engine_url=node.engine_url.rstrip("/"),
+        model_id=node.model_id,
+        layout_json=node.layout_json,
+        layout_fingerprint=node.layout_fingerprint,
+        max_model_len=node.max_model_len,
+        not_done_json=node.not_done_json,
+        adapters=tuple(node.adapters),
+        takes_media=node.takes_media,
+        boot_id=node.boot_id,
+        engine_pid=node.engine_pid,
+        block_size=node.block_size,
+        role_epoch=node.conversion.epoch,
+        calls_port=node.calls_port,
+        version=node.version,
+        wall_clock_s=node.wall_clock_s,
+        contexts=tuple(kept_from(context) for context in node.contexts),
+        rooms=Rooms(node.rooms.host, node.rooms.port) if node.HasField("rooms") else None,
+    )
+
+
+def conversion_from(conversion: pb.Conversion) -> Conversion:
+    """How a conversion stands, as a value."""
+    return Conversion(
+        epoch=conversion.epoch,
+        role=conversion.role,
+        target=conversion.target,
+        is_under_way=conversion.phase in (pb.CONVERSION_PHASE_DRAINING, pb.CONVERSION_PHASE_VERIFYING),
+        outcome=conversion.outcome,
+        detail=conversion.detail,
+        drain_s=conversion.drain_s,
+        control_s=conversion.control_s,
+    )
+
+
+def load_from(load: pb.Load) -> NodeLoad:
+    """A load report as a value."""
+    return NodeLoad(
+        running=load.running,
+        waiting=load.waiting,
+        queued_tokens=load.queued_tokens,
+        egress_bytes_total=load.egress_bytes_total,
+        links=tuple(
+            LinkLoad(
+                peer=link.peer,
+                available_bytes_per_s=link.available_bytes_per_s,
+                utilisation=link.utilisation,
+                retransmit_ratio=link.retransmit_ratio,
+                rtt_s=link.rtt_s,
+                min_rtt_s=link.min_rtt_s,
+                congested=link.congested,
+                inflated=link.inflated,
+                queued_bytes=link.queued_bytes,
+                estimate_error=link.estimate_error,
+                budget_bytes_per_s=link.budget_bytes_per_s,
+                own_budget_bytes_per_s=link.own_budget_bytes_per_s,
+            )
+            for link in load.links
+        ),
+        clock_s=load.clock_s,
+        budgets=dict(load.budgets),
+        slots=load.slots,
+        steps=_steps_from(load.steps),
+        room=_room_from(load.room) if load.HasField("room") else None,
+    )
+
+
+def _steps_from(steps: Iterable[pb.StepTime]) -> tuple[tuple[float, float], ...]:
+    """By rising batch; what makes no sense is left out, and so is what is too much."""
+    sane = {step.batch: step.seconds for step in islice(steps, MAX_STEPS) if step.batch > 0 and 0 < step.seconds < inf}
+    return tuple(sorted(sane.items()))
+
+
+def _room_from(room: pb.Room) -> Room:
+    return Room(
+        pages_total=room.pages_total,
+        pages_free=room.pages_free,
+        pages_evictable=room.pages_evictable,
+        free_tokens=room.free_tokens,
+        tokens=room.tokens,
+    )
+
+
+def _in_parts(
+    kind: type[BlocksStored | BlocksRemoved], message: pb.BlocksStored | pb.BlocksRemoved
+) -> Iterator[NodeEvent]:
+    """The event in parts that are taken in one at a time."""
+    hashes, medium = message.hashes, _medium(message.medium)  # once: a message makes a copy each time
+    step = MAX_EVENT_HASHES * HASH_BYTES
+    for start in range(0, len(hashes), step):
+        yield kind(message.group, tuple(split_hashes(hashes[start : start + step])), medium)
+
+
+def _medium(medium: pb.Medium) -> Medium:
+    return MEDIA.get(medium, Medium.MEMORY)

@@ -1,0 +1,333 @@
+"""The links between clusters: what their senders report, what was promised to them, and whether they carry anything.
+
+A transfer whose receiver could not be reached opens the breaker of its path and of all others over the same line; requests then
+leave the link alone, until a probe (gateway.cluster.link_probes) has had an answer. Whose fault a failure was is asked before: a
+receiver that is gone itself says nothing of the way to it. What follows of either is `planner.decisions.paths`'s to say.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+from msgspec.structs import replace
+
+from gateway.cluster.agent_client import LinkLoad
+from gateway.cluster.node import Node
+from gateway.request.request import PrefillOutcome
+from planner.decisions.coding import CodingEstimate
+from planner.decisions.lines import BOUND, shared_line
+from planner.decisions.paths import PATH_FAILED, Paths
+from planner.decisions.views import ClusterKind, LinkView, Role
+
+log = logging.getLogger("prfaas.gateway.links")
+
+PRFAAS: Final = ClusterKind.PRFAAS.value
+UNHEARD: Final = "unheard"  # of a sender whose agent does not answer the gateway
+
+
+# Of senders their names, what they report, were promised and may send.
+_Sender = tuple[str, LinkLoad | None, int, float | None]
+# Senders; those that cannot send; pairs without a way; what coding makes of bytes. Last, whether it is drained.
+_Seen = tuple[tuple[_Sender, ...], tuple[str, ...], tuple[tuple[str, str], ...], float, bool]
+
+
+class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A link as `GET /prfaas/links` shows it; `lost` are pairs without a way.
+
+    `senders` are the states of their breakers by node, UNHEARD of one whose agent does not answer.
+    """
+
+    source: str
+    destination: str
+    up: bool
+    drained: bool
+    senders: dict[str, str]
+    lost: tuple[tuple[str, str], ...]
+    available_bytes_per_s: float | None
+    budget_bytes_per_s: float | None
+    utilisation: float
+    queued_bytes: float
+    promised_bytes: float
+    rtt_s: float  # the longest that a sender measures now, whatever of it decisions take for a queue
+    min_rtt_s: float
+    congested: bool
+    coded_ratio: float  # coded over plain bytes, while the link binds
+
+
+class Links:
+    """All links. `nodes` are all nodes there are, whatever their state; `expected` links there are before they are heard of."""
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        clock: Callable[[], float],
+        unmeasured_bytes_per_s: float = 0.0,
+        on_failed: Callable[[str, str], None] = lambda source, destination: None,
+        expected: Sequence[tuple[str, str]] = (),
+        is_budget_shared: bool = False,
+    ) -> None:
+        """With `is_budget_shared` what one sender of a line does not need of its budget is another's."""
+        self._nodes = nodes
+        self._clock = clock
+        self._unmeasured_bytes_per_s = unmeasured_bytes_per_s
+        self._on_failed = on_failed
+        self._expected = expected
+        self._is_budget_shared = is_budget_shared
+        self._paths = Paths()
+        self._drained: frozenset[tuple[str, str]] = frozenset()
+        self._coding: dict[tuple[str, str], CodingEstimate] = {}  # by (source, destination)
+        self._viewed: dict[tuple[str, str], tuple[_Seen, LinkView]] = {}  # the last views, and what they were made of
+
+    @property
+    def num_failed(self) -> int:
+        """Paths that failed and of which nobody has heard since."""
+        return self._paths.num_failed
+
+    # What decisions ask
+
+    def views(self) -> list[LinkView]:
+        """The egress from each PrfaaS cluster to each PD cluster, as all its senders together see it.
+
+        A link that no node has measured yet is taken to be up, its bandwidth what the configuration says, or unknown. A
+        link stays listed, and is down, while no agent of its senders answers.
+        """
+        senders: dict[str, list[Node]] = {}
+        destinations: dict[str, None] = {}
+        for node in self._nodes:
+            info = node.info
+            if info is None:
+                continue
+            if info.cluster_kind == PRFAAS:
+                connected = senders.setdefault(info.cluster, [])
+                if node.connected:
+                    connected.append(node)
+            else:
+                destinations[info.cluster] = None
+        ways = dict.fromkeys((source, to) for source in senders for to in destinations)
+        ways |= dict.fromkeys((*self._expected, *sorted(self._drained)))
+        viewed = {(source, to): self._view(source, to, senders.get(source, ())) for source, to in ways}
+        self._viewed = viewed
+        return [view for _, view in viewed.values()]
+
+    def is_up(self, sender: Node, receiver: Node) -> bool:
+        """Whether anything may be sent that way. Within a cluster there is no link that could fail."""
+        if sender.cluster == receiver.cluster:
+            return True
+        way = (sender.cluster, receiver.cluster)
+        is_drained = way in self._drained or way[::-1] in self._drained  # it is one line that is to be worked at
+        return not is_drained and self._paths.is_up(sender.id, receiver.id, receiver.cluster)
+
+    def cut_off_from(self, receiver: str) -> set[str]:
+        """Senders that do not reach that node, although they reach others of its cluster."""
+        return self._paths.cut_off_from(receiver)
+
+    def _view(self, source: str, destination: str, senders: Sequence[Node]) -> tuple["_Seen", LinkView]:
+        not_up = self._paths.not_up()
+        cut_off = tuple(node.id for node in senders if (node.id, destination) in not_up) if not_up else ()
+        able = [node for node in senders if node.id not in cut_off] if cut_off else senders
+        made_of = (
+            tuple([_sender(node, destination) for node in able]),
+            cut_off,
+            self._lost_pairs(source, destination),
+            self._coded_ratio(source, destination),
+            (source, destination) in self._drained,
+        )
+        known = self._viewed.get((source, destination))
+        # Nodes report now and then, decisions come in between.
+        if known is not None and known[0] == made_of:
+            return known
+        return made_of, self._line(source, destination, made_of)
+
+    def _line(self, source: str, destination: str, made_of: "_Seen") -> LinkView:
+        senders, cut_off, lost, coded_ratio, drained = made_of
+        seen = {
+            name: _seen_by_sender(source, destination, load, promised, budget)
+            for name, load, promised, budget in senders
+        }
+        own = {name: view for name, view in seen.items() if view is not None}
+        # Promised by nodes that have not sent there yet, and say nothing of their budget.
+        unseen_bytes = sum(promised for name, _, promised, _ in senders if name not in own)
+        line = shared_line([*own.values()]) if own else LinkView(source=source, destination=destination)
+        # Without budgets, or with shared ones, what one sender leaves of the line is for the others.
+        is_theirs = line.budget_bytes_per_s is not None and len(own) == len(senders) > 1 and not self._is_budget_shared
+        return replace(
+            line,
+            up=bool(senders) and not drained,
+            drained=drained,
+            cut_off=cut_off,
+            lost=lost,
+            available_bytes_per_s=line.available_bytes_per_s or self._unmeasured_bytes_per_s or None,
+            promised_bytes=line.promised_bytes + unseen_bytes,
+            coded_ratio=coded_ratio,
+            senders=tuple(
+                (name, replace(view, coded_ratio=coded_ratio, rtt_s=view.rtt_s or line.min_rtt_s))
+                for name, view in (own.items() if is_theirs else ())
+            ),
+        )
+
+    def _coded_ratio(self, source: str, destination: str) -> float:
+        known = self._coding.get((source, destination))
+        return 1.0 if known is None else round(known.ratio(self._clock()), 2)
+
+    def learn_coding(self, sender: Node, receiver: Node, outcome: PrefillOutcome) -> None:
+        """What a transfer over a link was made of: what the next one will be, once the link binds."""
+        if sender.cluster == receiver.cluster or not outcome.delivered:
+            return
+        path, waited_s = (sender.cluster, receiver.cluster), outcome.delivered_s - outcome.prefill_end_s
+        known = self._coding.setdefault(path, CodingEstimate())
+        known.observe(outcome.bytes_total, outcome.bytes_saved, waited_s, self._clock())
+
+    def _lost_pairs(self, source: str, destination: str) -> tuple[tuple[str, str], ...]:
+        if not (pairs := self._paths.lost_pairs()):
+            return ()
+        clusters = {node.id: node.cluster for node in self._nodes}
+        wanted = (source, destination)
+        return tuple(pair for pair in pairs if (clusters.get(pair[0]), clusters.get(pair[1])) == wanted)
+
+    def status(self) -> list["LinkStatus"]:
+        """Every link, and the state of each of its senders, for operators."""
+        return [
+            LinkStatus(
+                source=view.source,
+                destination=view.destination,
+                up=view.up,
+                drained=view.drained,
+                senders={
+                    node.id: str(self._paths.state(node.id, view.destination)) if node.connected else UNHEARD
+                    for node in self._nodes
+                    if node.info is not None and node.cluster == view.source
+                },
+                lost=view.lost,
+                available_bytes_per_s=view.available_bytes_per_s,
+                budget_bytes_per_s=view.budget_bytes_per_s,
+                utilisation=view.utilisation,
+                queued_bytes=view.queued_bytes,
+                promised_bytes=view.promised_bytes,
+                rtt_s=max([load.rtt_s for load in self._loads(view)], default=0.0),
+                min_rtt_s=view.min_rtt_s,
+                congested=view.congested,
+                coded_ratio=view.coded_ratio,
+            )
+            for view in self.views()
+        ]
+
+    def _loads(self, view: LinkView) -> list[LinkLoad]:
+        senders = (node for node in self._nodes if node.connected and node.cluster == view.source)
+        return [load for node in senders if (load := node.link_to(view.destination)) is not None]
+
+    # What operators want
+
+    def drain(self, links: frozenset[tuple[str, str]]) -> None:
+        """Nothing new goes over these links, by (source, destination); over all others what may. What is under way goes on."""
+        for source, destination in sorted(links ^ self._drained):
+            what = "drained" if (source, destination) in links else "used again"
+            log.warning("link from=%s to=%s is %s, as operators want it", source, destination, what)
+        self._drained = links
+
+    # What transfers and probes have seen
+
+    def failed(self, sender: Node, receiver: Node) -> None:
+        """`sender` had no connection to `receiver`, which is well itself."""
+        siblings = [node.id for node in self._nodes if node is not sender and node.cluster == sender.cluster]
+        if self._paths.failed(sender.id, siblings, receiver.id, receiver.cluster, self._clock()):
+            self._on_failed(sender.cluster, receiver.cluster)
+            log.warning(
+                "link from=%s to=%s is down: node %s cannot reach %s; long prompts stay at home",
+                sender.cluster, receiver.cluster, sender.id, receiver.id,
+            )  # fmt: skip
+
+    def still_down(self, sender: Node, receiver: Node) -> None:
+        """A probe of the way to `receiver` had no answer; of the sender's siblings' it says nothing."""
+        self._paths.still_down(sender.id, receiver.id, receiver.cluster, self._clock())
+
+    def arrived(self, sender: Node, receiver: Node) -> None:
+        """Something got through: the line is well, and receivers of it that were not reached have no such excuse any more."""
+        found = self._paths.arrived(sender.id, receiver.id, receiver.cluster, self._clock())
+        for lost in found.left_out:
+            log.warning("node %s reaches %s but not %s, to which it sends nothing", sender.id, receiver.id, lost)
+        if found.is_back:
+            log.info("link from=%s to=%s is up again for node %s", sender.cluster, receiver.cluster, sender.id)
+
+    def unasked(self, sender: Node, receiver: Node) -> None:
+        """`sender` knows no probes, being of an earlier version: a request may try the way."""
+        self._paths.unasked(sender.id, receiver.id, receiver.cluster)
+
+    # What is to be probed
+
+    def probes(self) -> list[tuple[Node, list[Node]]]:
+        """Senders with a way to be probed now, and the receivers to try, one after the other."""
+        now = self._clock()
+        by_id = {node.id: node for node in self._nodes}
+        self._forget(by_id)
+        lines = [
+            (by_id[sender], self._candidates(sender, destination, now, by_id))
+            for sender, destination in self._paths.lines_to_probe(now)
+        ]
+        pairs = [
+            (by_id[sender], [by_id[receiver]] if by_id[receiver].is_ready(now) else [])
+            for sender, receiver in self._paths.pairs_to_probe(now)
+        ]
+        return lines + pairs
+
+    def _candidates(self, sender: str, destination: str, now: float, by_id: Mapping[str, Node]) -> list[Node]:
+        """Decode nodes, for it is them that requests send to, in the order in which to try them."""
+        ready = [
+            node.id
+            for node in self._nodes
+            if node.cluster == destination and node.role == Role.DECODE and node.is_ready(now)
+        ]
+        return [by_id[each] for each in self._paths.in_order(sender, destination, ready)]
+
+    def _forget(self, by_id: Mapping[str, Node]) -> None:
+        """Nodes without a name of `by_id` are gone for good."""
+        clusters = {node.cluster for node in self._nodes}
+        self._paths.forget(by_id, clusters)
+        self._coding = {path: known for path, known in self._coding.items() if clusters.issuperset(path)}
+
+
+def is_path_failure(reason: str, sender: Node, receiver: Node, engine: tuple[str, int]) -> bool:
+    """Whether a transfer that ended for `reason` tells of the way: its receiver is there, and its `engine` what it was."""
+    return (
+        reason == PATH_FAILED
+        and sender.cluster != receiver.cluster
+        and receiver.state == "ready"
+        and receiver.engine == engine
+    )
+
+
+def _sender(node: Node, destination: str) -> _Sender:
+    promised_bytes = node.promised_bytes.get(destination, 0)
+    return node.id, node.link_to(destination), promised_bytes, node.own_budget_to(destination)
+
+
+def _seen_by_sender(
+    source: str, destination: str, load: LinkLoad | None, promised_bytes: int, budget_bytes_per_s: float | None
+) -> LinkView | None:
+    """The link as one sender has it; None where it has not sent there yet, and does not say what it may."""
+    budget = budget_bytes_per_s or None
+    if load is None:
+        if budget_bytes_per_s is None:
+            return None
+        return LinkView(
+            source=source, destination=destination, budget_bytes_per_s=budget, promised_bytes=promised_bytes
+        )
+    available, carried = load.available_bytes_per_s, load.available_bytes_per_s * load.utilisation
+    if budget not in (None, load.budget_bytes_per_s) and 0 < BOUND * load.budget_bytes_per_s <= available:
+        available = budget_bytes_per_s or 0.0  # held by its share of a moment, not by the line
+    return LinkView(
+        source=source,
+        destination=destination,
+        available_bytes_per_s=available or None,
+        budget_bytes_per_s=budget,
+        utilisation=min(1.0, carried / available) if available else 0.0,
+        retransmit_ratio=load.retransmit_ratio,
+        queued_bytes=load.queued_bytes,
+        # What is queued already was promised before.
+        promised_bytes=max(0, promised_bytes - load.queued_bytes),
+        congested=load.congested,
+        # Longer round trips are a queue only where the sender says so; else they say nothing.
+        rtt_s=load.rtt_s if load.inflated or not load.min_rtt_s else min(load.rtt_s, load.min_rtt_s),
+        min_rtt_s=load.min_rtt_s,
+        estimate_error=load.estimate_error,
+    )

@@ -1,0 +1,211 @@
+"""One node as the gateway knows it: what its agent says of it, and the work that this gateway has under way there."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from gateway.cluster.agent_client import AgentClient, LinkLoad, NodeInfo, NodeLoad
+from gateway.cluster.inflight_prefixes import Landing, Underway
+from gateway.cluster.pinned_prefixes import KeptContexts
+from hybrid_cache.index.index import Holding
+from planner.decisions.arrivals import Arrivals
+from planner.decisions.estimates import PrefillShare
+from planner.decisions.views import ClusterKind, NodeView, Role, room_beside
+
+KINDS: Final = {
+    kind.value: kind for kind in ClusterKind
+}  # an enum's own look-up is slow, and every node is viewed per prompt
+ROLES: Final = {role.value: role for role in Role}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a request adds to a node: tokens to compute, and KVCache to send to another cluster, in bytes."""
+
+    tokens: int = 0
+    destination: str = ""
+    promised_bytes: int = 0
+
+
+class Shared(Protocol):
+    """Where other processes see what this one has under way on a node."""
+
+    def pend(self, sign: int, work: Work) -> None: ...
+
+
+class Node:
+    """One node, as its agent last described it, and the work that this gateway has under way on it."""
+
+    def __init__(self, agent: AgentClient) -> None:
+        self.agent = agent
+        self.info: NodeInfo | None = None
+        self.load = NodeLoad()
+        self.reported_at = 0.0
+        self.connected = False
+        self.suspect_until = float("-inf")
+        self.contexts = KeptContexts()
+        self.pending_tokens = 0
+        self.pending_requests = 0
+        self.prefill_share = PrefillShare()
+        self.shared: Shared | None = None  # with workers beside this one, whose work is then in these numbers, too
+        self._own_requests = self._foreign = self._beyond = 0
+        self.promised_bytes: Counter[str] = Counter()  # by destination cluster, of requests that were sent here
+        self.underway = Underway()
+        self.arrivals: Arrivals[Landing] = Arrivals()
+        self.keeps_nothing_until = float("-inf")  # what landed here was not there for the next prompt
+        self._landing_tokens = (
+            0,
+            0,
+        )  # that requests sent here since the last report will need, and since the one before
+        self._viewed: tuple[tuple[Any, ...], NodeView] | None = None  # the last view, and what it was made of
+
+    def __repr__(self) -> str:
+        return f"<Node {self.id} {self.role} {self.state}, {self.pending_requests} pending>"
+
+    @property
+    def id(self) -> str:
+        return self.info.node_id if self.info else self.agent.address
+
+    @property
+    def role(self) -> str:
+        return self.info.role if self.info else "unknown"
+
+    @property
+    def cluster(self) -> str:
+        return self.info.cluster if self.info else "unknown"
+
+    @property
+    def state(self) -> str:
+        """The node's own state, or `down` while its agent does not answer."""
+        return self.info.state if self.connected and self.info else "down"
+
+    @property
+    def engine(self) -> tuple[str, int]:
+        """Which engine process this is: another value says that the one before is gone."""
+        return (self.info.boot_id, self.info.engine_pid) if self.info else ("", 0)
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether its engine is paired by rooms, and so does nothing alone."""
+        return self.info is not None and self.info.rooms is not None
+
+    def owned_tokens(self, owner: str) -> int:
+        """What it keeps for a tenant, as far as anybody knows: nothing, while it does not answer."""
+        return self.contexts.owned_tokens(owner) if self.connected else 0
+
+    def is_ready(self, now: float) -> bool:
+        """Whether new work may be sent here."""
+        return self.state == "ready" and now >= self.suspect_until
+
+    def link_to(self, cluster: str) -> LinkLoad | None:
+        """What it last said of its egress to a cluster; None if it has sent nothing there yet."""
+        for link in self.load.links:
+            if link.peer == cluster:
+                return link
+        return None
+
+    def own_budget_to(self, cluster: str) -> float | None:
+        """Its own egress budget to a cluster, whether it has sent anything there or not; 0: none; None: it does not say."""
+        budgets, link = self.load.budgets, self.link_to(cluster)
+        if (budget := budgets.get(cluster, budgets.get(""))) is not None:
+            return budget
+        return (link.own_budget_bytes_per_s or link.budget_bytes_per_s) if link is not None else None
+
+    def view(
+        self,
+        holding: Holding,
+        max_running: int,
+        now: float,
+        promised_tokens: int = 0,
+        landing_tokens: int = 0,
+        landing_s: float = 0.0,
+    ) -> NodeView:
+        """This node as a decision sees it that is about a prompt of which it holds `holding`; it must have been described.
+
+        Once it has computed what it computes now, it will hold `promised_tokens`; the attention of `landing_tokens` will be
+        there in `landing_s`.
+        """
+        load, share = self.load, self.prefill_share.at(now)
+        made_of = (
+            load,
+            self.info,
+            holding,
+            self.pending_tokens,
+            self.pending_requests,
+            share,
+            max_running,
+            promised_tokens,
+            landing_tokens,
+            landing_s,
+            self._landing_tokens,
+        )
+        # Of two prompts, most nodes hold as much: the system prompt, or nothing.
+        if self._viewed is not None and self._viewed[0] == made_of:
+            return self._viewed[1]
+        assert self.info is not None
+        hit = holding.hit
+        cached_tokens = max(hit.num_tokens, promised_tokens)
+        seen = NodeView(
+            node_id=self.info.node_id,
+            cluster=self.info.cluster,
+            kind=KINDS[self.info.cluster_kind],
+            role=ROLES[self.info.role],
+            queued_tokens=max(load.queued_tokens, self.pending_tokens),
+            running=max(load.running, self.pending_requests - load.waiting),
+            waiting=load.waiting,
+            max_running=min(max_running, load.slots or max_running),
+            cached_tokens=cached_tokens,
+            attention_tokens=hit.attention_tokens,
+            landing_tokens=landing_tokens,
+            landing_s=landing_s,
+            immovable_tokens=cached_tokens - holding.movable_tokens,
+            prefill_share=share,
+            prefills_alone=not self.is_paired,
+            room_tokens=self._room_tokens(hit.attention_tokens),
+            steps=load.steps,
+        )
+        self._viewed = made_of, seen
+        return seen
+
+    def _room_tokens(self, attention_tokens: int) -> int | None:
+        room = self.load.room
+        if room is None:
+            return None
+        return room_beside(room.free_tokens, room.tokens, attention_tokens) - sum(self._landing_tokens)
+
+    def expects(self, num_tokens: int) -> None:
+        """KVCache of so many tokens will be reserved here: its node's reports do not have it yet."""
+        since, before = self._landing_tokens
+        self._landing_tokens = since + num_tokens, before
+
+    def reported(self, load: NodeLoad, now: float = 0.0) -> None:
+        """What its agent says now; of what it has beyond ours, only what two reports agree on is another gateway's."""
+        beyond = max(0, load.running + load.waiting - self.pending_requests)  # ours do not end here and there at once
+        self.reported_at = now
+        self._foreign, self._beyond = min(beyond, self._beyond), beyond
+        # The first report after a decision may have been made before the reservation.
+        self._landing_tokens = 0, self._landing_tokens[0]
+        self.load = load
+
+    @property
+    def others(self) -> int:
+        """Requests here that are not this process's: other workers', other gateways'."""
+        return self._foreign + max(0, self.pending_requests - self._own_requests)
+
+    def take(self, work: Work) -> None:
+        """Counts a request's work here; `give_back` the same when it is over."""
+        self._pend(1, work)
+
+    def give_back(self, work: Work) -> None:
+        self._pend(-1, work)
+
+    def _pend(self, sign: int, work: Work) -> None:
+        self._own_requests += sign
+        self.pending_requests += sign
+        self.pending_tokens += sign * work.tokens
+        if work.promised_bytes:
+            self.promised_bytes[work.destination] += sign * work.promised_bytes
+            if not self.promised_bytes[work.destination]:
+                del self.promised_bytes[work.destination]
+        if self.shared is not None:
+            self.shared.pend(sign, work)

@@ -1,0 +1,417 @@
+"""The live view of every node: who is ready, how busy, what it has cached, and how its links are.
+
+One task per node reads its agent's event stream. The stream's life is the node's health: when it breaks, the node is
+out and its prefixes are forgotten; when it is back, a snapshot rebuilds them, so a gateway that restarts knows
+everything again. Nothing here is written down: nodes hold the truth, this is what the last event said.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from gateway.api.unsupported import NotDone
+from gateway.cluster.agent_client import SILENT, AgentClient, NodeEvent, NodeInfo, NodeLoad
+from gateway.cluster.node import Node
+from gateway.cluster.pinned_prefixes import Kept
+from gateway.errors import NodeError
+from gateway.prompt.prompt import Hashing, Model, Prompt
+from gateway.tasks import BACKOFF_S, TaskSet
+from hybrid_cache.cache.events import CacheEvent
+from hybrid_cache.errors import CacheError
+from hybrid_cache.hashing.block_hash import model_salt
+from hybrid_cache.index.index import NOTHING, Holding, PrefixIndex
+from hybrid_cache.layout.layout import ModelLayout
+from planner.decisions.routing import ReadyNodes
+from planner.decisions.views import ClusterKind, NodeView, Role
+
+log = logging.getLogger("prfaas.gateway.clusters")
+
+LOAD_INTERVAL_S: Final = 0.25
+SILENCE_S: Final = 10.0  # a node that reports its load every quarter of a second has been dead for long
+QUIET_S: Final = 5.0  # that an engine has said nothing, when its agent has not for longer: as good as gone
+STILL_S: Final = 1.0  # of one that is silent by its agent's word: of several servers of one engine others may go on
+DEATH_NEWS_S: Final = 1.0  # an agent sees its engine end within milliseconds, unless it went with it
+NO_LANDING: Final = (0, 0.0)
+_Named = list[tuple[str, Node]]  # nodes by their names, which take a moment to ask for
+SUSPECT_S: Final = 2.0  # how long a node whose engine failed a leg is left alone; its agent knows better by then
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model all paired nodes run: equal layouts, so that the KVCache of one is the KVCache of the other."""
+
+    name: str
+    model_id: str
+    layout: ModelLayout
+    max_model_len: int
+    hashing: Hashing
+    not_done: NotDone = field(default_factory=NotDone)
+    adapters: frozenset[str] = frozenset()  # of the model, that some decode node serves
+    takes_media: bool = False  # some decode node does
+    is_paired: bool = False  # engines are paired by rooms (`gateway.upstream.sglang_bootstrap`), else by tickets
+
+    def by(self, nodes: Sequence[NodeInfo]) -> "ServedModel":
+        """The same as `nodes` serve it: as long a context as all of them take, and what some of them can do."""
+        decodes = [info for info in nodes if info.role == Role.DECODE]
+        return replace(
+            self,
+            max_model_len=min((info.max_model_len for info in nodes), default=self.max_model_len),
+            not_done=NotDone.of(info.not_done_json for info in nodes),
+            adapters=frozenset(name for info in decodes for name in info.adapters) - {self.name, self.model_id},
+            takes_media=any(info.takes_media for info in decodes),
+        )
+
+    def as_read(self, group: str = "") -> Model:
+        """The model as reading a prompt of one of `group` sees it."""
+        hashing = self.hashing
+        if group:
+            hashing = Hashing(hashing.block_size, hashing.salt, group)
+        return Model(
+            names=(self.name, self.model_id),
+            max_model_len=self.max_model_len,
+            hashing=hashing,
+            adapters=self.adapters,
+            takes_media=self.takes_media,
+        )
+
+
+def salt_of(layout: ModelLayout) -> bytes:
+    """What block hashes of prompts for a model start from, for those who share them with everybody; equal at every gateway."""
+    return model_salt(layout.fingerprint)
+
+
+class Clusters:
+    """All nodes. `start` begins to watch them, `close` ends it."""
+
+    def __init__(
+        self,
+        agents: Collection[AgentClient],
+        clock: Callable[[], float],
+        *,
+        served_model: str = "",
+        decode_slots: int = 16,
+        tasks: TaskSet,
+        on_lost: Callable[[str], None] = lambda reason: None,
+        on_silent: Callable[[str, float], None] = lambda engine_url, quiet_s: None,
+        on_renamed: Callable[[str], None] = lambda node_id: None,
+        catch_up: Callable[[Sequence[Node]], None] = lambda nodes: None,
+    ) -> None:
+        """`on_silent` is told whose engine says nothing: what waits for it and has heard nothing for `quiet_s` need wait no more.
+
+        `catch_up` is called before nodes are looked at: what other workers have under way on them is to be seen, too.
+        """
+        self.nodes = [Node(agent) for agent in agents]
+        self.served: ServedModel | None = None
+        self._served_name = served_model
+        self._decode_slots = decode_slots
+        self._clock = clock
+        self._on_lost = on_lost
+        self._on_silent = on_silent
+        self._on_renamed = on_renamed
+        self._catch_up = catch_up
+        self._by_id: dict[str, Node] = {}
+        self._indexes: dict[
+            str, PrefixIndex
+        ] = {}  # by layout, of all connected nodes: another model may be served next
+        self._changed = asyncio.Event()
+        # Those that say that they are ready, prefill nodes by cluster and decode nodes; None: to be looked up again.
+        self._serving: tuple[dict[str, _Named], _Named] | None = None
+        self._tasks = tasks
+
+    def start(self) -> None:
+        for node in self.nodes:
+            self._tasks.start(self._watch(node), "watch")
+
+    async def close(self) -> None:
+        await self._tasks.cancel()
+        await asyncio.gather(*(node.agent.close() for node in self.nodes))
+
+    # What decisions ask
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request could be served now."""
+        now = self._clock()
+        roles = {node.role for node in self.nodes if self._serves(node) and node.is_ready(now)}
+        return Role.DECODE in roles and (Role.PREFILL in roles or not (self.served and self.served.is_paired))
+
+    @property
+    def index(self) -> PrefixIndex | None:
+        """What the nodes that serve the model have cached; None before one is known."""
+        return self._indexes.get(self.served.layout.fingerprint) if self.served is not None else None
+
+    def by_id(self, node_id: str) -> Node:
+        """The node that bears this name. Raises NodeError: since a decision, its address may have got another one."""
+        if (node := self._by_id.get(node_id)) is None:
+            raise NodeError(node_id, "gone", "its agent answers under another name now")
+        return node
+
+    def views(self, prompt: Prompt, exclude: Collection[str] = ()) -> ReadyNodes:
+        """The nodes as routing sees them for `prompt`; nodes that cannot serve it are left out."""
+        now, index = self._clock(), self.index
+        if index is None:
+            return ReadyNodes({}, [])
+        self._catch_up(self.nodes)
+        holding_of = index.match_all(prompt.hashes, prompt.transfer_tokens).get
+
+        def seen(nodes: _Named) -> list[NodeView]:
+            views = []
+            for name, node in nodes:
+                if now >= node.suspect_until and (not exclude or name not in exclude):
+                    holding = holding_of(name, NOTHING)
+                    promised = _promised(node, prompt, holding) if node.underway.by_end else 0
+                    landing = _landing(node, prompt, holding, now) if node.arrivals else NO_LANDING
+                    views.append(node.view(holding, self._decode_slots, now, promised, *landing))
+            return views
+
+        prefills, decodes = self._ready()
+        by_cluster = {cluster: views for cluster, nodes in prefills.items() if (views := seen(nodes))}
+        return ReadyNodes(by_cluster, seen(decodes))
+
+    def unfit(self, prompt: Prompt) -> set[str]:
+        """Nodes whose engines do not serve the adapter of `prompt`, or take no media if it has some."""
+        return {
+            node.id
+            for node in self.nodes
+            if (info := node.info) is not None
+            and (
+                (prompt.adapter and prompt.adapter not in info.adapters) or (prompt.has_media and not info.takes_media)
+            )
+        }
+
+    def ready(self, role: Role) -> list[Node]:
+        """Nodes of that role and the model served to which new work may be sent."""
+        now, (prefills, decodes) = self._clock(), self._ready()
+        named = decodes if role is Role.DECODE else [each for nodes in prefills.values() for each in nodes]
+        return [node for _, node in named if now >= node.suspect_until]
+
+    def left_out(self) -> list[tuple[Node, str]]:
+        """Nodes that no decision sees now, and why."""
+        now, found = self._clock(), []
+        for node in self.nodes:
+            if node.state != "ready":
+                found.append((node, f"it is {node.state}"))
+            elif not self._serves(node):
+                found.append((node, "its KVCache is laid out otherwise than the served model's"))
+            elif now < node.suspect_until:
+                found.append((node, f"it failed a request: left alone for {node.suspect_until - now:.1f} s more"))
+        return found
+
+    def _ready(self) -> tuple[dict[str, _Named], _Named]:
+        if self._serving is None:
+            prefills: dict[str, _Named] = {}
+            decodes: _Named = []
+            for node in self.nodes:
+                if node.state != "ready" or not self._serves(node):
+                    continue
+                if node.role == Role.DECODE:
+                    decodes.append((node.id, node))
+                else:
+                    prefills.setdefault(node.cluster, []).append((node.id, node))
+            self._serving = prefills, decodes
+        return self._serving
+
+    async def has_died(self, node: Node, engine: tuple[str, int]) -> bool:
+        """Whether the process that was the `engine` of `node` is gone; the news of it may take a moment."""
+
+        def is_gone() -> bool:
+            return node.state in ("down", "engine_down", "starting") or node.engine != engine
+
+        return is_gone() or await self.wait_for(is_gone, DEATH_NEWS_S)
+
+    def suspect(self, node_id: str) -> None:
+        """Leaves a node alone for a moment after it failed a request."""
+        if (node := self._by_id.get(node_id)) is not None:
+            node.suspect_until = self._clock() + SUSPECT_S
+
+    async def wait_for(self, holds: Callable[[], bool], timeout_s: float) -> bool:
+        """Waits until something holds that nodes can change, such as `is_ready`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not holds():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _serves(self, node: Node) -> bool:
+        served, info = self.served, node.info
+        if served is None or info is None or info.layout_fingerprint != served.layout.fingerprint:
+            return False
+        return node.is_paired == served.is_paired
+
+    # What events change
+
+    async def _watch(self, node: Node) -> None:
+        """Follows one node for ever: watch, and again after a pause that grows while nothing comes."""
+        failures = 0
+        while True:
+            try:
+                async with aclosing(node.agent.watch(LOAD_INTERVAL_S, SILENCE_S)) as events:
+                    async for event in events:
+                        self._apply(node, event)
+                        failures = 0
+            except (NodeError, CacheError, ValueError, KeyError) as error:
+                if node.connected or not failures:
+                    log.warning("node %s is down: %s", node.id, error)
+                reason = error.reason if isinstance(error, NodeError) else "bad_event"
+            except Exception as error:
+                self._tasks.unforeseen("watch", error)
+                reason = "unforeseen"
+            self._on_lost(reason)
+            self._lost(node)
+            if reason == "silent":
+                self._give_up(node, QUIET_S)
+            await self._tidy()
+            await asyncio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S) - 1)])
+            failures += 1
+
+    def _apply(self, node: Node, event: NodeEvent) -> None:
+        match event:
+            case NodeInfo():
+                self._describe(node, event)
+            case Kept():
+                node.contexts.heard(event, self._clock())
+            case NodeLoad():
+                node.reported(event, self._clock())
+            case _:
+                self._cache_event(node, event)
+        if node.state == SILENT:
+            self._give_up(node, STILL_S)
+
+    def _give_up(self, node: Node, quiet_s: float) -> None:
+        """Ends what waits for an engine that says nothing, if somebody else could do its work: it may come back."""
+        if node.info is not None and self.ready(Role.DECODE):
+            self._on_silent(node.info.engine_url, quiet_s)
+
+    def _describe(self, node: Node, info: NodeInfo) -> None:
+        _check(info, [other for other in self.nodes if other is not node])
+        before, known = node.state, node.info
+        self._name(node, info.node_id)
+        if known is not None and known.layout_fingerprint != info.layout_fingerprint:
+            self._drop_prefixes(info.node_id)
+        is_same_process = known is not None and known.boot_id == info.boot_id
+        node.contexts.described(info.contexts, self._clock(), is_same_process=is_same_process)
+        node.info = info
+        node.connected = True
+        node.suspect_until = float("-inf")
+        self._adopt_model(info)
+        self._serving = None
+        if node.state != before:
+            log.info("node %s (%s of %s) is %s", node.id, info.role, info.cluster, node.state)
+        self._changed.set()
+
+    def _adopt_model(self, info: NodeInfo) -> None:
+        """The first layout described is the one served, until no connected node has it any more."""
+        if not info.layout_json:
+            return
+        index = self._indexes.get(info.layout_fingerprint)
+        if index is None:
+            index = self._indexes[info.layout_fingerprint] = PrefixIndex(ModelLayout.from_json(info.layout_json))
+        if self.served is not None and info.layout_fingerprint != self.served.layout.fingerprint:
+            if self._is_served():
+                log.warning("node %s has another layout than the model served; it is not used", info.node_id)
+                return
+            log.warning("model %s is served from now on: no node has %s any more", info.model_id, self.served.model_id)
+        served = ServedModel(
+            name=self._served_name or info.model_id,
+            model_id=info.model_id,
+            layout=index.layout,
+            max_model_len=info.max_model_len,
+            hashing=Hashing(index.layout.block_size, salt_of(index.layout)),
+            is_paired=info.rooms is not None,
+        )
+        self.served = served.by(self._peers(index.layout))
+
+    def _is_served(self) -> bool:
+        """Whether a connected node has the model that is served."""
+        return any(node.connected and self._serves(node) for node in self.nodes)
+
+    def _peers(self, layout: ModelLayout) -> list[NodeInfo]:
+        infos = [node.info for node in self.nodes if node.connected and node.info]
+        return [info for info in infos if info.layout_fingerprint == layout.fingerprint]
+
+    def _cache_event(self, node: Node, event: CacheEvent) -> None:
+        if node.info is not None and (index := self._indexes.get(node.info.layout_fingerprint)) is not None:
+            index.apply(node.id, event)
+
+    def _lost(self, node: Node) -> None:
+        if node.connected:
+            self._drop_prefixes(node.id)
+        node.connected = False
+        node.reported(NodeLoad())
+        if self.served is not None:
+            if peers := self._peers(self.served.layout):
+                self.served = self.served.by(peers)
+            elif (other := self._another_model()) is not None:
+                self._adopt_model(other)
+        self._serving = None
+        self._changed.set()
+
+    def _name(self, node: Node, name: str) -> None:
+        """`node` says that this is its name.
+
+        If it had another one, another node answers at its address: what the one before had is gone with its name. Another node
+        that bore this one, and is not there any more, is known by its address until it says who it is.
+        """
+        if node.info is not None and (before := node.info.node_id) != name:
+            if self._by_id.get(before) is node:
+                del self._by_id[before]
+            self._drop_prefixes(before)
+            self._on_renamed(before)
+        bearer = self._by_id.get(name)
+        if bearer is not None and bearer is not node and bearer.info is not None:
+            bearer.info = replace(bearer.info, node_id=bearer.agent.address)
+        self._by_id[name] = node
+
+    def _drop_prefixes(self, node_id: str) -> None:
+        for index in self._indexes.values():
+            index.drop(node_id)
+
+    async def _tidy(self) -> None:
+        """Takes what was dropped out of the indexes, in steps between which others have their turn."""
+        for index in list(self._indexes.values()):
+            while index.tidy():  # noqa: ASYNC110 nobody else does it
+                await asyncio.sleep(0)
+        self._drop_indexes()
+
+    def _drop_indexes(self) -> None:
+        """Those of layouts that nobody has any more, but for the one served: its nodes may come back.
+
+        Not before they are empty: a million blocks are not freed at once.
+        """
+        had = {node.info.layout_fingerprint for node in self.nodes if node.connected and node.info}
+        if self.served is not None:
+            had.add(self.served.layout.fingerprint)
+        self._indexes = {name: index for name, index in self._indexes.items() if name in had or len(index)}
+
+    def _another_model(self) -> NodeInfo | None:
+        """Of a connected node, whatever it serves."""
+        return next((node.info for node in self.nodes if node.connected and node.info and node.info.layout_json), None)
+
+
+def _check(info: NodeInfo, others: Collection[Node]) -> None:
+    """Raises ValueError for a description that cannot be worked with; the node counts as down, and the log says why."""
+    Role(info.role)
+    ClusterKind(info.cluster_kind)
+    if any(other.connected and other.info and other.info.node_id == info.node_id for other in others):
+        raise ValueError(f"another node is called {info.node_id!r}, too")
+
+
+def _promised(node: Node, prompt: Prompt, holding: Holding) -> int:
+    """How much of `prompt` a node will hold when it has computed what it computes now, 0 for no more than now."""
+    size = node.info.block_size if node.info is not None else 0
+    return node.underway.longest(prompt.hashes, holding.hit.num_tokens // size) * size if size else 0
+
+
+def _landing(node: Node, prompt: Prompt, holding: Holding, now: float) -> tuple[int, float]:
+    """How much of `prompt` is on its way to a decode node for others, in tokens, and in how many seconds it is there."""
+    size = node.info.block_size if node.info is not None else 0
+    if not size or now < node.keeps_nothing_until:
+        return NO_LANDING
+    shared = node.arrivals.longest(prompt.hashes, holding.hit.attention_tokens // size)
+    return (shared.blocks * size, max(0.0, shared.first.expected_at - now)) if shared is not None else NO_LANDING

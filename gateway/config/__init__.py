@@ -1,0 +1,1 @@
+"""The gateway's configuration, checked where it is read."""

@@ -1,0 +1,380 @@
+"""The gateway's configuration: one TOML file, checked where it is read, with an error that says what is allowed.
+
+[gateway]
+port = 8000
+tokenizer_dir = "models/tiny"
+
+[gateway.routing]
+threshold_tokens = 16384
+
+[[gateway.nodes]]
+agent = "127.0.0.1:7001"      # cluster, role and URLs are asked of the agent
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, Final, Self
+
+from gateway.admission.service_classes import AdmissionConfig, ClassConfig, check_classes, names_of
+from gateway.auth.keyring import TenantConfig, check_digest, check_tenants
+from gateway.auth.oidc import OidcConfig
+from gateway.errors import ConfigError
+from gateway.routing.plan_follower import PlanConfig
+from gateway.telemetry.otlp import TracesConfig
+from gateway.telemetry.request_log import RequestLogConfig
+from planner.decisions.placement import PLACERS
+from transport.control.settings import (
+    SettingsError,
+    build,
+    in_file,
+    read_toml,
+    require,
+    require_known,
+    require_one_of,
+    require_range,
+)
+from transport.wire.identity import Identity
+
+MAX_BODY_BYTES: Final = 10 * 1024 * 1024
+MAX_SEVERAL_BYTES: Final = 256 * 1024 * 1024
+MAX_WORKERS: Final = 64
+HOST: Final = re.compile(r"[a-z0-9._-]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """Where a node's agent answers gRPC, as `host:port`.
+
+    `name` is what its certificate must carry, where that is not the host; only with mutual TLS.
+    """
+
+    agent: str
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        host, _, port = self.agent.rpartition(":")
+        is_whole = host.startswith("[") and host.endswith("]") if ":" in host else bool(host)
+        is_port = port.isdigit() and 0 < int(port) < 65536
+        require(is_whole and is_port, "agent", self.agent, "host:port, an IPv6 address in brackets")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingConfig:
+    """What the routing decision is told beyond the threshold.
+
+    `tie_share` of the prompts with exactly as many uncached tokens as the threshold stay local.
+    An empty `home_cluster` lets load choose the decode cluster.
+    With `cross_cluster_cache` a prefix that only the other cluster has is sent where the prefill runs, while the link between
+    them has room to spare; `link_bytes_per_s` is the bandwidth of a link that nobody has measured yet, 0 is unknown and counts
+    as none to spare. `fetch_bytes_per_s` is how fast prefixes move inside a cluster, until some have shown it; 0 keeps them
+    where they are.
+    A decode node computes up to `increment_tokens` of a prompt whose beginning it holds itself, while that is soon done and it
+    has time for it; 0 leaves every prompt to prefill nodes. While a decode node has spent `decode_prefill_share` of its time on
+    prompts, it is given no more of them, whoever has no room. `decode_load_slack` is how much slower a decode node's tokens may
+    be for the sake of a prefix that it holds.
+    With `by_total_length` whole prompts are compared with the threshold, cached or not, as by a router without caches: to compare
+    with.
+    With `replicate` prefixes that many requests want at once are copied to further prefill nodes of their cluster.
+    With `share_egress` the senders of a cluster share their egress budgets to another one by what waits at each of them.
+    At most `max_moves` prefixes are on their way at once, and none for longer than `move_timeout_s`.
+    """
+
+    prefill_tokens_per_s: float = 20_000.0
+    tie_share: float = 1.0
+    decode_slots: int = 16
+    placement: str = "kvcache_centric"
+    balancing_ratio: float = 0.0
+    home_cluster: str = ""
+    cross_cluster_cache: bool = False
+    link_bytes_per_s: float = 0.0
+    fetch_bytes_per_s: float = 1e9  # a NIC of 10 Gbit/s
+    increment_tokens: int = 1024
+    decode_prefill_share: float = 0.25
+    decode_load_slack: float = 0.1
+    by_total_length: bool = False
+    replicate: bool = False
+    share_egress: bool = False
+    max_moves: int = 4
+    move_timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        require_one_of("placement", self.placement, sorted(PLACERS))
+        ratio = self.balancing_ratio
+        require(ratio == 0 or ratio >= 1, "balancing_ratio", ratio, "a number of at least 1, or 0, which adapts it")
+        require(self.prefill_tokens_per_s > 0, "prefill_tokens_per_s", self.prefill_tokens_per_s, "a number above 0")
+        require(0 <= self.tie_share <= 1, "tie_share", self.tie_share, "a number from 0 to 1")
+        require(self.decode_slots > 0, "decode_slots", self.decode_slots, "an integer above 0")
+        for name in ("link_bytes_per_s", "fetch_bytes_per_s", "decode_load_slack"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "a number of at least 0")
+        require(self.increment_tokens >= 0, "increment_tokens", self.increment_tokens, "an integer of at least 0")
+        require(
+            0 <= self.decode_prefill_share <= 1,
+            "decode_prefill_share",
+            self.decode_prefill_share,
+            "a number from 0 to 1",
+        )
+        require(self.max_moves > 0, "max_moves", self.max_moves, "an integer above 0")
+        require(self.move_timeout_s > 0, "move_timeout_s", self.move_timeout_s, "a number of seconds above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """How long each step may take, in seconds. Streams have no limit in total, only between two chunks."""
+
+    connect_s: float = 5.0
+    rpc_s: float = 5.0
+    prefill_s: float = 600.0
+    first_token_s: float = 600.0
+    stream_idle_s: float = 120.0
+    client_stall_s: float = 120.0
+    body_s: float = 60.0
+    read_s: float = 120.0
+    answer_s: float = 1800.0
+    reservation_ttl_s: float = 660.0
+    drain_s: float = 600.0
+    room_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            require(value > 0, each.name, value, "a number of seconds above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strangers:
+    """What anybody may take who reaches the port, before a request of theirs is served.
+
+    At most `max_connections` are open, 0: as many as descriptors allow. A further one takes the place of the one that has
+    been without a request for longest. `max_connections_per_address` and `max_bodies_per_address` (under way at once) do not
+    hold for this host and for `trusted_proxies`, which speak for many; `max_receiving_bytes` is for all together, and so is
+    `max_reading_bytes`, of bodies that are there and wait to be read: half of it is one tenant's at most.
+    A request's head must be there `header_s` after the connection or, on one that has been used, after `idle_s`. A body has
+    `body_grace_s`, and a second more for every `min_body_bytes_per_s` bytes that have come, up to `timeouts.body_s`.
+    """
+
+    max_connections: int = 0
+    max_connections_per_address: int = 512
+    max_bodies_per_address: int = 128
+    max_receiving_bytes: int = 512 * 1024 * 1024
+    max_reading_bytes: int = 512 * 1024 * 1024
+    trusted_proxies: tuple[str, ...] = ()
+    header_s: float = 15.0
+    idle_s: float = 75.0
+    body_grace_s: float = 5.0
+    min_body_bytes_per_s: int = 4096
+
+    def __post_init__(self) -> None:
+        require(self.max_connections >= 0, "max_connections", self.max_connections, "an integer of at least 0")
+        for name in (
+            "max_connections_per_address",
+            "max_bodies_per_address",
+            "max_receiving_bytes",
+            "max_reading_bytes",
+        ):
+            require(getattr(self, name) > 0, name, getattr(self, name), "an integer above 0")
+        for name in ("header_s", "idle_s", "body_grace_s", "min_body_bytes_per_s"):
+            require(getattr(self, name) > 0, name, getattr(self, name), "a number above 0")
+        for address in self.trusted_proxies:
+            require(_is_address(address), "trusted_proxies", address, "a list of IP addresses")
+
+    def divided(self, workers: int) -> Self:
+        """What each of so many workers may let strangers take, so that together they never let them take more than this.
+
+        Connections come to workers at random, so what is divided is nearly as much as the whole.
+        """
+        if workers == 1:
+            return self
+        shares = {name: getattr(self, name) // workers for name in DIVIDED}
+        return replace(self, **shares)
+
+    def trusts(self, address: str) -> bool:
+        """Whether requests from `address` are those of many clients."""
+        return address in self.trusted_proxies or (_is_address(address) and ip_address(address).is_loopback)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches who listens there."""
+    return host == "localhost" or (_is_address(host) and ip_address(host).is_loopback)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """`[gateway]`. `threshold_tokens` is the paper's t, in uncached tokens.
+
+    `port` 0 takes any free port; `metrics_port` 0 serves /metrics and /prfaas/requests on the API port, any other value on
+    that port alone, with descriptors of its own.
+    `workers` processes answer on one port, and are one gateway: limits, metrics and records are those of all of them.
+    All answers to one request take `max_several_bytes` of requests to engines at most: each is asked with the body's fields.
+    A request is tried on `max_attempts` nodes, a stream is carried on by `max_takeovers` more. Of the requests of the last ten
+    seconds or so `retry_share` may be tried again after failures that cost nodes work, and `least_retries` more.
+    `kept_answer_bytes` of the names of each answer's tokens are kept, about six a token, so that another decode node can go on
+    when one fails in the middle of a stream; 0: no answer is continued.
+    `prompt_memory_bytes` of earlier prompts (tokens, hashes, texts) are remembered by each worker, tenants sharing them fairly,
+    and as much by each of its processes for long bodies.
+    `drained_dir` remembers which links are drained when the gateway is started anew.
+    `links`, as "FROM:TO" by names of clusters, are shown, and missed, before any node of theirs has been heard of.
+    `certificate`, `key` and `authority` are PEM files: with them, agents are talked to over mutual TLS.
+    Without `tenants` no client needs a key; a gateway that other machines reach then starts only if it is `open`. Such a gateway
+    answers at addresses, at names without a dot and at those of `hosts`; an `open` one without `hosts` answers at any name.
+    """
+
+    tokenizer_dir: Path
+    nodes: tuple[NodeConfig, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    metrics_port: int = 0
+    workers: int = 1
+    served_model: str = ""
+    threshold_tokens: float = 16_384.0
+    max_body_bytes: int = MAX_BODY_BYTES
+    max_several_bytes: int = MAX_SEVERAL_BYTES
+    max_in_flight: int = 1024
+    max_waiting: int = 256
+    max_attempts: int = 3
+    max_takeovers: int = 8
+    retry_share: float = 0.2
+    least_retries: int = 10
+    kept_answer_bytes: int = 1 << 20
+    prompt_memory_bytes: int = 128 << 20
+    tokenise_threads: int = 2
+    kept_records: int = 4096
+    drained_dir: Path | None = None
+    links: tuple[str, ...] = ()
+    log_level: str = "info"
+    log_format: str = "text"
+    certificate: Path | None = None
+    key: Path | None = None
+    authority: Path | None = None
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    strangers: Strangers = field(default_factory=Strangers)
+    request_log: RequestLogConfig = field(default_factory=RequestLogConfig)
+    traces: TracesConfig = field(default_factory=TracesConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    classes: Mapping[str, ClassConfig] = field(default_factory=dict)
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
+    operator_keys: tuple[str, ...] = ()
+    oidc: OidcConfig = field(default_factory=OidcConfig)
+    open: bool = False
+    hosts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("port", "metrics_port"):
+            require_range(name, getattr(self, name), 0, 65535)
+        for name in (
+            "max_body_bytes",
+            "max_several_bytes",
+            "max_in_flight",
+            "max_waiting",
+            "max_attempts",
+            "tokenise_threads",
+            "kept_records",
+            "prompt_memory_bytes",
+        ):
+            require(getattr(self, name) > 0, name, getattr(self, name), "an integer above 0")
+        require(self.retry_share >= 0, "retry_share", self.retry_share, "a number of at least 0")
+        require(self.max_takeovers >= 0, "max_takeovers", self.max_takeovers, "an integer of at least 0")
+        require(self.least_retries >= 0, "least_retries", self.least_retries, "an integer of at least 0")
+        require(self.kept_answer_bytes >= 0, "kept_answer_bytes", self.kept_answer_bytes, "an integer of at least 0")
+        require_range("workers", self.workers, 1, MAX_WORKERS)
+        for name in DIVIDED:
+            limit = getattr(self.strangers, name)
+            wanted = f"at least the number of workers, {self.workers}"
+            require(limit == 0 or limit >= self.workers, f"strangers.{name}", limit, wanted)
+        for link in self.links:
+            source, _, destination = link.partition(":")
+            require(bool(source and destination) and source != destination, "links", link, '"FROM:TO", two clusters')
+        require_one_of("log_level", self.log_level, LOG_LEVELS)
+        require_one_of("log_format", self.log_format, LOG_FORMATS)
+        require(self.threshold_tokens >= 0, "threshold_tokens", self.threshold_tokens, "a number of at least 0")
+        check_classes(self.classes, self.admission.default_class)
+        check_tenants(self.tenants, names_of(self.classes), has_tokens=bool(self.oidc.issuer))
+        for key in self.operator_keys:
+            check_digest("operator_keys", key)
+        for name in self.hosts:
+            require(bool(HOST.fullmatch(name)), "hosts", name, "a list of names, in lower case and without a port")
+        if not (self.tenants or self.open or is_loopback(self.host)):
+            raise SettingsError(
+                f"host = {self.host!r}: others than this machine reach it, and nobody needs a key: "
+                "add [gateway.tenants.NAME] (`prfaas key` makes keys), or say open = true"
+            )
+        missing = [name for name in IDENTITY_KEYS if getattr(self, name) is None]
+        if missing and len(missing) < len(IDENTITY_KEYS):
+            raise SettingsError(f"{missing[0]} is missing: {', '.join(IDENTITY_KEYS)} go together")
+        agents = [node.agent for node in self.nodes]
+        require(bool(agents), "nodes", agents, "at least one [[gateway.nodes]] table")
+        require(len(set(agents)) == len(agents), "nodes", agents, "every agent once")
+
+    def with_changes_of(self, other: Self) -> Self:
+        """This configuration with what `other` has different and a running gateway can take over."""
+        routing = replace(self.routing, **{name: getattr(other.routing, name) for name in CHANGEABLE_ROUTING})
+        return replace(self, routing=routing, **{name: getattr(other, name) for name in CHANGEABLE})
+
+    def differences(self, other: Self) -> list[str]:
+        """The keys in which `other` differs."""
+        return [each.name for each in fields(self) if getattr(self, each.name) != getattr(other, each.name)]
+
+    @property
+    def ways(self) -> tuple[tuple[str, str], ...]:
+        """`links` as pairs: source, destination."""
+        pairs = (link.partition(":") for link in self.links)
+        return tuple((source, destination) for source, _, destination in pairs)
+
+    @property
+    def identity(self) -> Identity | None:
+        """Who the gateway is to agents; None: it talks to them in plain text."""
+        if self.certificate is None or self.key is None or self.authority is None:
+            return None
+        return Identity(certificate=self.certificate, key=self.key, authority=self.authority)
+
+
+DIVIDED: Final = (
+    "max_connections",
+    "max_connections_per_address",
+    "max_bodies_per_address",
+    "max_receiving_bytes",
+    "max_reading_bytes",
+)
+CHANGEABLE: Final = (
+    "threshold_tokens", "max_in_flight", "max_waiting", "log_level", "admission", "classes", "tenants", "operator_keys",
+)  # fmt: skip
+CHANGEABLE_ROUTING: Final = (
+    "prefill_tokens_per_s", "tie_share", "placement", "balancing_ratio", "home_cluster", "cross_cluster_cache",
+    "fetch_bytes_per_s", "increment_tokens", "decode_prefill_share", "decode_load_slack", "by_total_length",
+)  # fmt: skip
+LOG_FORMATS: Final = ("text", "json")
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+IDENTITY_KEYS: Final = ("certificate", "key", "authority")
+
+
+def load(path: Path, copy: Path | None = None) -> GatewayConfig:
+    """Reads the [gateway] table of a TOML file, from a `copy` of it if there is one. Raises ConfigError.
+
+    A relative path in it is relative to the file.
+    """
+    with in_file(path, ConfigError):
+        document = read_toml(copy or path)
+        _only_a_gateway(document)
+        return build(GatewayConfig, document["gateway"], "[gateway]", path.parent)
+
+
+def _only_a_gateway(document: Mapping[str, Any]) -> None:
+    if "clusters" in document:
+        raise SettingsError("this is a topology, for `prfaas up`; a gateway's file has one table, [gateway]")
+    if "node" in document and "gateway" not in document:
+        raise SettingsError("this is a node's file, for `prfaas node`; a gateway's file has one table, [gateway]")
+    require_known(document, ["gateway"])
+    if not isinstance(document.get("gateway"), dict):
+        raise SettingsError("a gateway's file has one table, [gateway]; there is none")

@@ -1,0 +1,104 @@
+"""Listeners, and how many descriptors they may take."""
+
+import asyncio
+import logging
+import os
+import resource
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from aiohttp import web
+
+from gateway.config.gateway import GatewayConfig
+from gateway.errors import CannotListen
+from gateway.http.connections import Connection, Gate, Way, shaped
+from transport.path.tcp import format_address
+
+log = logging.getLogger("prfaas.gateway.listen")
+
+BACKLOG: Final = 128  # accepted at once, so this many more than the limit may be open for a moment
+OPERATORS: Final = 64  # connections of the operators' listener
+OTHER_DESCRIPTORS: Final = 2 * BACKLOG + OPERATORS + 128  # agents' channels, processes, files
+LINGER_S: Final = 5.0  # how long the rest of a refused body is read, so that the client sees its answer
+
+
+def raise_descriptor_limit() -> None:
+    """As many descriptors as the system lets this process have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def client_connections(config: GatewayConfig, descriptors: int) -> int:
+    """How many connections of clients may be open, so that everything else gets its descriptors out of so many."""
+    free = descriptors - 2 * config.max_in_flight - OTHER_DESCRIPTORS
+    possible = max(descriptors // 4, free)
+    wanted = config.strangers.divided(config.workers).max_connections
+    if wanted > possible:
+        log.warning("max_connections=%d: only %d of %d descriptors are free for them", wanted, possible, descriptors)
+    return min(wanted or possible, possible)
+
+
+def descriptor_limit() -> int:
+    """How many descriptors this process may have open now."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+class Listener:
+    """An application that answers on a port; `url` says where."""
+
+    def __init__(self, runner: web.AppRunner, server: asyncio.Server, url: str) -> None:
+        self.url = url
+        self._runner = runner
+        self._server = server
+
+    @classmethod
+    async def start(
+        cls,
+        app: web.Application,
+        gate: Gate,
+        host: str,
+        port: int,
+        idle_s: float,
+        *,
+        straight: Mapping[str, Way] = MappingProxyType({}),
+        is_shared: bool = False,
+    ) -> "Listener":
+        """Listens on `host:port` (0: any free port), `is_shared` with others that do so, too. Raises CannotListen.
+
+        What is POSTed to the paths of `straight` goes around the application.
+        """
+        # A client that leaves ends its request here and on the nodes.
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        http = runner.server
+        assert http is not None
+        http.request_handler = shaped(http.request_handler, straight)
+        loop = asyncio.get_running_loop()
+
+        def connection() -> Connection:
+            # Idle connections are the gate's to close; aiohttp's own timer stands behind it.
+            return Connection(
+                gate, http, loop=loop, access_log=None, keepalive_timeout=2 * idle_s, lingering_time=LINGER_S,
+                auto_decompress=False,
+            )  # fmt: skip
+
+        try:
+            server = await loop.create_server(connection, host, port, backlog=BACKLOG, reuse_port=is_shared or None)
+        except OSError as error:
+            await runner.cleanup()
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise CannotListen(
+                f"cannot listen on {format_address(host, port)}: {reason}; choose another port"
+            ) from error
+        bound_host, bound_port = server.sockets[0].getsockname()[:2]
+        return cls(runner, server, f"http://{format_address(bound_host, bound_port)}")
+
+    def close_port(self) -> None:
+        """Takes no more connections; those there are go on."""
+        self._server.close()
+
+    async def close(self) -> None:
+        """Stops listening, and ends what is under way."""
+        self._server.close()
+        await self._runner.cleanup()

@@ -1,0 +1,170 @@
+"""`prfaas gateway` and `python -m gateway`."""
+
+import argparse
+import asyncio
+import gc
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import uvloop
+
+from gateway.assembly import serve
+from gateway.config.gateway import GatewayConfig, load
+from gateway.errors import ConfigError
+from gateway.telemetry import log_setup as logs
+from gateway.workers.process_scope import FIRST_CONFIG, VERDICT, Seat
+from gateway.workers.supervisor import serve_with_workers
+from prompts.encoder import Verdict
+from prompts.errors import TokenizerUnreadable
+from prompts.fair_cache import FairCache
+from prompts.tokenizer import TextTokenizer
+from transport.control.settings import mapped
+
+log = logging.getLogger("prfaas.gateway")
+
+BAD_CONFIG: Final = 2
+COLLECT_AFTER: Final = 20_000  # objects; a request leaves few in circles
+SWITCH_INTERVAL_S: Final = 0.001  # after which a thread that reads a prompt lets the event loop go on; Python: 5 ms
+EXAMPLE: Final = """
+  [gateway]
+  host = "127.0.0.1"
+  port = 8000                    # 0: any free port; it is printed
+  tokenizer_dir = "models/tiny"  # tokenizer.json, tokenizer_config.json, chat_template.jinja
+  threshold_tokens = 16384       # longer uncached prefills go to the remote cluster
+
+  [[gateway.nodes]]
+  agent = "127.0.0.1:7001"       # a node's gRPC address; the rest is asked of it
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    command = argparse.ArgumentParser(
+        prog="prfaas gateway",
+        description="The OpenAI-compatible front door of the clusters named in a TOML file.",
+        epilog=f"The file:\n{EXAMPLE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument(
+        "-c", "--config", type=Path, required=True, metavar="FILE.toml", help="[gateway] and its nodes"
+    )
+    command.add_argument(
+        "--check", action="store_true", help="read the configuration, say whether it is right, and end"
+    )
+    command.add_argument(
+        "--workers", type=int, metavar="N", help="processes that answer on the port, instead of the file's"
+    )
+    command.add_argument("--seat", nargs=3, metavar=("DIR", "NUMBER", "PORT"), help=argparse.SUPPRESS)  # of a worker
+    return command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the gateway until it is told to stop. 0: ended in peace; 2: the configuration is wrong, or a port taken."""
+    arguments = parser().parse_args(argv)
+    # Until the server takes it, there is nothing to read again; left alone, it would end the process.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        copy = Path(arguments.seat[0]) / FIRST_CONFIG if arguments.seat is not None else None
+        config = _configured(arguments, copy)
+        check_identity(config)
+        tokenizer = read_tokenizer(config)
+    except ConfigError as error:
+        print(f"prfaas gateway: {error}", file=sys.stderr)
+        return BAD_CONFIG
+    if arguments.check:
+        print(f"{arguments.config}: ok")
+        return 0
+    try:
+        return _run(config, tokenizer, arguments)
+    except ConfigError as error:
+        print(f"prfaas gateway: {error}", file=sys.stderr)
+        return BAD_CONFIG
+
+
+def _configured(arguments: argparse.Namespace, copy: Path | None = None) -> GatewayConfig:
+    """The configuration of the file, or of a copy of it, with what the command line says instead. Raises ConfigError."""
+    config = load(arguments.config, copy)
+    if arguments.workers is None:
+        return config
+    with mapped(ConfigError):
+        return replace(config, workers=arguments.workers)
+
+
+def read_tokenizer(config: GatewayConfig) -> TextTokenizer:
+    """The tokenizer that the configuration names. Raises ConfigError."""
+    try:
+        return TextTokenizer.load(config.tokenizer_dir, FairCache(config.prompt_memory_bytes))
+    except TokenizerUnreadable as error:
+        raise ConfigError(f"tokenizer_dir: {error}") from error
+
+
+def check_identity(config: GatewayConfig) -> None:
+    """Raises ConfigError now for files that no agent could be talked to with."""
+    try:
+        if config.identity is not None:
+            config.identity.check()
+    except OSError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _run(config: GatewayConfig, tokenizer: TextTokenizer, arguments: argparse.Namespace) -> int:
+    logs.set_up(config.log_level.upper(), config.log_format)
+    if arguments.seat is None and config.workers > 1:
+        # Workers need not find out, each for itself, what takes seconds.
+        tokenizer.encoder.hasten()
+        verdict = tokenizer.encoder.verdict
+        del tokenizer
+        status = asyncio.run(
+            serve_with_workers(config, arguments.config, partial(_worker, arguments), _announce, verdict)
+        )
+    else:
+        tokenizer.encoder.hasten(known=_known(arguments.seat))
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        # What is here now stays: no collection need look at it again, nor need one look at every few requests.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(COLLECT_AFTER)
+        seat = _seat(arguments.seat) if arguments.seat is not None else None
+        announce = _announce if seat is None else log.info
+        uvloop.run(serve(config, tokenizer, announce, lambda: _configured(arguments), seat))
+        status = 0
+    # The loop's handlers are gone: a second signal must not turn a clean end into a kill.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    return status
+
+
+def _known(seat: Sequence[str] | None) -> Verdict | None:
+    """What the parent of a worker has found out about the tokenizer's fast encoder."""
+    if seat is None:
+        return None
+    try:
+        return msgspec.json.decode((Path(seat[0]) / VERDICT).read_bytes(), type=Verdict | None)
+    except (OSError, msgspec.DecodeError) as error:
+        log.warning("what is known of the tokenizer cannot be read: %s", error)
+        return None
+
+
+def _worker(arguments: argparse.Namespace, directory: Path, number: int, port: int) -> list[str]:
+    """The command of a worker of ours, who are started with these arguments."""
+    own = [sys.executable, "-m", "gateway", "--config", str(arguments.config)]
+    asked = ["--workers", str(arguments.workers)] if arguments.workers is not None else []
+    return [*own, *asked, "--seat", str(directory), str(number), str(port)]
+
+
+def _seat(words: Sequence[str]) -> Seat:
+    directory, number, port = words
+    return Seat(Path(directory), int(number), int(port))
+
+
+def _announce(line: str) -> None:
+    with suppress(OSError):  # the disk that it is written to may be full
+        print(line, flush=True)

@@ -1,0 +1,1 @@
+"""The steps of a request, from its decision to its last byte."""

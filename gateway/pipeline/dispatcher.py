@@ -1,0 +1,366 @@
+"""One request's life, through eight rooms in one direction; what one room has found is handed to the next.
+
+    receive   the body, at a minimum rate and within bounds                             gateway.http.body
+    admit     a place among those being served                                          gateway.admission.concurrency
+    read      the body's call, and tokens, block hashes and digest of its prompt        gateway.prompt.reader
+    decide    local or remote, which nodes: a pure function of what is known            gateway.routing.router
+              and whether its class would be served as promised                         gateway.admission.slo
+    reserve   the decode node makes room and hands out a ticket                         gateway.pipeline.reservations
+    run       both legs at once                                                         gateway.pipeline.ticketed
+              for engines that are paired by rooms, of which nobody reserves            gateway.pipeline.sglang_pair
+    relay     the decode node's bytes, unchanged but for the number of cached tokens    gateway.pipeline.relay
+    settle    the books are closed                                                      gateway.pipeline.settlement
+
+Everything held on a node is held by a `with` block: the client going away, a node dying and the answer ending all leave
+by the same door. What fails before the client has seen a byte goes back to `decide` as often as `planner.decisions.retries`
+allows; so does a stream of which the client has had a part, with that part as the end of its prompt
+(`gateway.pipeline.stream_resume`).
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from gateway.admission.queue import ASK_AGAIN_S, Place, WaitingLine
+from gateway.admission.slo import Refusals
+from gateway.cluster.inflight_load import Booking, booked
+from gateway.cluster.registry import Clusters
+from gateway.errors import (
+    DecodeFailed,
+    KillsEngines,
+    NoDecodeNode,
+    NodeError,
+    NodeFailure,
+    Overloaded,
+    ShapeKillsEngines,
+    Unavailable,
+)
+from gateway.pipeline.engine_render import EngineReadings
+from gateway.pipeline.reservations import Reservations
+from gateway.pipeline.retries import Retries
+from gateway.pipeline.sglang_pair import Pairing
+from gateway.pipeline.ticketed import Attempt, Runner
+from gateway.prompt.reader import Reader
+from gateway.request.fingerprint import Shape, shape_of
+from gateway.request.request import Request
+from gateway.routing.replication import Replicas
+from gateway.routing.router import Decider
+from gateway.telemetry.recorder import Accounts
+from planner.decisions.poison import Poison
+from planner.decisions.retries import (
+    MAX_DEATHS,
+    TENANTS_PART,
+    Failure,
+    Next,
+    Stage,
+    adds_enough,
+    may_have_died,
+    tries_of,
+)
+from planner.decisions.routing import Route, Target
+
+
+@dataclass(slots=True)
+class Tried:
+    """What a request has behind it: the decode nodes that failed, and the routes to those that only lacked room."""
+
+    failed: dict[str, Failure] = field(default_factory=dict)
+    full: dict[str, Route] = field(default_factory=dict)
+    tries: int = 0  # that failed; one node may have failed several
+    waits: int = 0  # for any decode node to be ready
+
+    def fail(self, node_id: str, failure: Failure) -> None:
+        """A try on `node_id` has failed; one that found it full and then asked it for more is one try."""
+        if self.failed.get(node_id) is not Failure.FULL:
+            self.tries += tries_of([failure])
+        self.failed[node_id] = failure
+
+
+class Answering:
+    """A request's answer: the attempt that gives it, and should that fail in the middle, the next one."""
+
+    def __init__(self, dispatcher: "Dispatcher", request: Request, attempt: Attempt, held: AsyncExitStack) -> None:
+        self.attempt = attempt
+        self._tried = Tried()  # since the answer last went on far enough
+        self._dispatcher = dispatcher
+        self._request = request
+        self._held = held  # what the attempt holds on nodes
+
+    async def go_on(self, answered: list[int], error: DecodeFailed) -> None:
+        """Has another decode node go on after the tokens `answered` so far. Raises ApiError."""
+        failed, request = self.attempt, self._request
+        if adds_enough(len(answered), len(request.answered)):
+            self._tried = Tried()
+        await self._held.aclose()
+        self.attempt = await self._dispatcher.rest(request, answered, failed, error, self._tried, self._held)
+
+
+class Dispatcher:
+    """Takes a request that has been read and admitted to a decode node that answers it."""
+
+    def __init__(
+        self,
+        clusters: Clusters,
+        decider: Decider,
+        reservations: Reservations,
+        runner: Runner,
+        pairing: Pairing,
+        reader: Reader,
+        engine_readings: EngineReadings,
+        accounts: Accounts,
+        replicas: Replicas | None,
+        refusals: Refusals,
+        line: WaitingLine,
+        clock: Callable[[], float],
+        retries: Retries,
+    ) -> None:
+        self._poison = Poison()
+        self._clusters = clusters
+        self._decider = decider
+        self._reservations = reservations
+        self._runner = runner
+        self._pairing = pairing
+        self._reader = reader
+        self._engine_readings = engine_readings
+        self._accounts = accounts
+        self.replicas = replicas
+        self._refusals = refusals
+        self._line = line
+        self._clock = clock
+        self._retries = retries
+        self._reading_again = asyncio.Semaphore()  # a body is put together for it, and an engine has many answers
+
+    @asynccontextmanager
+    async def answered(self, request: Request) -> AsyncIterator[Answering]:
+        """The answer that has begun, to be relayed inside the block; leaving the block frees everything.
+
+        Raises ApiError.
+        """
+        shape = shape_of(request.call, request.prompt.num_tokens)
+        if wait_s := self._poison.let_in(shape, self._clock()):
+            raise ShapeKillsEngines(str(shape), wait_s)
+        async with AsyncExitStack() as all_held, AsyncExitStack() as held:
+            all_held.callback(self._refusals.left, request)
+            all_held.callback(self._judge, request, shape)
+            attempt = await self._first_answer(request, held)
+            self._accounts.answering(request, attempt.answer.status)
+            answering = Answering(self, request, attempt, held)
+            yield answering
+            if request.is_served and answering.attempt.answer.status == 200:
+                self._decider.learn_answer(request)
+                self._poison.answered(shape, self._clock())
+
+    def _judge(self, request: Request, shape: Shape) -> None:
+        """After a request, however it ended: what the engines that died under it say of its kind."""
+        if len(request.deaths) < MAX_DEATHS:
+            self._poison.ended(shape, self._clock())
+        elif not request.is_served:
+            self._accounts.killed_engines(request, str(shape), self._poison.killed(shape, self._clock()))
+
+    async def _first_answer(self, request: Request, held: AsyncExitStack) -> Attempt:
+        """The first attempt whose decode node answers; what it holds is handed to `held`."""
+        share = request.tenant.share
+        place = held.enter_context(self._line.place(request.service, request.timeline.arrived, share))
+        chosen = self._decider.route(request)
+        place.tokens = chosen.uncached_tokens
+        self._accounts.asked(chosen)
+        if chosen.prefill_node and self._line.must_wait(request.service, share):
+            self._refusals.check(request, chosen, self._line.expected_s(request.service, share))
+            await place.wait()
+            chosen = self._decider.route(request)
+        self._refusals.check(request, chosen)
+        self._refusals.accepted(request, chosen)
+        self._retries.begins(request)
+        return await self._answer(request, chosen, place, Tried(), held)
+
+    async def rest(
+        self,
+        request: Request,
+        answered: list[int],
+        failed: Attempt,
+        error: DecodeFailed,
+        tried: Tried,
+        held: AsyncExitStack,
+    ) -> Attempt:
+        """The attempt that goes on after the tokens `answered`, the last of them by `failed` before its `error`. Raises ApiError.
+
+        The request has been accepted: it is not asked again whether it will be served as promised.
+        """
+        call, model = request.call, request.model or request.served.as_read()
+        memory = request.tenant.memory
+        if request.token_ids is not None:
+            prompt = await self._engine_readings.longer(request.token_ids, call, model, request.tenant, answered)
+        else:
+            async with self._reading_again:
+                _, prompt = await self._reader.read(
+                    call.endpoint, call.body({}), model, memory, answered, request.tenant.share
+                )
+        request.first_prompt = request.asked
+        request.prompt, request.answered = prompt, answered
+        if may_have_died(error.reason):
+            request.broken.append((failed.decode, failed.engine))
+        place = held.enter_context(self._line.place(request.service, request.timeline.arrived, request.tenant.share))
+        assert request.route is not None
+        following = await self._following(request, request.route, error, tried, Stage.STREAM)
+        if following is None:
+            following = await self._turn(request, place)
+        return await self._answer(request, following, place, tried, held)
+
+    async def _following(
+        self, request: Request, chosen: Route, error: NodeFailure, tried: Tried, stage: Stage
+    ) -> Route | None:
+        """As `_next_route`; but an answer that has begun waits a while for a decode node that is ready."""
+        await self._learn_deaths(request)
+        try:
+            return self._next_route(request, chosen, error, tried, stage)
+        except NoDecodeNode:
+            if not request.answered or error.failure is Failure.TROUBLE or tried.waits >= self._retries.max_tries:
+                raise
+        tried.waits += 1
+        return await self._ready_route(request)
+
+    async def _ready_route(self, request: Request) -> Route:
+        """A route once some decode node is ready: the one that failed may be back, or has only lost a connection.
+
+        Raises NoDecodeNode if none is as soon as somebody would have waited for room.
+        """
+        due = self._clock() + self._line.patience_s
+        while True:
+            try:
+                return self._decider.route(request)
+            except NoDecodeNode:
+                if self._clock() >= due:
+                    raise
+            await asyncio.sleep(ASK_AGAIN_S)
+
+    async def _learn_deaths(self, request: Request) -> None:
+        """Which of the engines that broke a stream have died of it. The first is waited for by nobody: the client waits."""
+        if len(request.broken) + len(request.deaths) < MAX_DEATHS:
+            return
+        broken, request.broken = request.broken, []
+        for node, engine in broken:
+            if await self._clusters.has_died(node, engine):
+                request.deaths.append(node.id)
+
+    async def _turn(self, request: Request, place: Place) -> Route:
+        """The route of a request that has waited in line for room. Raises Overloaded."""
+        await place.wait()
+        following = self._decider.route(request)
+        if not request.answered:
+            self._refusals.check(request, following)
+            self._refusals.accepted(request, following)
+        return following
+
+    async def _answer(
+        self, request: Request, chosen: Route, place: Place, tried: Tried, held: AsyncExitStack
+    ) -> Attempt:
+        """The first attempt that is answered, from that by `chosen` on; what it holds is handed to `held`."""
+        while True:
+            self._accounts.routed(request, chosen, tried.tries)
+            if self.replicas and chosen.prefill_node and not request.served.is_paired:
+                self.replicas.wanted(request.prompt, chosen.prefill_node)
+            try:
+                return await held.enter_async_context(self._attempt(request, chosen, place))
+            except (DecodeFailed, NodeError) as error:
+                if not (place.stands and error.failure is Failure.FULL):  # that it still waits is no news
+                    self._accounts.fell_back(request, f"decode_{error.reason}", error)
+                if error.reason == TENANTS_PART:
+                    place.held_back()
+                stage = Stage.RESERVE if isinstance(error, NodeError) else Stage.DECODE
+                following = await self._following(request, chosen, error, tried, stage)
+            if following is None:
+                following = await self._turn(request, place)
+                tried = Tried()
+            chosen = following
+
+    @asynccontextmanager
+    async def _attempt(self, request: Request, chosen: Route, place: Place) -> AsyncIterator[Attempt]:
+        # Nothing is awaited between the decision and its booking: the next decision sees this one.
+        decode = self._clusters.by_id(chosen.decode_node)
+        held_tokens = max(chosen.held_tokens, chosen.shared_tokens)
+        with booked(decode, self._clock, request.prompt.hashes, held_tokens) as booking:
+            booking.prefill(self._clusters.by_id(chosen.prefill_node or chosen.decode_node), chosen)
+            has_room = decode.is_paired
+            try:
+                if decode.is_paired:
+                    place.served()
+                    async with self._pairing.attempt(request, chosen, booking) as attempt:
+                        self._begins_to_answer(request, attempt, booking)
+                        yield attempt
+                    return
+                if chosen.prefill_node is not None and not request.is_unshared:
+                    booking.lands(chosen)
+                if chosen.shared_tokens:
+                    place.served()  # it waits for what others are sent, not for room
+                async with self._reservations.held(request, chosen, booking) as hold:
+                    has_room = True
+                    place.served()
+                    async with self._runner.attempt(request, chosen, hold, booking) as attempt:
+                        self._begins_to_answer(request, attempt, booking)
+                        yield attempt
+            finally:
+                if has_room:  # else the first in line would wake itself, and ask a full node as fast as it answers
+                    self._line.freed()
+
+    def _begins_to_answer(self, request: Request, attempt: Attempt, booking: Booking) -> None:
+        """The request decodes from now on, until its engine has said all."""
+
+        def decoded() -> None:
+            booking.answered()
+            self._refusals.decoded(request)
+            self._line.freed()
+
+        self._refusals.decoding(request, attempt.decode.id)
+        attempt.answer.when_whole(decoded)
+
+    def _next_route(
+        self, request: Request, chosen: Route, error: NodeFailure, tried: Tried, stage: Stage
+    ) -> Route | None:
+        """The route after one that failed; None: there is no room now, and a decode node may not do more by itself.
+
+        Raises ApiError when there is to be none.
+        """
+        tried.fail(chosen.decode_node, error.failure)
+        rule = self._retries.rule_after(request, stage, chosen.decode_node, error.failure, tried.tries)
+        if rule.otherwise is Next.ALONE:
+            tried.full[chosen.decode_node] = chosen
+        if stage is not Stage.RESERVE:  # it has computed the prompt itself, or was to: it is not asked for that again
+            tried.full.pop(chosen.decode_node, None)
+        if rule.next is Next.ELSEWHERE:
+            return self._elsewhere(request, tried)
+        if rule.next is Next.ALONE:
+            return _alone(chosen) if error.failure is Failure.REQUEST else self._alone_if_spared(chosen)
+        if len(request.deaths) >= MAX_DEATHS:
+            raise KillsEngines(request.deaths)
+        if rule.is_over_budget:
+            raise Unavailable("A decode node failed, as many do now. Please retry.", "retry_budget_spent")
+        if stage is Stage.STREAM and self._retries.are_takeovers_spent(request):
+            raise Unavailable(f"{request.takeovers} decode nodes have gone on with the answer.", "takeovers_spent")
+        raise Unavailable(f"{tried.tries} decode nodes failed in turn.", "attempts_exhausted")
+
+    def _elsewhere(self, request: Request, tried: Tried) -> Route | None:
+        try:
+            return self._decider.route(request, tried.failed)
+        except Unavailable:
+            if tried.full:
+                return self._alone_if_spared(next(reversed(tried.full.values())))
+            if request.served.is_paired:
+                # Such nodes change no roles, and have waited for room themselves: who joined the line would be let go at once.
+                if Failure.FULL in tried.failed.values():
+                    raise Overloaded("No decode node has room. Please retry.", "no_room") from None
+                raise
+            if Failure.AWAY in tried.failed.values():  # whoever has taken its place is about to say so
+                return None
+            raise
+
+    def _alone_if_spared(self, chosen: Route) -> Route | None:
+        """A full system must not turn its decode nodes into prefill nodes."""
+        return _alone(chosen) if self._decider.may_compute(chosen.decode_node) else None
+
+
+def _alone(chosen: Route) -> Route:
+    """The same decode node, which has no room for a landing, without one."""
+    return replace(chosen, target=Target.DECODE, prefill_node=None, fetch_from=None)

@@ -1,0 +1,110 @@
+"""The fifth room: the decode node makes room and hands out a ticket, before anything is computed."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from gateway.cluster.inflight_load import Booking
+from gateway.cluster.inflight_prefixes import Landing
+from gateway.cluster.node import Node
+from gateway.cluster.registry import Clusters
+from gateway.errors import NodeError
+from gateway.request.request import Request
+from gateway.tasks import TaskSet
+from gateway.telemetry.recorder import Accounts
+from planner.decisions.arrivals import Shared
+from planner.decisions.routing import Route
+from transport.control.messages import TicketInfo
+
+log = logging.getLogger("prfaas.gateway.reserve")
+
+
+# How wrong the predicted time until others' KVCache has landed may be. A prompt that waits longer has all of it sent.
+PATIENCE: Final = 3.0
+LEAST_PATIENCE_S: Final = 5.0
+KEEPS_NOTHING_S: Final = 60.0  # a decode node that kept nothing of what had landed is asked to share again after this
+
+
+@dataclass(slots=True)
+class Hold:
+    """A reservation on a decode node, the first of `nodes`, and everybody else who may hold something for it."""
+
+    ticket: TicketInfo
+    nodes: list[Node]
+    shared_from: str = ""  # the prefill node that has sent others all that it was to begin with
+    settled: bool = False  # delivered and loaded: nothing is left to free
+
+
+class Reservations:
+    """Makes reservations that are given back whatever happens to the request."""
+
+    def __init__(
+        self, clusters: Clusters, accounts: Accounts, tasks: TaskSet, clock: Callable[[], float], ttl_s: float
+    ) -> None:
+        self._clusters = clusters
+        self._accounts = accounts
+        self._tasks = tasks
+        self._clock = clock
+        self._ttl_s = ttl_s
+
+    @asynccontextmanager
+    async def held(self, request: Request, chosen: Route, booking: Booking) -> AsyncIterator[Hold | None]:
+        """A ticket for what `chosen` has sent to its decode node; None where nothing travels.
+
+        What is on its way there for others, and is to be shared, is waited for first.
+
+        Unless it is settled inside the block, all that was made for it is freed after it. Raises NodeError.
+        """
+        if chosen.prefill_node is None:
+            yield None
+            return
+        landed = await self._until_landed(request, chosen, booking) if chosen.shared_tokens else None
+        landed_tokens = landed.blocks * request.served.layout.block_size if landed is not None else 0
+        decode = self._clusters.by_id(chosen.decode_node)
+        reserving = decode.agent.reserve(request.leg_id, request.prompt, self._ttl_s, request.tenant.share.flow)
+        making = self._tasks.start(reserving, "reserve", expected=(NodeError,))
+        hold: Hold | None = None
+        try:
+            # Shielded: a client that leaves now must not leave a reservation behind whose id nobody knows.
+            hold = Hold(await asyncio.shield(making), [decode])
+            if landed is not None and landed_tokens >= chosen.cached_tokens:
+                hold.shared_from = landed.first.prefill_node
+            if hold.ticket.have_tokens < landed_tokens:
+                self._accounts.fell_back(request, "landing_not_kept")
+                decode.keeps_nothing_until = self._clock() + KEEPS_NOTHING_S
+            yield hold
+        finally:
+            if hold is None or not hold.settled:
+                self._tasks.start(self._give_back(making, hold.nodes if hold else [decode]), "give_back")
+
+    async def _until_landed(self, request: Request, chosen: Route, booking: Booking) -> Shared[Landing] | None:
+        """Waits while KVCache that this prompt shares lands for others; what has landed at last, if anything has.
+
+        Should it not land, the first prompt that has waited for it has all of it sent, and the others wait for that.
+        """
+        held, landed = chosen.held_tokens // request.served.layout.block_size, None
+        try:
+            async with asyncio.timeout(LEAST_PATIENCE_S + PATIENCE * chosen.shared_s):
+                while (shared := booking.shared_with(held)) is not None:
+                    await shared.first.over.wait()
+                    if shared.first.has_landed:
+                        held, landed = shared.blocks, shared
+        except TimeoutError:
+            self._accounts.fell_back(request, "landing_late")
+        return landed
+
+    async def _give_back(self, making: "asyncio.Task[TicketInfo]", nodes: list[Node]) -> None:
+        try:
+            ticket = await making
+        except NodeError:
+            return  # nothing was reserved
+        await asyncio.gather(*(self._abort(node, ticket.transfer_id) for node in nodes))
+
+    async def _abort(self, node: Node, transfer_id: str) -> None:
+        try:
+            await node.agent.abort(transfer_id, "request_ended")
+        except NodeError as error:
+            log.warning("abort of %s failed (its lease will end it): %s", transfer_id, error)

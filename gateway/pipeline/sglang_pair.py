@@ -1,0 +1,195 @@
+"""The sixth room for nodes that are paired by rooms: both legs at once, and nobody reserves anything here.
+
+Neither server can do without the other. If the prefill fails, the decode leg is hung up, and both are asked again in another
+room, with another prefill node; if decode does, its failure goes the way of every decode node's.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Final
+
+from gateway.admission.slo import Refusals
+from gateway.cluster.inflight_load import Booking
+from gateway.cluster.links import Links, is_path_failure
+from gateway.cluster.node import Node
+from gateway.cluster.registry import Clusters
+from gateway.errors import (
+    ApiError,
+    DecodeFailed,
+    InternalError,
+    KillsEngines,
+    NodeError,
+    NodeFailure,
+    PrefillFailed,
+    Unavailable,
+)
+from gateway.pipeline.retries import Retries
+from gateway.pipeline.ticketed import Attempt, cancel, hang_up, has_killed
+from gateway.request.request import PrefillOutcome, Request
+from gateway.routing.router import Decider
+from gateway.tasks import TaskSet
+from gateway.telemetry.recorder import Accounts
+from gateway.upstream.legs import DecodeAnswer, Legs
+from gateway.upstream.sglang_bootstrap import Room, is_certain, room_at, to_blame
+from planner.decisions.retries import Failure, Next, Stage, tries_of
+from planner.decisions.routing import Route
+
+log = logging.getLogger("prfaas.gateway.pairing")
+
+OTHERS_WORD_S: Final = 2.0  # of two servers one fails first; the other hears of it within SGLang's next few steps
+
+
+class Pairing:
+    """Runs what has been decided on nodes that are paired by rooms."""
+
+    def __init__(
+        self,
+        clusters: Clusters,
+        links: Links,
+        legs: Legs,
+        decider: Decider,
+        refusals: Refusals,
+        accounts: Accounts,
+        tasks: TaskSet,
+        retries: Retries,
+        draw: Callable[[int], int],
+    ) -> None:
+        """`draw` gives that many random bits."""
+        self._clusters = clusters
+        self._links = links
+        self._legs = legs
+        self._decider = decider
+        self._refusals = refusals
+        self._accounts = accounts
+        self._tasks = tasks
+        self._retries = retries
+        self._draw = draw
+
+    @asynccontextmanager
+    async def attempt(self, request: Request, chosen: Route, booking: Booking) -> AsyncIterator[Attempt]:
+        """The attempt, once its decode node answers. Raises DecodeFailed, or ApiError for what no decode node can mend."""
+        async with AsyncExitStack() as own:
+            yield await self._first_answer(request, chosen, booking, own)
+
+    async def _first_answer(self, request: Request, chosen: Route, booking: Booking, own: AsyncExitStack) -> Attempt:
+        """By one prefill node or another; what the attempt holds is handed to `own`."""
+        failed: dict[str, Failure] = {}
+        way = chosen
+        while True:
+            assert way.prefill_node is not None  # routing chooses nobody who would be alone
+            try:
+                async with AsyncExitStack() as held:
+                    attempt = await self._in_a_room(request, way, chosen.decode_node, booking, held)
+                    own.push_async_exit(held.pop_all())
+                    return attempt
+            except PrefillFailed as error:
+                booking.prefilled()
+                failed[way.prefill_node] = error.failure
+                way = self._next_way(request, chosen, way.prefill_node, error, failed)
+
+    async def _in_a_room(
+        self, request: Request, way: Route, decode_node: str, booking: Booking, held: AsyncExitStack
+    ) -> Attempt:
+        """Raises PrefillFailed, DecodeFailed."""
+        decode, prefill = self._clusters.by_id(decode_node), self._prefill_node(way)
+        engine, room = decode.engine, room_at(prefill, self._draw)
+        booking.prefill(prefill, way)
+        self._accounts.prefilling(request, prefill)
+        delivering = self._deliver(request, way, prefill, decode, room, booking)
+        delivery = self._tasks.start(delivering, "deliver", expected=(ApiError, PrefillFailed))
+        held.push_async_callback(cancel, delivery)
+        asking = self._tasks.start(self._ask(request, decode, room), "ask", expected=(DecodeFailed,))
+        held.push_async_callback(hang_up, asking)
+        answer = await _answer_of(delivery, asking)
+        return Attempt(answer, decode, engine, delivery)
+
+    def _prefill_node(self, way: Route) -> Node:
+        assert way.prefill_node is not None
+        try:
+            node = self._clusters.by_id(way.prefill_node)
+        except NodeError as error:  # the decode node is not to blame
+            raise PrefillFailed(way.prefill_node, error.reason, error.detail) from error
+        if node.info is None or node.info.rooms is None or not node.info.rooms.port:
+            raise PrefillFailed(node.id, "wrong_role", "it opens no rooms any more")
+        return node
+
+    async def _deliver(
+        self, request: Request, way: Route, node: Node, decode: Node, room: Room, booking: Booking
+    ) -> PrefillOutcome:
+        engine, receiver = node.engine, decode.engine
+        # Its answer says nothing of a queue: only what had none tells how long computing takes.
+        has_no_queue = node.pending_requests <= 1
+        try:
+            outcome = await self._legs.prefill_in(node, request, room)
+        except PrefillFailed as error:
+            if is_path_failure(error.reason, node, decode, receiver):
+                self._links.failed(node, decode)
+            if await has_killed(self._clusters, request, node, engine, error.reason):
+                raise PrefillFailed(node.id, "engine_died") from error
+            raise
+        booking.prefilled()
+        self._links.arrived(node, decode)
+        if has_no_queue:
+            self._decider.learn(node, outcome)
+        self._decider.learn_arrival(request, way, node, decode)
+        self._accounts.delivered(request, outcome, decode)
+        self._refusals.computed(request, decode.id)
+        return outcome
+
+    async def _ask(self, request: Request, decode: Node, room: Room) -> DecodeAnswer:
+        engine = decode.engine
+        try:
+            return await self._legs.decode_in(decode, request, room)
+        except DecodeFailed as error:
+            if await has_killed(self._clusters, request, decode, engine, error.reason):
+                raise DecodeFailed(decode.id, "engine_died") from error
+            raise
+
+    def _next_way(
+        self, request: Request, chosen: Route, failing: str, error: PrefillFailed, failed: dict[str, Failure]
+    ) -> Route:
+        """Who prefills after node `failing`, for the same decode node. Raises ApiError when nobody does: decode cannot go on
+        alone."""
+        noted = self._accounts.doubted if error.failure is Failure.REQUEST else self._accounts.fell_back
+        noted(request, f"prefill_{error.reason}", error)
+        rule = self._retries.rule_after(request, Stage.PREFILL, failing, failed[failing], tries_of(failed.values()))
+        if rule.next is Next.REFUSE:
+            raise KillsEngines(request.deaths)
+        if error.failure is Failure.REQUEST:
+            raise ApiError(400, error.detail or error.reason, code="bad_request")
+        other = self._decider.other_prefill(request, chosen, failed) if rule.next is Next.ELSEWHERE else None
+        if other is None:
+            raise Unavailable(f"No prefill node could compute the prompt: {error.reason}.", "prefill_failed")
+        return other
+
+
+async def _answer_of(delivery: "asyncio.Task[PrefillOutcome]", asking: "asyncio.Task[DecodeAnswer]") -> DecodeAnswer:
+    """The answer asked for; or the failure of one of the two servers, as soon as it is known which of them is to blame."""
+    both: set[asyncio.Task[Any]] = {delivery, asking}
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    if _errors(delivery, asking) == (None, None):  # whichever is through, it is decode's answer that counts
+        await asyncio.wait([asking])
+    prefill, decode = _errors(delivery, asking)
+    failed = prefill or decode
+    if failed is not None and not is_certain(failed):
+        await asyncio.wait(both, timeout=OTHERS_WORD_S)
+        prefill, decode = _errors(delivery, asking)
+    if decode is None and asking.done():  # what the other one has to say is for nobody
+        return asking.result()
+    raise to_blame(prefill, decode)
+
+
+def _errors(
+    delivery: "asyncio.Task[PrefillOutcome]", asking: "asyncio.Task[DecodeAnswer]"
+) -> tuple[PrefillFailed | None, DecodeFailed | None]:
+    """Of those that are done. Raises what is no failure of a node's."""
+    for task in (delivery, asking):
+        if task.done() and isinstance(error := task.exception(), Exception) and not isinstance(error, NodeFailure):
+            raise error if isinstance(error, ApiError) else InternalError from error
+    prefill = delivery.exception() if delivery.done() else None
+    decode = asking.exception() if asking.done() else None
+    assert prefill is None or isinstance(prefill, PrefillFailed)
+    assert decode is None or isinstance(decode, DecodeFailed)
+    return prefill, decode

@@ -1,0 +1,1 @@
+"""What each tenant may take, and has taken."""

@@ -1,0 +1,340 @@
+"""One request: what it is, when things happened to it, and the record that stays of it."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from gateway.api.dialects.translator import Telling
+from gateway.api.openai import Call
+from gateway.api.usage import Details
+from gateway.auth.keyring import EVERYBODY, Tenant
+from gateway.cluster.node import Node
+from gateway.cluster.registry import ServedModel
+from gateway.prompt.prompt import Model, Prompt
+from gateway.prompt.tokenizer_trust import Reading
+from gateway.ratelimit.limiter import UNLIMITED, Allowance
+from gateway.request.trace_context import Trace
+from planner.decisions.classes import UNPROMISED, ServiceClass
+from planner.decisions.routing import Route
+
+
+@dataclass(slots=True)
+class Timeline:
+    """When each step was reached, in seconds of the gateway's monotonic clock; None: not (yet)."""
+
+    arrived: float
+    routed: float | None = None
+    prefill_start: float | None = None
+    prefill_end: float | None = None
+    kv_ready: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.arrived
+
+    @property
+    def e2e_s(self) -> float | None:
+        return None if self.last_token is None else self.last_token - self.arrived
+
+    @property
+    def kv_wait_s(self) -> float | None:
+        """kv_ready − prefill_end: what the transfer added to the prefill."""
+        if self.kv_ready is None or self.prefill_end is None:
+            return None
+        return self.kv_ready - self.prefill_end
+
+    def relative(self) -> dict[str, float]:
+        """Seconds after arrival of every step that was reached."""
+        steps = {name: getattr(self, name) for name in self.__slots__}
+        return {name: round(at - self.arrived, 6) for name, at in steps.items() if at is not None}
+
+
+class PrefillOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """`kv_transfer_params` of a prefill leg's answer. Times are seconds since the start of the job on its node."""
+
+    delivered: bool = False
+    num_tokens: int = 0
+    cached_tokens: int = 0
+    bytes_total: int = 0
+    bytes_before_prefill_end: int | None = 0  # None: nobody knows
+    bytes_saved: int = 0
+    codecs: dict[str, int] = {}
+    prefill_start_s: float = 0.0
+    prefill_end_s: float = 0.0
+    delivered_s: float = 0.0
+    link: str = ""
+    reason: str = ""
+
+
+class BrokenOff(msgspec.Struct, frozen=True):
+    """Why an answer ended before its end: `reason` is a metric label, `status` is what it counts as.
+
+    500 to 503 as for an answer that never began, 499 where the client is to blame or nobody.
+    """
+
+    reason: str
+    detail: str
+    status: int = 502
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What an engine had said by a time at which its client was not behind: what comes after goes at the client's pace."""
+
+    until: float
+    tokens: int
+
+
+@dataclass(slots=True)
+class Stay:
+    """An accepted request as decode will have it, or has it."""
+
+    expected: float  # when its first token was predicted to come
+    since: float | None = None  # it decodes
+    until: float | None = None  # its engine has said all, whether its client has read that or not
+    node: str = ""
+    beside: float = 0.0  # requests that decode there, itself included: when it began, then the mean of begin and end
+
+
+@dataclass(slots=True)
+class Request:
+    """A call on its way. `id` is the client's or ours; `leg_id` is ours and unique, for what nodes key by it."""
+
+    id: str
+    leg_id: str
+    call: Call
+    prompt: Prompt
+    served: ServedModel
+    timeline: Timeline
+    service: ServiceClass = UNPROMISED
+    tenant: Tenant = EVERYBODY
+    allowance: Allowance = UNLIMITED
+    trace_headers: dict[str, str] = field(default_factory=dict)
+    trace: Trace | None = None  # None: nobody asked for traces
+    telling: Telling | None = None  # None: the client speaks as engines do
+    route: Route | None = None
+    plan_version: int = 0  # of the plan under which it was last routed; 0: none
+    stay: Stay | None = None
+    prefill_node: str = ""
+    prefilling_since: float | None = None  # a prefill leg is under way
+    legs: int = 0  # that engines were sent for it, and did not turn away
+    wasted_prefill_s: float = 0.0  # computed for an answer that never began
+    origin: str = ""  # the cluster that computes its prompt
+    destination: str = ""  # the cluster that its KVCache was sent to
+    is_remote: bool = False  # whether that node, which may not be the one first chosen, is in a PrfaaS cluster
+    outcome: PrefillOutcome | None = None
+    fallbacks: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)  # fallbacks, if it is not the client's mistake
+    fetched_from: str = ""  # the node whose prefix was sent to the prefill node for this request
+    events: int = 0  # SSE events relayed
+    unheard_tokens: int = 0  # estimate of what its engine had said when its client left
+    completion_tokens: int | None = None  # as the answer names them, or its usage says; a stream need not have either
+    is_between_events: bool = True  # of the stream: the last one relayed was whole
+    writing_since: float | None = None  # when the client was last offered bytes that it has not taken yet
+    heard: Heard | None = None  # before its client had to be waited for, or all
+    broken_off: BrokenOff | None = None  # its client is given no more of its answer than it had by then
+    deaths: list[str] = field(default_factory=list)  # nodes whose engine died while it worked on this
+    kept_bytes: int = 0  # of the names of its answer's tokens, for another engine to go on with; 0: it could not
+    answered: list[int] = field(
+        default_factory=list, repr=False
+    )  # tokens that the client has had from engines that failed
+    takeovers: int = 0  # engines that went on with its answer
+    gap_s: float = 0.0  # the longest time that it took one, from the failure to its first bytes
+    broken: list[tuple[Node, tuple[str, int]]] = field(default_factory=list, repr=False)  # engines that may have died
+    model: Model | None = None  # as its prompt was read, should it be read again
+    reading: Reading = Reading.OWN  # by whom
+    token_ids: msgspec.Raw | None = field(default=None, repr=False)  # as JSON, where an engine has read it
+    first_prompt: Prompt | None = None  # the client's, once `prompt` goes on with what has been answered
+    details: Details | None = field(default=None, repr=False)  # what its usage says of prefixes that are to be kept
+    is_recomputed: bool = False  # the decode node computed a prompt whose KVCache should have come
+
+    def forget_prefill(self) -> None:
+        """A new attempt begins: what an earlier one's prefill came to no longer counts."""
+        self.outcome, self.is_recomputed, self.fetched_from = None, False, ""
+        self.timeline.prefill_start = self.timeline.prefill_end = self.timeline.kv_ready = None
+
+    @property
+    def asked(self) -> Prompt:
+        """The client's prompt; `prompt` goes on with what has been answered, once an engine has failed."""
+        return self.first_prompt or self.prompt
+
+    @property
+    def is_unshared(self) -> bool:
+        """Whether KVCache computed elsewhere is of no use to it."""
+        return self.call.options.is_unshared or self.reading is Reading.ALONE or self.prompt.is_alone
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of the answer: as they are named or its usage counts them, else one for each event but its end and its usage.
+
+        Some engines send a role by itself, and several tokens in one event.
+        """
+        if self.completion_tokens is not None:
+            return self.completion_tokens
+        return max(0, self.events - 1 - self.call.options.wants_usage)
+
+    def falls_behind(self, now: float) -> None:
+        """Its client has to be waited for, now or at the end: how fast its engine is has been seen by now."""
+        if self.heard is None:
+            self.heard = Heard(now, self.output_tokens)
+
+    @property
+    def tbt_s(self) -> float | None:
+        """Mean time from token to token of a whole stream, as its engine says them."""
+        first, last, tokens = self.timeline.first_token, self.timeline.last_token, self.output_tokens
+        if self.heard is not None:
+            last, tokens = self.heard.until, self.heard.tokens
+        if not self.call.stream or not self.is_answered or first is None or last is None or tokens < 2:
+            return None
+        return (last - first) / (tokens - 1)
+
+    def has_all(self, now: float) -> None:
+        """The client has been given all, if it had not before."""
+        if self.timeline.last_token is None:
+            self.falls_behind(now)
+            self.timeline.last_token = now
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the client has everything it will get."""
+        return self.timeline.last_token is not None
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the client has its whole answer: a stream that broke off has been told so, and ended."""
+        return self.is_answered and self.broken_off is None
+
+    @property
+    def has_cost(self) -> bool:
+        """Whether an engine was given work for it, even if its client left before the end."""
+        return self.legs > 0
+
+    @property
+    def route_label(self) -> str:
+        """`local`, `remote`, or `none` before a decision. A prefill on the decode node is local."""
+        if self.route is None:
+            return "none"
+        return "remote" if self.is_remote else "local"
+
+    @property
+    def reason_label(self) -> str:
+        return str(self.route.reason) if self.route else "none"
+
+
+def kept(request: Request) -> str:
+    """What came of a stream's promises; "" for an answer that is not streamed: its client sees no single tokens."""
+    ttft_s, tbt_s, service = request.timeline.ttft_s, request.tbt_s, request.service
+    if not request.call.stream or ttft_s is None:
+        return ""
+    if ttft_s > min(service.ttft_s, service.deadline_s):
+        return "late_first_token"
+    return "slow_tokens" if tbt_s is not None and tbt_s > service.tbt_s else "kept"
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of a finished request: a line of `GET /prfaas/requests`."""
+
+    seq: int
+    id: str
+    status: int
+    arrived_s: float  # on the gateway's own clock: differences mean something, the value does not
+    endpoint: str
+    stream: bool
+    service_class: str
+    tenant: str
+    route: str
+    target: str
+    reason: str
+    prefill_node: str
+    decode_node: str
+    total: int
+    uncached: int
+    cached: int
+    output_tokens: int
+    threshold: float
+    plan: int  # the version followed when it was routed; 0: none
+    fallbacks: list[str]
+    ttft_s: float | None
+    predicted_ttft_s: float | None  # as routing saw it, from then on
+    wasted_prefill_s: float
+    e2e_s: float | None
+    bytes: int
+    link: str
+    takeovers: int  # engines that went on with its answer when the one before had failed
+    gap_s: float  # the longest of the times from such a failure to the next bytes
+    fetched_from: str
+    bytes_saved: int  # of `bytes`, by coding on the way
+    predicted_bytes: int  # that the decision expected to cross a link, coding included
+    codecs: dict[str, int]  # bytes by codec; "int8" and "fp8" mean that the answer was decoded from quantised KVCache
+    overlap: float | None
+    kv_ready_minus_prefill_end_s: float | None
+    timeline: dict[str, float]
+    error: str = ""
+
+
+def cached_tokens(request: Request) -> int:
+    """Prompt tokens that nobody had to compute, as far as is known here."""
+    if request.is_recomputed or request.route is None:
+        return 0
+    cached = request.outcome.cached_tokens if request.outcome else request.route.cached_tokens
+    return min(cached, request.asked.num_tokens)  # of what has been answered, too, where another engine goes on
+
+
+def record_of(request: Request, seq: int, status: int, error: str = "") -> RequestRecord:
+    """The record of `request` once it is over. `cached` is what the prefill reused, `uncached` what it computed."""
+    route, outcome, timeline = request.route, request.outcome, request.timeline
+    total = request.asked.num_tokens
+    cached = cached_tokens(request)
+    sent = outcome.bytes_total if outcome else 0
+    return RequestRecord(
+        seq=seq,
+        id=request.id,
+        status=status,
+        arrived_s=round(timeline.arrived, 6),
+        endpoint=request.call.dialect or request.call.endpoint,
+        stream=request.call.stream,
+        service_class=request.service.name,
+        tenant=request.tenant.name,
+        route=request.route_label,
+        target=str(route.target) if route else "none",
+        reason=request.reason_label,
+        prefill_node=request.prefill_node,
+        decode_node=route.decode_node if route else "",
+        total=total,
+        uncached=total - cached,
+        cached=cached,
+        output_tokens=request.output_tokens,
+        threshold=route.threshold_tokens if route else 0.0,
+        plan=request.plan_version,
+        fallbacks=list(request.fallbacks),
+        ttft_s=_rounded(timeline.ttft_s),
+        predicted_ttft_s=_rounded(max(route.ttft_s, route.link_s)) if route else None,
+        wasted_prefill_s=round(request.wasted_prefill_s, 6),
+        e2e_s=_rounded(timeline.e2e_s),
+        bytes=sent,
+        link=outcome.link if outcome else "",
+        takeovers=request.takeovers,
+        gap_s=round(request.gap_s, 6),
+        fetched_from=request.fetched_from,
+        bytes_saved=outcome.bytes_saved if outcome else 0,
+        predicted_bytes=round(route.coded_bytes) if route else 0,
+        codecs=outcome.codecs if outcome else {},
+        overlap=_overlap(outcome) if outcome else None,
+        kv_ready_minus_prefill_end_s=_rounded(timeline.kv_wait_s),
+        timeline=timeline.relative(),
+        error=error,
+    )
+
+
+def _overlap(outcome: PrefillOutcome) -> float | None:
+    """The part of what was sent that had left when the prefill ended."""
+    if not outcome.bytes_total or outcome.bytes_before_prefill_end is None:
+        return None
+    return round(outcome.bytes_before_prefill_end / outcome.bytes_total, 6)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    """To microseconds: what is beyond is noise of the subtraction."""
+    return None if seconds is None else round(seconds, 6)

@@ -1,0 +1,1 @@
+"""Where requests, prefixes and egress budgets go."""

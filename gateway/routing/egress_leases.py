@@ -1,0 +1,93 @@
+"""Senders of one line share its egress budget by what waits at each of them: read from their reports, dealt out every second.
+
+What is dealt out ends by itself, in seconds; `planner.decisions.shares` says who gets what, and in which order.
+"""
+
+import asyncio
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from gateway.cluster.node import Node
+from gateway.errors import NodeError
+from gateway.telemetry.process_metrics import Upkeep
+from planner.decisions.shares import Grant, Sender, SharedBudget
+
+TICK_S: Final = 1.0
+DRIFT: Final = 1.02  # no two clocks run at rates that differ by more
+
+Line = tuple[str, str]
+"""Source and destination cluster."""
+
+
+class Shares:
+    """Deals out the budgets of all lines that have several senders, each with a budget of its own."""
+
+    def __init__(self, nodes: Sequence[Node], upkeep: Upkeep, clock: Callable[[], float], holder: str) -> None:
+        """`holder` names this process: a sender listens to one at a time."""
+        self._nodes = nodes
+        self._upkeep = upkeep
+        self._clock = clock
+        self._holder = holder
+        self._serials = itertools.count()
+        self._budgets: dict[Line, SharedBudget] = {}
+
+    async def run(self) -> None:
+        """Deals out every TICK_S, for ever."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            await self.tick()
+
+    async def tick(self) -> None:
+        """One round over all lines."""
+        lines = self._lines()
+        now = self._clock()
+        # Senders may use what they were dealt although nobody sees them now.
+        kept = {line: budget for line, budget in self._budgets.items() if line in lines or budget.holds(now)}
+        self._budgets = {**{line: SharedBudget() for line in lines.keys() - kept.keys()}, **kept}
+        await asyncio.gather(*(self._deal(line, nodes) for line, nodes in lines.items()))
+
+    def _lines(self) -> Mapping[Line, list[Node]]:
+        found: defaultdict[Line, list[Node]] = defaultdict(list)
+        for node in self._nodes:
+            for link in node.load.links if node.connected else ():
+                if link.own_budget_bytes_per_s and link.peer != node.cluster:
+                    found[node.cluster, link.peer].append(node)
+        return {line: nodes for line, nodes in found.items() if len(nodes) > 1}
+
+    async def _deal(self, line: Line, nodes: Sequence[Node]) -> None:
+        budget, by_id = self._budgets[line], {node.id: node for node in nodes}
+        senders = [_sender(node, line[1]) for node in nodes]
+        given_up = budget.lower(senders, self._clock())
+        answers = await asyncio.gather(*(self._tell(by_id[grant.node_id], line[1], grant) for grant in given_up))
+        for grant, has_answered in zip(given_up, answers, strict=True):
+            if has_answered:
+                budget.answered(grant)
+        raised = budget.raise_(senders, self._clock())
+        await asyncio.gather(*(self._tell(by_id[grant.node_id], line[1], grant) for grant in raised))
+
+    async def _tell(self, node: Node, cluster: str, grant: Grant) -> bool:
+        left_s = grant.until - self._clock()
+        until_clock_s = node.load.clock_s + (grant.until - node.reported_at) / DRIFT
+        try:
+            await node.agent.share_egress(
+                self._holder,
+                cluster,
+                grant,
+                serial=next(self._serials),
+                lease_s=DRIFT * max(left_s, 0.1),
+                until_clock_s=until_clock_s,
+            )
+        except NodeError as error:
+            self._upkeep.shared(error.reason)
+            return False
+        self._upkeep.shared("ok")
+        return True
+
+
+def _sender(node: Node, cluster: str) -> Sender:
+    link = node.link_to(cluster)
+    assert link is not None
+    queued_bytes = max(link.queued_bytes, node.promised_bytes[cluster])
+    return Sender(node.id, link.own_budget_bytes_per_s, queued_bytes)

@@ -1,0 +1,384 @@
+"""Generation over HTTP: a body comes in, becomes one request or several, and each is answered."""
+
+import asyncio
+import itertools
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Final
+
+from aiohttp import web
+
+from gateway.admission.concurrency import Admission
+from gateway.admission.service_classes import Classes
+from gateway.api.dialects.translation import telling_of
+from gateway.api.openai import Call, Endpoint
+from gateway.api.validation import MAX_ANSWERS, too_many
+from gateway.auth.keyring import EVERYBODY, Keyring
+from gateway.auth.oidc import Tokens
+from gateway.cluster.registry import Clusters, ServedModel
+from gateway.config.gateway import GatewayConfig
+from gateway.errors import ApiError, InternalError, Unavailable
+from gateway.http.body import Receiver
+from gateway.http.hosts import check_host
+from gateway.pipeline.dispatcher import Dispatcher
+from gateway.pipeline.engine_render import EngineReadings
+from gateway.pipeline.fanout import Merged, Part, bodies_of, calls_of, check_size
+from gateway.pipeline.relay import Relay
+from gateway.pipeline.settlement import settle
+from gateway.pipeline.stream_resume import why_not
+from gateway.prompt.prompt import SEVERAL_PROMPTS
+from gateway.prompt.reader import Reader
+from gateway.ratelimit.limiter import UNLIMITED, Allowance, Allowances
+from gateway.request.request import BrokenOff, Request, Timeline
+from gateway.request.trace_context import TRACEPARENT, TRACESTATE, Trace
+from gateway.server.handlers.contexts import Contexts
+from gateway.server.inflight import CLIENT_CLOSED, Visit, Visits
+from gateway.tasks import TaskSet
+from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.otlp import Traces
+from gateway.telemetry.recorder import CLIENT_LEFT, Accounts
+
+log = logging.getLogger("prfaas.gateway.http")
+
+OPERATORS_PATHS: Final = ("/metrics", "/prfaas/", "/console")
+REQUEST_ID: Final = web.RequestKey("request_id", str)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rooms:
+    """What a request walks through, in this order."""
+
+    receiver: Receiver
+    admission: Admission
+    reader: Reader
+    engine_readings: EngineReadings
+    dispatcher: Dispatcher  # decide, reserve, run
+    relay: Relay
+    accounts: Accounts
+
+
+class FrontDoor:
+    """Takes a request through the rooms, as a task of its own that outlives nothing but its answer."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        rooms: Rooms,
+        clusters: Clusters,
+        metrics: Metrics,
+        tasks: TaskSet,
+        clock: Callable[[], float],
+        allowances: Allowances,
+        expected_answer: Callable[[], float],
+        traces: Traces | None = None,
+    ) -> None:
+        """`expected_answer` says how many tokens an answer mostly has."""
+        self._expected_answer = expected_answer
+        self.config = config
+        self.traces = traces
+        self.rooms = rooms
+        self.clusters = clusters
+        self.metrics = metrics
+        self.classes = Classes(config.classes, config.admission.default_class)
+        self.tokens = Tokens(config.oidc) if config.oidc.issuer else None
+        self.keyring = Keyring(config.tenants, config.operator_keys, self.tokens, unix_s)
+        self.allowances = allowances
+        self.contexts = Contexts(clusters, metrics, tasks, clock, allowances)
+        self._tasks = tasks
+        self._clock = clock
+        self._boot = uuid.uuid4().hex[:12]
+        self._numbers = itertools.count(1)
+        self.visits = Visits()
+
+    def next_id(self) -> str:
+        """An id that no other request of any gateway has."""
+        return f"{self._boot}{next(self._numbers):06x}"
+
+    def check_host(self, http: web.Request) -> None:
+        """Raises ApiError for a request that a stranger's page may have a browser send to a gateway without keys."""
+        if self.keyring.has_tenants or (self.config.open and not self.config.hosts):
+            return
+        if self.keyring.has_operators and http.path.startswith(OPERATORS_PATHS):
+            return
+        try:
+            check_host(http.headers.get("Host", ""), self.config.hosts)
+        except ApiError as error:
+            self.metrics.rejected("foreign_host", error.status)
+            raise
+
+    def ways(self) -> dict[Endpoint, Handler]:
+        """What handles a POST that generates, by path."""
+        return {
+            Endpoint.CHAT: self.chat,
+            Endpoint.COMPLETIONS: self.completions,
+            Endpoint.MESSAGES: self.messages,
+            Endpoint.RESPONSES: self.responses,
+        }
+
+    async def chat(self, http: web.Request) -> web.StreamResponse:
+        return await self._generate(http, Endpoint.CHAT)
+
+    async def completions(self, http: web.Request) -> web.StreamResponse:
+        return await self._generate(http, Endpoint.COMPLETIONS)
+
+    async def messages(self, http: web.Request) -> web.StreamResponse:
+        return await self._generate(http, Endpoint.MESSAGES)
+
+    async def responses(self, http: web.Request) -> web.StreamResponse:
+        return await self._generate(http, Endpoint.RESPONSES)
+
+    async def _generate(self, http: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+        arrived = self._clock()
+        tenant, allowance = EVERYBODY, UNLIMITED
+        try:
+            tenant = self.keyring.tenant(http.headers)
+            self.rooms.admission.check()
+            allowance = self.allowances.enter(tenant)
+            visit = Visit(http, endpoint, await self.rooms.receiver.receive(http), arrived, tenant, allowance)
+            self.rooms.admission.take()
+        except BaseException as error:
+            allowance.leave()
+            if isinstance(error, ApiError):
+                self.rooms.accounts.turned_away(error, tenant)
+            raise
+        # The work is a task of its own: a client that hangs up in the middle ends it, one that has its whole answer does
+        # not keep the books from being closed.
+        work = self._tasks.start(self._serve(visit), "request", expected=(ApiError, ConnectionResetError))
+        work.add_done_callback(lambda _: self._left(allowance))
+        return await self.visits.until_answered(visit, work)
+
+    def _left(self, allowance: Allowance) -> None:
+        self.rooms.admission.give_back()
+        allowance.leave()
+
+    async def understood(self, http: web.Request, endpoint: Endpoint, body: bytes) -> Request:
+        """The request that `body` would be at `endpoint`: read as one, but it has no place and is in no book. Raises ApiError."""
+        tenant = self.keyring.named(http.query.get("tenant", ""))
+        return await self._read(Visit(http, endpoint, body, self._clock(), tenant))
+
+    async def _serve(self, visit: Visit) -> web.StreamResponse:
+        try:
+            requests = await self._read_all(visit)
+            taken = _prompt_tokens(requests) + sum(self._answer_tokens(request) for request in requests)
+            visit.allowance.read(taken, len(requests))
+            visit.requests = requests
+        except ApiError as error:
+            self.metrics.rejected(error.code or "invalid", error.status, visit.tenant.name)
+            raise
+        except asyncio.CancelledError:
+            self.metrics.rejected(CLIENT_LEFT, CLIENT_CLOSED, visit.tenant.name)
+            raise
+        try:
+            if len(requests) == 1:
+                return await self._answer(visit.http, requests[0])
+            return await self._answer_all(visit)
+        finally:
+            visit.allowance.settle(_used_tokens(requests) - taken)
+
+    async def _read_all(self, visit: Visit) -> list[Request]:
+        """The requests for one answer each that a visit makes, almost always one. Raises ApiError."""
+        try:
+            request = await self._read(visit)
+        except ApiError as error:
+            if error.code != SEVERAL_PROMPTS:
+                raise
+            return await self._read_list(visit)
+        n = request.call.options.n or 1
+        if n == 1:
+            return [request]
+        if n > (most := self._most_answers(visit)):
+            raise too_many(n, "n", most)
+        check_size([request.call] * n, self.config.max_several_bytes)
+        return _for_each_answer(request, self.next_id)
+
+    def _most_answers(self, visit: Visit) -> int:
+        """How many answers one request may ask for: more would never have a place at once."""
+        return min(MAX_ANSWERS, visit.tenant.limits.at_once or MAX_ANSWERS, self.rooms.admission.limit)
+
+    async def _read_list(self, visit: Visit) -> list[Request]:
+        """The requests that a completion with a list of prompts makes. Raises ApiError."""
+        body, visit.body = visit.body, b""
+        bodies = await self.rooms.reader.think(lambda _: bodies_of(body), visit.tenant.share, len(body))
+        n, most = bodies.common.options.n or 1, self._most_answers(visit)
+        if len(bodies) * n > most:
+            raise too_many(len(bodies) * n, "n" if n > 1 else "prompt", most)
+        check_size([bodies.whole(prompt) for prompt in bodies.prompts] * n, self.config.max_several_bytes)
+        requests: list[Request] = []
+        for part in bodies:
+            requests += _for_each_answer(
+                await self._read(replace(visit, body=part), lambda call: bodies.whole(call.fields["prompt"])),
+                self.next_id,
+            )
+            await asyncio.sleep(0)  # the shortest are read at once
+        return requests
+
+    async def _answer_all(self, visit: Visit) -> web.StreamResponse:
+        """Answers several requests as one. Raises ApiError."""
+        requests = visit.requests
+        call, num_prompts = requests[0].call, len({id(request.prompt) for request in requests})
+        merged = Merged(
+            len(requests),
+            len(requests) // num_prompts,
+            streams=call.stream,
+            with_usage=call.options.wants_usage,
+            begin=lambda headers, length: self.rooms.relay.reply(visit.http, 200, headers, length),
+        )
+        failed: ApiError | None = None
+        with ExitStack() as places:
+            try:
+                for _ in requests[1:]:
+                    self.rooms.admission.take()
+                    places.callback(self.rooms.admission.give_back)
+            except ApiError as error:
+                self.rooms.accounts.turned_away(error, visit.tenant)
+                raise
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for number, request in enumerate(requests):
+                        group.create_task(self._answer(Part(merged, number), request))
+                        await asyncio.sleep(0)  # others get their turn between two decisions
+            except* ConnectionResetError as left:
+                raise ConnectionResetError from left
+            except* ApiError as failures:
+                failed = _first(failures)
+            return await (merged.end() if failed is None else merged.fail(failed))
+
+    async def _read(self, visit: Visit, whole: Callable[[Call], Call] = lambda call: call) -> Request:
+        """The request that a body makes; `whole` makes its call complete. Raises ApiError."""
+        headers = visit.http.headers
+        tenant = visit.tenant
+        service = self.classes.of(headers, tenant.classes)
+        served = self._served()
+        model = served.as_read(tenant.group)
+        call, prompt = await self.rooms.reader.read(
+            visit.endpoint, visit.body, model, tenant.memory, share=tenant.share, check=visit.allowance.check
+        )
+        call = whole(call)
+        served.not_done.check(call.fields)
+        understood = await self.rooms.engine_readings.understood(call, prompt, model, tenant)
+        prompt = understood.prompt
+        self.metrics.read(prompt.how)
+        visit.body = b""
+        request_id = visit.http[REQUEST_ID]
+        trace, trace_headers = self._trace(headers)
+        request = Request(
+            id=request_id,
+            leg_id=f"{request_id}-{self.next_id()}",
+            call=call,
+            prompt=prompt,
+            model=model,
+            reading=understood.reading,
+            token_ids=understood.token_ids,
+            served=served,
+            timeline=Timeline(visit.arrived),
+            service=service,
+            tenant=tenant,
+            allowance=visit.allowance,
+            trace_headers=trace_headers,
+            trace=trace,
+            telling=telling_of(call, self.next_id(), prompt.num_tokens, unix_s()) if call.dialect else None,
+        )
+        if understood.fallback:
+            self.rooms.accounts.fell_back(request, understood.fallback)
+        return request
+
+    def _answer_tokens(self, request: Request) -> int:
+        """What an answer takes of its tenant's tokens until it is over: as many as it may have, or answers mostly have."""
+        most = request.call.options.output_tokens
+        expected = self._expected_answer() if most is None else most
+        room = request.served.max_model_len - request.asked.num_tokens
+        return max(0, min(int(expected), room))
+
+    def _trace(self, headers: Mapping[str, str]) -> tuple[Trace | None, dict[str, str]]:
+        """Where a request with these headers stands in a trace, if traces are wanted; and what its legs are told."""
+        if self.traces is not None:
+            return self.traces.below(headers)
+        return None, {name: headers[name] for name in (TRACEPARENT, TRACESTATE) if name in headers}
+
+    def _served(self) -> ServedModel:
+        if self.clusters.served is None:
+            raise Unavailable("No node has reported its model yet.", "no_model")
+        return self.clusters.served
+
+    async def _answer(self, listener: web.Request | Part, request: Request) -> web.StreamResponse:
+        status, error, code = 500, "internal error", "internal_error"
+        response: web.StreamResponse | None = None
+        if request.prompt.is_plain and not (why_not(request.call) or request.served.is_paired):
+            request.kept_bytes = self.config.kept_answer_bytes
+        try:
+            async with self.rooms.dispatcher.answered(request) as answering:
+                self.contexts.begin(request, answering.attempt)
+                response = await self.rooms.relay.send(listener, request, answering)
+                status, error, code = response.status, "", "none"
+                await settle(request, answering.attempt)
+            return response
+        except ApiError as failure:
+            status, error, code = failure.status, failure.message, failure.code or "invalid"
+            if isinstance(listener, Part):
+                listener.give_up()
+            raise
+        except (asyncio.CancelledError, ConnectionResetError):
+            if response is None:
+                status, error, code = CLIENT_CLOSED, "client disconnected", CLIENT_LEFT
+                if isinstance(listener, Part) and listener.is_given_up:
+                    error, code = "another answer to the same request failed", "given_up"
+                    request.broken_off = request.broken_off or BrokenOff(code, error, status)
+            raise
+        except Exception as failure:
+            self._tasks.unforeseen("request", failure)
+            if response is None:
+                raise InternalError from failure
+            return response
+        finally:
+            self.rooms.accounts.closed(request, status, error, code)
+
+
+def _for_each_answer(request: Request, next_id: Callable[[], str]) -> list[Request]:
+    """Requests for one answer each, where `request` is for `n`. Raises ApiError."""
+    requests = [
+        replace(
+            request,
+            call=call,
+            leg_id=f"{request.id}-{next_id()}",
+            timeline=Timeline(request.timeline.arrived),
+            fallbacks=[],
+            doubts=[],
+            deaths=[],
+            broken=[],
+        )
+        for call in calls_of(request.call)
+    ]
+    for each in requests[1:]:
+        if each.trace is not None:
+            each.trace = each.trace.beside()
+            each.trace_headers = {**each.trace_headers, TRACEPARENT: each.trace.header}
+    return requests
+
+
+def _prompt_tokens(requests: Sequence[Request]) -> int:
+    """Those of each prompt once, as OpenAI counts them, however many answers it has."""
+    return sum({id(request.asked): request.asked.num_tokens for request in requests}.values())
+
+
+def _used_tokens(requests: Sequence[Request]) -> int:
+    """What these have cost their tenant; prompts that no engine was given cost nothing."""
+    if any(request.has_cost for request in requests):
+        return _prompt_tokens(requests) + sum(request.output_tokens for request in requests)
+    return 0
+
+
+def _first(failures: BaseExceptionGroup[ApiError]) -> ApiError:
+    """The failure that ended the others."""
+    (first, *_) = failures.exceptions
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+def unix_s() -> int:
+    """Now, as answers are dated."""
+    return int(datetime.now(UTC).timestamp())

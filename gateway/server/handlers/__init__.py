@@ -1,0 +1,1 @@
+"""Handlers of paths that generate nothing."""

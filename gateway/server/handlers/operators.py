@@ -1,0 +1,213 @@
+"""What is no generation: the model list and health for clients, metrics and records for operators."""
+
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Final
+
+import msgspec
+from aiohttp import web
+
+from gateway.admin.console.endpoints import Console, Page
+from gateway.admission.concurrency import Admission
+from gateway.auth.keyring import Keyring
+from gateway.cluster.links import Links
+from gateway.cluster.registry import Clusters, ServedModel
+from gateway.errors import ApiError, BadRequest, Unavailable
+from gateway.http.connections import JSON
+from gateway.routing.router import Decider
+from gateway.routing.transfer_log import merged
+from gateway.telemetry.load_report import LoadReport
+from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
+from gateway.telemetry.page_thread import PageThread
+from gateway.telemetry.tenant_usage import as_csv
+from gateway.workers.peers import Kept, Siblings, lines_of
+from gateway.workers.process_scope import Alone, Seat
+from gateway.workers.shared_counters import State
+from planner.decisions.plan import LivePlan
+
+
+class _Identified(msgspec.Struct, frozen=True):
+    """What a record is asked for by."""
+
+    id: str
+
+
+_ID: Final = msgspec.json.Decoder(_Identified)
+
+
+class Pages:
+    """Reads what others keep."""
+
+    def __init__(
+        self,
+        clusters: Clusters,
+        links: Links,
+        decider: Decider,
+        admission: Admission,
+        metrics: Metrics,
+        kept: Mapping[str, Kept],
+        load: LoadReport,
+        plan: Callable[[], LivePlan | None],
+        seat: Alone | Seat,
+        siblings: Siblings | None,
+        console: Console,
+        clock: Callable[[], float],
+        keyring: Keyring,
+        started_at: int,
+    ) -> None:
+        self._clusters = clusters
+        self._links = links
+        self._decider = decider
+        self._admission = admission
+        self._metrics = metrics
+        self._kept = kept
+        self._load = load
+        self._plan = plan
+        self._seat = seat
+        self._siblings = siblings
+        self._console = console
+        self._clock = clock
+        self._keyring = keyring
+        self._started_at = started_at
+        self._page_thread = PageThread()
+
+    def for_clients(self) -> dict[str, Page]:
+        """By path."""
+        return {"/v1/models": self._models, "/v1/models/{name:.+}": self._model}
+
+    def for_operators(self) -> dict[str, Page]:
+        """By path."""
+        own: dict[str, Page] = {
+            "/metrics": self._prometheus,
+            "/prfaas/requests": self._requests,
+            "/prfaas/flows": self._all_flows,
+            "/prfaas/links": self._all_links,
+            "/prfaas/load": self._all_load,
+            "/prfaas/usage": self._usage,
+        }
+        return own | self._console.to_get(self._news, _sequence)
+
+    def posted_by_operators(self) -> dict[str, Page]:
+        """What operators POST, by path."""
+        return self._console.to_post()
+
+    def health(self) -> dict[str, Page]:
+        """By path: for anybody, on every port, as each may be watched alone."""
+        alive: dict[str, Page] = dict.fromkeys(("/livez", "/liveness", "/ping"), self._alive)
+        return alive | dict.fromkeys(("/health", "/healthz", "/readyz", "/readiness"), self._ready)
+
+    async def _models(self, http: web.Request) -> web.Response:
+        self._keyring.tenant(http.headers)
+        served = self._clusters.served
+        names = [served.name, *sorted(served.adapters)] if served else []
+        return json_response({"object": "list", "data": [self._card(served, name) for name in names if served]})
+
+    async def _model(self, http: web.Request) -> web.Response:
+        self._keyring.tenant(http.headers)
+        served, name = self._clusters.served, http.match_info["name"]
+        if served is None or name not in {served.name, served.model_id, *served.adapters}:
+            raise ApiError(404, f"The model '{name}' does not exist.", param="model", code="model_not_found")
+        return json_response(self._card(served, name if name in served.adapters else served.name))
+
+    def _card(self, served: ServedModel, name: str) -> dict[str, object]:
+        card: dict[str, object] = {"id": name, "object": "model", "created": self._started_at, "owned_by": "prfaas"}
+        if name != served.name:
+            card["parent"] = served.name  # as vLLM says of adapters
+        return card | {"max_model_len": served.max_model_len}
+
+    async def _alive(self, http: web.Request) -> web.Response:
+        """Whether this process answers."""
+        return json_response({"status": "ok"})
+
+    async def _ready(self, http: web.Request) -> web.Response:
+        """Whether a request would be served: health that says up while every chat fails helps nobody."""
+        if self._admission.is_draining:
+            raise Unavailable("The gateway is shutting down.", "draining")
+        if not self._clusters.is_ready:
+            raise Unavailable("No decode node is ready.", "no_decode_node")
+        workers = self._seat.states()
+        if workers.get(State.WITHOUT_NODES):  # the port is theirs, too
+            raise Unavailable("A worker of this gateway sees no decode node that is ready.", "worker_not_ready")
+        states = {node.id: node.state for node in self._clusters.nodes}
+        health: dict[str, object] = {"status": "ok", "nodes_ready": list(states.values()).count("ready")}
+        if not self._keyring.has_tenants or self._keyring.is_operator(http.headers):
+            health["nodes"] = states
+        return json_response(health | {"workers_ready": workers.get(State.READY, 0)} if workers else health)
+
+    async def _prometheus(self, http: web.Request) -> web.Response:
+        self._metrics.observe_nodes(self._clusters.nodes)
+        self._metrics.observe_links(self._links.status())
+        self._metrics.observe_estimates(self._decider.errors())
+        self._metrics.observe_plan(self._plan(), datetime.now(UTC).timestamp())
+        index = self._clusters.index
+        self._metrics.observe_index(len(index) if index is not None else 0)
+        if workers := self._seat.states():
+            by_name = {state.name.lower(): count for state, count in workers.items()}
+            self._metrics.observe_workers(by_name, self._seat.restarts)
+        body = await self._page_thread.has(self._metrics.render)
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+
+    async def _all_links(self, http: web.Request) -> web.Response:
+        return json_response({"data": self._links.status()})
+
+    async def _usage(self, http: web.Request) -> web.Response:
+        """What each tenant has been served; `?format=csv` gives a table."""
+        wanted = http.query.get("format", "json")
+        if wanted not in ("json", "csv"):
+            raise BadRequest(f"format must be json or csv, not {wanted[:40]!r}.", param="format", code="invalid_value")
+        spent = await self._page_thread.has(self._metrics.spent)
+        return json_response({"data": spent}) if wanted == "json" else _csv(as_csv(spent))
+
+    async def _all_load(self, http: web.Request) -> web.Response:
+        """What was asked for since `?boot=ID&uncached=SEQ&outputs=SEQ`, and the clusters as they are."""
+        uncached, outputs = (_sequence(http, name) for name in ("uncached", "outputs"))
+        return json_response(self._load.after(http.query.get("boot", ""), uncached, outputs))
+
+    async def _requests(self, http: web.Request) -> web.Response:
+        """Finished requests as JSON lines: those after `?since=SEQ`, those with `?id=ID`."""
+        since, wanted = _sequence(http, "since"), http.query.get("id")
+        last = self._siblings.last_seq() if self._siblings is not None else 0
+        lines = await self._lines("requests", since, last)
+        if wanted is not None:
+            lines = [line for line in lines if _ID.decode(line).id == wanted]
+        return web.Response(
+            body=b"".join(line + b"\n" for line in lines), headers={"Content-Type": "application/jsonl"}
+        )
+
+    async def _all_flows(self, http: web.Request) -> web.Response:
+        """What went from node to node, as JSON lines: those after `?since=SEQ`."""
+        records, flows = await self._news(_sequence(http, "since"))
+        epoch_s = datetime.now(UTC).timestamp() - self._clock()
+        found = merged(records, flows, {node.id: node.cluster for node in self._clusters.nodes}, epoch_s)
+        body = b"".join(msgspec.json.encode(flow) + b"\n" for flow in found)
+        return web.Response(body=body, headers={"Content-Type": "application/jsonl"})
+
+    async def _news(self, seq: int) -> tuple[list[bytes], list[bytes]]:
+        """Records and flows after number `seq`. Whoever asks next for what follows the last of them misses nothing."""
+        last = self._siblings.last_seq() if self._siblings is not None else 0
+        return await self._lines("requests", seq, last), await self._lines("flows", seq, last)
+
+    async def _lines(self, what: str, seq: int, last: int) -> list[bytes]:
+        if self._siblings is None:
+            return [line for _, line in lines_of(self._kept[what], seq)]
+        lines, silent = await self._siblings.lines(what, seq, last)
+        for _ in range(silent):
+            self._metrics.fallback("worker_silent")
+        return [line for _, line in lines]
+
+
+def _sequence(http: web.Request, name: str) -> int:
+    """A cursor in the query; 0 without one. Raises BadRequest."""
+    text = http.query.get(name, "0")
+    if not (text.isascii() and text.isdecimal() and len(text) < 20):
+        raise BadRequest(f"{name} must be a sequence number.", param=name, code="invalid_value")
+    return int(text)
+
+
+def _csv(text: str) -> web.Response:
+    return web.Response(text=text, content_type="text/csv")
+
+
+def json_response(value: object) -> web.Response:
+    """A page of JSON."""
+    return web.Response(body=msgspec.json.encode(value), headers={"Content-Type": JSON})

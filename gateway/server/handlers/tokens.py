@@ -1,0 +1,211 @@
+"""What is asked of a model and is no generation: tokens, their number, and what engines of other kinds answer whole.
+
+Nothing is routed, there is no KVCache to speak of; but a place among those served is taken. What an engine is given costs its
+tenant tokens: as many as its body may have, then as many as the answer counts.
+"""
+
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Final
+
+import msgspec
+from aiohttp import web
+from msgspec import Raw
+
+from gateway.admission.concurrency import Admission
+from gateway.api.openai import NOT_JSON, RESERVED, Endpoint, check_text
+from gateway.auth.keyring import Tenant
+from gateway.cluster.node import Node
+from gateway.cluster.registry import Clusters
+from gateway.errors import ApiError, BadRequest, LegFailed, Unauthorised, Unavailable, unknown_model
+from gateway.http.body import Receiver, too_large
+from gateway.http.connections import JSON
+from gateway.prompt.prompt import Model, PromptMemory
+from gateway.prompt.reader import Reader
+from gateway.prompt.tokenize import MAX_BODY_BYTES, text_of, tokens_of
+from gateway.ratelimit.limiter import Allowance, Allowances
+from gateway.server.openapi import DETOKENISE, PASSED_ON, TOKENISE, document
+from gateway.telemetry.metrics import Metrics
+from gateway.upstream.legs import Legs
+from planner.decisions.views import Role
+
+ANY_LENGTH: Final = 1 << 62  # of a context
+NOT_SERVED: Final = frozenset({404, 405, 501})  # what an engine says of a path that it does not have
+
+BYTES_PER_TOKEN: Final = 4  # of English, and of token ids as JSON
+USAGE_BYTES: Final = 4096
+_TOTAL_TOKENS: Final = re.compile(rb'"(?:total|prompt)_tokens":\s*(\d{1,12})')
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_FIELDS: Final = msgspec.json.Decoder(dict[str, Raw])
+
+
+class Desk:
+    """Answers at once, to whom `tenant_of` knows."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        receiver: Receiver,
+        reader: Reader,
+        clusters: Clusters,
+        legs: Legs,
+        metrics: Metrics,
+        tenant_of: Callable[[Mapping[str, str]], Tenant],
+        allowances: Allowances,
+    ) -> None:
+        self._admission = admission
+        self._receiver = receiver
+        self._reader = reader
+        self._clusters = clusters
+        self._legs = legs
+        self._metrics = metrics
+        self._tenant_of = tenant_of
+        self._allowances = allowances
+        self._documents: dict[tuple[str, ...], bytes] = {}  # by the names in them
+
+    async def document(self, http: web.Request) -> web.Response:
+        """The API as an OpenAPI document: for whoever is served with the names of the model, once it is known."""
+        names: tuple[str, ...] = ()
+        with suppress(Unauthorised):
+            self._tenant_of(http.headers)
+            names = () if self._clusters.served is None else self._clusters.served.as_read().names
+        if names not in self._documents:
+            self._documents = {each: document(each) for each in {(), names}}
+        return _json(self._documents[names])
+
+    def ways(self) -> dict[str, Handler]:
+        """What answers a POST, by path."""
+        ways: dict[str, Handler] = {Endpoint.COUNT_TOKENS: self._count}
+        ways |= dict.fromkeys(TOKENISE, self._tokenise) | dict.fromkeys(DETOKENISE, self._detokenise)
+        return ways | dict.fromkeys(PASSED_ON, self._pass_on)
+
+    async def _count(self, http: web.Request) -> web.Response:
+        """How many tokens a message's prompt has, however long a context the model has."""
+        with self._counted(http):
+            tenant, body, model = await self._received(http)
+            with self._place(tenant):
+                unbounded = msgspec.structs.replace(model, max_model_len=ANY_LENGTH)
+                asked = self._reader.read(Endpoint.COUNT_TOKENS, body, unbounded, tenant.memory, share=tenant.share)
+                _, prompt = await asked
+        return _json(msgspec.json.encode({"input_tokens": prompt.num_tokens}))
+
+    async def _tokenise(self, http: web.Request) -> web.Response:
+        with self._counted(http):
+            tenant, body, model = await self._received(http, MAX_BODY_BYTES)
+            with self._place(tenant):
+                read = partial(tokens_of, body, model, tenant=tenant.memory)
+                return _json(await self._reader.think(read, tenant.share, len(body)))
+
+    async def _detokenise(self, http: web.Request) -> web.Response:
+        with self._counted(http):
+            tenant, body, model = await self._received(http, MAX_BODY_BYTES)
+            with self._place(tenant):
+
+                def read(memory: PromptMemory) -> bytes:
+                    return text_of(body, model, memory.tokenizer)
+
+                return _json(await self._reader.think(read, tenant.share, len(body)))
+
+    async def _pass_on(self, http: web.Request) -> web.Response:
+        """What a decode node's engine answers to the same."""
+        with self._counted(http):
+            tenant, body, model = await self._received(http)
+            asked = _for_engine(body, model)
+            taken = _tokens_guessed(body)
+            with self._place(tenant) as allowance:
+                allowance.read(taken, 1)
+                used = 0
+                try:
+                    node = self._node()
+                    used = taken  # also of a client that does not wait for the answer
+                    status, kind, told = await self._legs.ask(node, http.path, asked)
+                    used = _tokens_counted(told, taken) if status == 200 else 0
+                except LegFailed as error:
+                    used = 0
+                    raise Unavailable(f"The engine did not answer: {error.reason}.", "engine_failed") from error
+                finally:
+                    allowance.settle(used - taken)
+                    self._metrics.computed(tenant.name, used)
+            if status in NOT_SERVED:
+                message = f"The engine of '{model.names[0]}' does not serve {http.path}: it is no model of that kind."
+                raise ApiError(404, message, code="endpoint_not_served")
+            self._metrics.passed_on(tenant.name, status)
+            return web.Response(status=status, body=told, headers={"Content-Type": kind})
+
+    async def _received(self, http: web.Request, max_bytes: int | None = None) -> tuple[Tenant, bytes, Model]:
+        """Who asks, the body, and the model that it is about. Raises ApiError."""
+        tenant = self._tenant_of(http.headers)
+        self._admission.check()
+        body = await self._receiver.receive(http)
+        if max_bytes is not None and len(body) > max_bytes:
+            raise too_large(max_bytes)
+        if self._clusters.served is None:
+            raise Unavailable("No node has reported its model yet.", "no_model")
+        return tenant, body, self._clusters.served.as_read()
+
+    def _node(self) -> Node:
+        """The decode node with the fewest requests. Raises Unavailable."""
+        ready = self._clusters.ready(Role.DECODE)
+        if not ready:
+            raise Unavailable("No decode node is ready.", "no_decode_node")
+        return min(ready, key=lambda node: (node.pending_requests, node.load.running))
+
+    @contextmanager
+    def _place(self, tenant: Tenant) -> Iterator[Allowance]:
+        """A place among those served, and among the tenant's requests."""
+        allowance = self._allowances.enter(tenant)
+        try:
+            self._admission.take()
+            try:
+                yield allowance
+            finally:
+                self._admission.give_back()
+        finally:
+            allowance.leave()
+
+    @contextmanager
+    def _counted(self, http: web.Request) -> Iterator[None]:
+        try:
+            yield
+        except ApiError as error:
+            tenant = ""
+            with suppress(ApiError):
+                tenant = self._tenant_of(http.headers).name
+            self._metrics.rejected(error.code or "invalid", error.status, tenant)
+            raise
+
+
+def _for_engine(body: bytes, model: Model) -> bytes:
+    """The client's body, with the name that engines know the model by. Raises ApiError."""
+    try:
+        fields = _FIELDS.decode(body)
+        check_text(body)
+        name = msgspec.json.decode(fields.get("model", Raw(b"null")), type=str | None)
+    except msgspec.ValidationError as error:
+        raise BadRequest("The body must be a JSON object, and 'model' a string.", param="model") from error
+    except NOT_JSON as error:
+        raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from error
+    for reserved in RESERVED:
+        if reserved in fields:
+            raise BadRequest(f"'{reserved}' cannot be set by a client.", param=reserved, code="unsupported")
+    if name is not None and name not in model.names:
+        raise unknown_model(name, model.names[0])
+    return msgspec.json.encode(fields | {"model": Raw(msgspec.json.encode(model.names[-1]))})
+
+
+def _tokens_guessed(body: bytes) -> int:
+    """An estimate of the tokens in a body that the gateway does not tokenise."""
+    return -(-len(body) // BYTES_PER_TOKEN)
+
+
+def _tokens_counted(told: bytes, guessed: int) -> int:
+    """What the usage of an answer counts, which stands at its end or its beginning; else what was guessed."""
+    found = _TOTAL_TOKENS.findall(told[-USAGE_BYTES:]) or _TOTAL_TOKENS.findall(told[:USAGE_BYTES])
+    return int(found[-1]) if found else guessed
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, headers={"Content-Type": JSON})

@@ -1,0 +1,392 @@
+"""What Prometheus is told. Values are handed in; no other module of the gateway knows the library."""
+
+import json
+import os
+from collections import Counter as Tally
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Final, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.mmap_dict import MmapedDict
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client.registry import Collector
+
+from gateway.cluster.links import LinkStatus
+from gateway.cluster.node import Node
+from gateway.request.request import Request, cached_tokens, kept
+from gateway.telemetry.added_up import added_up
+from gateway.telemetry.process_metrics import Children, Upkeep
+from gateway.telemetry.tenant_usage import Spent, spent_by
+from planner.decisions.accuracy import Error
+from planner.decisions.plan import LivePlan
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+TTFT_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+TBT_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
+E2E_BUCKETS_S: Final = (0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+TOKEN_BUCKETS: Final = tuple(float(2**power) for power in range(21))  # to 1M; what `prfaas-plan fit --metrics` reads
+GAP_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
+LAG_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5)
+OVERLOADED: Final = 429
+WASTED: Final = {OVERLOADED: "refused", 499: "left"}  # by status; else the request failed
+
+
+M = TypeVar("M", bound=MetricWrapperBase)
+L = TypeVar("L", bound=tuple[str, ...])
+
+
+def keep_in(directory: Path, worker: int) -> None:
+    """This process's instruments live in files of `directory` from now on; to be called before the first one is made."""
+    # The library reads its directory from the environment, and has files by process id unless it is told another number.
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(directory)
+    values.ValueClass = values.MultiProcessValue(lambda: worker)  # type: ignore[no-untyped-call]
+
+
+def forget_gauges(directory: Path, worker: int) -> None:
+    """A worker has ended: what it had open is not open any more."""
+    mark_process_dead(worker, str(directory))  # type: ignore[no-untyped-call]
+
+
+class Metrics:
+    """The gateway's instruments, in a registry of their own.
+
+    Workers keep theirs in files of one `directory` (`keep_in`): the page of any of them adds all up. What a worker counted
+    stays when it has died; another one in its place counts on.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        registry = CollectorRegistry()
+        self._page = registry
+        if directory is not None:
+            self._page = CollectorRegistry()
+            self._page.register(_AddedUp(directory))
+        self.upkeep = Upkeep(registry)
+        self._seen = _Seen()
+        self._page.register(self._seen)
+        self._requests = Children(
+            Counter("prfaas_requests", "Finished requests", ["route", "reason", "status"], registry=registry)
+        )
+        self._ttft = Children(
+            Histogram(
+                "prfaas_time_to_first_token_seconds", "TTFT", ["route"], registry=registry, buckets=TTFT_BUCKETS_S
+            )
+        )
+        self._tbt = Children(
+            Histogram(
+                "prfaas_inter_token_latency_seconds",
+                "Mean time between the tokens of a stream, until its client has to be waited for",
+                ["route"],
+                registry=registry,
+                buckets=TBT_BUCKETS_S,
+            )
+        )
+        self._e2e = Children(
+            Histogram("prfaas_e2e_request_latency_seconds", "E2E", ["route"], registry=registry, buckets=E2E_BUCKETS_S)
+        )
+        self._kv_bytes = Children(
+            Counter(
+                "prfaas_kv_transfer_bytes",
+                "KVCache sent for requests, by destination cluster and by what carried it",
+                ["route", "link", "transport"],
+                registry=registry,
+            )
+        )
+        self._tenant_requests = Children(
+            Counter(
+                "prfaas_tenant_requests", "Finished requests of tenants, refused ones too", ["tenant", "status"],
+                registry=registry,
+            )
+        )  # fmt: skip
+        self._tenant_tokens = Children(
+            Counter(
+                "prfaas_tenant_tokens", "Tokens served to tenants: of prompts, of these cached, of answers",
+                ["tenant", "kind"], registry=registry,
+            )
+        )  # fmt: skip
+        self._tenant_bytes = Children(
+            Counter(
+                "prfaas_tenant_kv_bytes", "KVCache that went from cluster to cluster for tenants, by what for",
+                ["tenant", "source", "destination", "kind"], registry=registry,
+            )
+        )  # fmt: skip
+        self._prompt_tokens = Children(
+            Counter("prfaas_prompt_tokens", "Prompt tokens by where they came from", ["source"], registry=registry)
+        )
+        self._readings = Children(
+            Counter(
+                "prfaas_prompt_readings",
+                "Prompts read: continued from where an earlier one ended, or as a whole for a reason",
+                ["how"],
+                registry=registry,
+            )
+        )
+        self._uncached = Histogram(
+            "prfaas_uncached_prompt_tokens",
+            "Prompt tokens that had to be computed",
+            registry=registry,
+            buckets=TOKEN_BUCKETS,
+        )
+        self._output = Histogram("prfaas_output_tokens", "Tokens of answers", registry=registry, buckets=TOKEN_BUCKETS)
+        self._contexts = Counter(
+            "prfaas_contexts", "Prefixes of prompts that were to be kept", ["outcome"], registry=registry
+        )
+        self._fallbacks = Counter(
+            "prfaas_fallbacks", "Times that a first choice did not work out", ["reason"], registry=registry
+        )
+        self._takeovers = Counter(
+            "prfaas_takeovers", "Streams whose engine failed, by whether another one went on, or why not", ["outcome"],
+            registry=registry,
+        )  # fmt: skip
+        self._broken = Children(
+            Counter(
+                "prfaas_streams_broken", "Streams whose client had a part of its answer and was not given the rest, by why",
+                ["reason"], registry=registry,
+            )
+        )  # fmt: skip
+        self._retries_refused = Counter(
+            "prfaas_retries_refused", "Failures that were not tried elsewhere, as too many were of late", ["stage"],
+            registry=registry,
+        )  # fmt: skip
+        self._gaps = Histogram(
+            "prfaas_takeover_gap_seconds", "From an engine's failure in a stream to the next one's first bytes",
+            registry=registry, buckets=GAP_BUCKETS_S,
+        )  # fmt: skip
+        self._turned_away = Counter(
+            "prfaas_connections_turned_away", "Connections that the gateway closed, by listener and reason",
+            ["listener", "reason"], registry=registry,
+        )  # fmt: skip
+        self.connections = Gauge(
+            "prfaas_connections", "Open connections, by listener", ["listener"], registry=registry,
+            multiprocess_mode="livesum",
+        )  # fmt: skip
+        self._refused = Children(
+            Counter(
+                "prfaas_refusals", "Requests that were sent away for load, by class and binding stage",
+                ["service_class", "reason"], registry=registry,
+            )
+        )  # fmt: skip
+        self._wasted = Children(
+            Counter(
+                "prfaas_wasted_prefill_seconds", "Prefill computed for requests whose answer never began, by why",
+                ["reason"], registry=registry,
+            )
+        )  # fmt: skip
+        self._promises = Children(
+            Counter(
+                "prfaas_promises", "Streams of classes that are promised something, by what came of it",
+                ["service_class", "outcome"], registry=registry,
+            )
+        )  # fmt: skip
+        self._lag = Histogram(
+            "prfaas_event_loop_lag_seconds", "Delay of the event loop", registry=registry, buckets=LAG_BUCKETS_S
+        )
+        self.in_flight = Gauge(
+            "prfaas_requests_in_flight", "Requests being served", registry=registry, multiprocess_mode="livesum"
+        )
+        self.waiting = Gauge(
+            "prfaas_requests_waiting",
+            "Requests that wait for room on a decode node",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+
+    def finished(self, request: Request, status: int, code: str = "none") -> None:
+        """Counts a request that is over, however it ended; `code` is why, if it was not even routed."""
+        route = request.route_label
+        self._requests[route, request.reason_label if request.route else code, str(status)].inc()
+        self.travelled(request)
+        if tenant := request.tenant.name:
+            self._count_tenant(request, tenant, status)
+        if request.broken_off is not None and request.call.stream and request.timeline.first_token is not None:
+            self._broken[request.broken_off.reason,].inc()
+        if request.wasted_prefill_s:
+            self._wasted[WASTED.get(status, "failed"),].inc(request.wasted_prefill_s)
+        if status == OVERLOADED and code != "none":
+            self._refused[request.service.name, code].inc()
+        if status != 200:
+            return
+        if request.service.promises and (outcome := kept(request)):
+            self._promises[request.service.name, outcome].inc()
+        timeline = request.timeline
+        # An answer that is not streamed comes as a whole: its first byte says nothing about its first token.
+        if request.call.stream and timeline.ttft_s is not None:
+            self._ttft[route,].observe(timeline.ttft_s)
+        if timeline.e2e_s is not None:
+            self._e2e[route,].observe(timeline.e2e_s)
+        if (tbt_s := request.tbt_s) is not None:
+            self._tbt[route,].observe(tbt_s)
+        self._count_tokens(request)
+
+    def travelled(self, request: Request) -> None:
+        """Counts the KVCache that a try has had sent, whatever becomes of the answer. To be called once for each try."""
+        if sent := request.outcome:
+            self._kv_bytes[request.route_label, request.destination, sent.link or "unknown"].inc(sent.bytes_total)
+            self.sent_for(request.tenant.name, request.origin, request.destination, "request", sent.bytes_total)
+
+    def _count_tenant(self, request: Request, tenant: str, status: int) -> None:
+        self._tenant_requests[tenant, str(status)].inc()
+        if request.has_cost:
+            self._tenant_tokens[tenant, "prompt"].inc(request.asked.num_tokens)
+            self._tenant_tokens[tenant, "cached"].inc(cached_tokens(request))
+            self._tenant_tokens[tenant, "completion"].inc(request.output_tokens)
+
+    def sent_for(self, tenant: str, source: str, destination: str, kind: str, size: int) -> None:
+        """Counts KVCache that went from cluster to cluster for a tenant; "" is nobody."""
+        if tenant:
+            self._tenant_bytes[tenant, source, destination, kind].inc(size)
+
+    def spent(self) -> list[Spent]:
+        """What each tenant has been served, by all workers together."""
+        found: dict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
+        for family in self._page.collect():
+            found[family.name] = [(each.labels, each.value) for each in family.samples if each.name.endswith("_total")]
+        names = ("prfaas_tenant_requests", "prfaas_tenant_tokens", "prfaas_tenant_kv_bytes")
+        return spent_by(*(found[name] for name in names))
+
+    def _count_tokens(self, request: Request) -> None:
+        if request.route is None:
+            return
+        cached = cached_tokens(request)
+        self._prompt_tokens["cache",].inc(cached)
+        self._prompt_tokens["computed",].inc(max(0, request.asked.num_tokens - cached))
+        self._uncached.observe(max(0, request.asked.num_tokens - cached))
+        self._output.observe(request.output_tokens)
+
+    def read(self, how: str) -> None:
+        """Counts a prompt that was read."""
+        self._readings[how,].inc()
+
+    def context(self, outcome: str) -> None:
+        """A marked prefix is kept, or why not."""
+        self._contexts.labels(outcome).inc()
+
+    def rejected(self, code: str, status: int, tenant: str = "") -> None:
+        """Counts a request, of nobody or a tenant, that was answered with an error before any decision."""
+        self._requests["none", code, str(status)].inc()
+        if tenant:
+            self._tenant_requests[tenant, str(status)].inc()
+
+    def passed_on(self, tenant: str, status: int) -> None:
+        """Counts a tenant's request that an engine has answered, and that is no generation."""
+        if tenant:
+            self._tenant_requests[tenant, str(status)].inc()
+
+    def computed(self, tenant: str, tokens: int) -> None:
+        """Counts a prompt of a tenant that is for no generation."""
+        if tenant and tokens:
+            self._tenant_tokens[tenant, "prompt"].inc(tokens)
+
+    def fallback(self, reason: str) -> None:
+        self._fallbacks.labels(reason).inc()
+
+    def retry_refused(self, stage: str) -> None:
+        self._retries_refused.labels(stage).inc()
+
+    def taken_over(self, outcome: str, gap_s: float | None = None) -> None:
+        """Counts a stream whose engine failed: "continued" after `gap_s`, or why not."""
+        self._takeovers.labels(outcome).inc()
+        if gap_s is not None:
+            self._gaps.observe(gap_s)
+
+    def turned_away(self, listener: str, reason: str) -> None:
+        self._turned_away.labels(listener, reason).inc()
+
+    def loop_lag(self, seconds: float) -> None:
+        self._lag.observe(seconds)
+
+    def render(self) -> bytes:
+        """The text exposition."""
+        return generate_latest(self._page)
+
+    # What is looked up when somebody asks, as this process sees it
+
+    def observe_nodes(self, nodes: Collection[Node]) -> None:
+        """Takes down what the nodes say of themselves."""
+        counts, egress = Tally[tuple[str, str, str]](), dict[tuple[str, str], float]()
+        for node in nodes:
+            cluster = node.info.cluster if node.info else "unknown"
+            counts[cluster, node.role, node.state] += 1
+            egress[cluster, node.id] = node.load.egress_bytes_total
+        self._seen.note("prfaas_nodes", "Nodes by role and state", ("cluster", "role", "state"), counts)
+        self._seen.note(
+            "prfaas_node_egress_bytes", "KVCache bytes a node said it has sent", ("cluster", "node"), egress
+        )
+
+    def observe_links(self, links: Collection[LinkStatus]) -> None:
+        """Takes down which links there are, and which are in use."""
+        senders = Tally(
+            (link.source, link.destination, str(state)) for link in links for state in link.senders.values()
+        )
+        what = "Nodes that may send over a link, by the state of their breaker (closed: in use; unheard: the node is silent)"
+        self._seen.note("prfaas_link_senders", what, ("source", "destination", "state"), senders)
+        ends = ("source", "destination")
+        up = {(link.source, link.destination): int(link.up) for link in links}
+        self._seen.note("prfaas_link_up", "1 while requests may go over a link", ends, up)
+        drained = {(link.source, link.destination): int(link.drained) for link in links}
+        budgets = {(link.source, link.destination): link.budget_bytes_per_s or 0.0 for link in links}
+        what = "Egress budgets of all senders of a link, silent ones too; 0: not every sender has one"
+        self._seen.note("prfaas_line_budget_bytes_per_second", what, ("cluster", "link"), budgets)
+        self._seen.note("prfaas_link_drained", "1 while operators want nothing new on a link", ends, drained)
+
+    def observe_estimates(self, errors: Mapping[tuple[str, str], Error]) -> None:
+        """Takes down how wrong predictions were, by what was predicted, and of what."""
+        stats = {(*kind, name): getattr(error, name) for kind, error in errors.items() for name in ("mean", "p90")}
+        what = "|predicted / seen - 1| of the latest predictions, by what was predicted"
+        self._seen.note("prfaas_estimate_error_ratio", what, ("what", "of", "stat"), stats)
+
+    def observe_plan(self, plan: LivePlan | None, at: float) -> None:
+        """Takes down which plan is followed; `at` is seconds since the epoch."""
+        version, age_s = (plan.version, max(0.0, at - plan.made_at)) if plan is not None else (0, 0.0)
+        self._seen.note("prfaas_plan_version", "Version of the plan followed, 0: none", (), {(): version})
+        self._seen.note("prfaas_plan_age_seconds", "Age of the plan followed, 0: none", (), {(): age_s})
+
+    def observe_index(self, blocks: int) -> None:
+        """Takes down what is known of the nodes' caches."""
+        what = "Blocks that nodes have cached, as far as this gateway has heard"
+        self._seen.note("prfaas_known_blocks", what, (), {(): blocks})
+
+    def observe_workers(self, states: Mapping[str, int], restarts: int) -> None:
+        """Takes down how the processes of this gateway are."""
+        by_state = {(state,): count for state, count in states.items()}
+        self._seen.note("prfaas_workers", "Processes of this gateway, by state", ("state",), by_state)
+        family = CounterMetricFamily("prfaas_worker_restarts", "Workers that died and were started again")
+        family.add_metric((), restarts)
+        self._seen.families["prfaas_worker_restarts"] = family
+
+
+class _AddedUp(Collector):
+    """The instruments of all workers, out of their files. Each gauge here is a sum ("livesum")."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def collect(self) -> Iterable[Metric]:
+        found: dict[str, Metric] = {}
+        for kind, values_of in added_up(self._directory, MmapedDict.read_all_values_from_file).items():
+            for key, value in values_of.items():
+                family, name, labels, what = json.loads(key)
+                metric = found.setdefault(family, Metric(family, what, kind))
+                metric._multiprocess_mode = "livesum"  # type: ignore[attr-defined]
+                metric.add_sample(name, tuple(sorted(labels.items())), value)  # type: ignore[arg-type]
+        return MultiProcessCollector._accumulate_metrics(found, True)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Seen(Collector):
+    """Gauges of which each look replaces the one before."""
+
+    def __init__(self) -> None:
+        self.families: dict[str, Metric] = {}
+
+    def note(self, name: str, what: str, labels: tuple[str, ...], series: Mapping[L, float]) -> None:
+        """What `name` is now, by the values of its labels."""
+        family = GaugeMetricFamily(name, what, labels=labels)
+        for values_of, value in series.items():
+            family.add_metric(values_of, value)
+        self.families[name] = family
+
+    def collect(self) -> Iterable[Metric]:
+        return list(self.families.values())

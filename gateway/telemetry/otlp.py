@@ -1,0 +1,79 @@
+"""Finished requests as OTLP traces: the timeline as spans, under the caller's own trace if it sent one (W3C Trace Context).
+
+The ids of a request's trace are chosen when it is read, so that both legs' engines can hang their spans below it; the spans
+themselves are made once it is over. Needs the extra `otlp`, imported where traces are wanted.
+"""
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gateway.errors import ConfigError
+from gateway.request.request import Request, RequestRecord
+from gateway.request.trace_context import TRACEPARENT, TRACESTATE, Trace, trace_under
+from transport.control.settings import require, require_range
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracesConfig:
+    """`[gateway.traces]`: spans go to an OTLP collector's `endpoint` over HTTP; "": there are none.
+
+    Of requests that come without a decision of their caller's a share `sample` is traced.
+    """
+
+    endpoint: str = ""
+    sample: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_range("traces.sample", self.sample, 0, 1)
+        is_url = self.endpoint.startswith(("http://", "https://"))
+        require(
+            not self.endpoint or is_url, "traces.endpoint", self.endpoint, "a URL, like http://127.0.0.1:4318/v1/traces"
+        )
+
+
+class Traces:
+    """Sends the spans of finished requests, by a thread of the library's; its queue is bounded, and what exceeds it is lost.
+
+    `on_lost` is told why, and how many spans: "queue_full", or "collector", which refused them or was away. It is called
+    from both threads.
+    """
+
+    def __init__(
+        self,
+        config: TracesConfig,
+        on_lost: Callable[[str, int], None],
+        exporter: "SpanExporter | None" = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        """To an `exporter` other than that of `config`, if there is one. Raises ConfigError without the extra."""
+        self._sample = config.sample
+        self._rng = rng or random.Random()
+        try:
+            from gateway.telemetry.otlp_spans import Spans
+        except ImportError as error:
+            raise ConfigError(
+                f"traces.endpoint: traces need the otlp extra (pip install 'prfaas[otlp]'): {error}"
+            ) from error
+        self._spans = Spans(config.endpoint, on_lost, exporter)
+
+    def below(self, given: Mapping[str, str]) -> tuple[Trace, dict[str, str]]:
+        """The trace of a request with these headers, and the headers of its legs."""
+        trace = trace_under(given.get(TRACEPARENT), self._sample, self._rng)
+        headers = {TRACEPARENT: trace.header}
+        if trace.parent and TRACESTATE in given:
+            headers[TRACESTATE] = given[TRACESTATE]
+        return trace, headers
+
+    def ended(self, request: Request, record: RequestRecord, arrived_unix_s: float) -> None:
+        """Takes a request that is over."""
+        if request.trace is not None and request.trace.is_sampled:
+            self._spans.add(request.trace, record, request.served.name, arrived_unix_s)
+
+    def close(self) -> None:
+        """Sends what waits, for as long as a stop may take."""
+        self._spans.close()

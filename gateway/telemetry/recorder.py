@@ -1,0 +1,170 @@
+"""The books that all rooms write in: what became of a request, for its record, the log and the metrics."""
+
+import logging
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Final
+
+from gateway.api.usage import recompute_reason
+from gateway.auth.keyring import Tenant
+from gateway.cluster.node import Node
+from gateway.errors import ApiError, TenantLimited
+from gateway.request.request import PrefillOutcome, Request, RequestRecord
+from gateway.telemetry.load_report import Offered
+from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.record_ring import Records
+from planner.decisions.retries import Stage
+from planner.decisions.routing import Route, Target
+from planner.decisions.views import ClusterKind
+
+log = logging.getLogger("prfaas.gateway.route")
+
+BUSY: Final = (429, 503)  # that would have been served by a larger system
+
+CLIENT_LEFT: Final = "client_closed"
+
+OnEnded = Callable[[Request, RequestRecord, float], None]  # with the time of arrival, in seconds since 1970
+
+
+class Accounts:
+    """Keeps the books of requests."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        records: Records,
+        offered: Offered,
+        clock: Callable[[], float],
+        on_ended: Sequence[OnEnded] = (),
+    ) -> None:
+        self._offered = offered
+        self._on_ended = on_ended
+        self._metrics = metrics
+        self._records = records
+        self._clock = clock
+
+    def asked(self, chosen: Route) -> None:
+        """A request has its first route, whether it comes to that or not."""
+        self._offered.asked(chosen.uncached_tokens)
+
+    def turned_away(self, error: ApiError, tenant: Tenant) -> None:
+        """A request was answered with an error before it was read."""
+        self._metrics.rejected(error.code or "invalid", error.status, tenant.name)
+        if error.status in BUSY and not isinstance(error, TenantLimited):
+            self._offered.refused_unread()
+
+    def routed(self, request: Request, chosen: Route, tries: int) -> None:
+        """A route was chosen, after `tries` that failed."""
+        self._metrics.travelled(request)  # for a try that is over, whose outcome is forgotten below
+        if request.timeline.routed is None:
+            request.timeline.routed = self._clock()
+        request.route = chosen
+        request.prefill_node = chosen.prefill_node or chosen.decode_node
+        request.is_remote = chosen.target is Target.REMOTE
+        request.forget_prefill()
+        log.info("route id=%s %s%s", request.id, chosen, f" attempt={tries + 1}" if tries else "")
+
+    def fell_back(self, request: Request, reason: str, error: Exception | None = None) -> None:
+        """A first choice did not work out."""
+        request.fallbacks.append(reason)
+        self._metrics.fallback(reason)
+        log.warning("fallback id=%s reason=%s%s", request.id, reason, f" ({error})" if error else "")
+
+    def doubted(self, request: Request, reason: str, error: Exception | None = None) -> None:
+        """A node refused what the client wrote: that is the client's mistake, unless the decode node answers it."""
+        request.doubts.append(reason)
+        log.info("refused id=%s reason=%s%s", request.id, reason, f" ({error})" if error else "")
+
+    def _settle_doubts(self, request: Request, status: int) -> None:
+        doubts, request.doubts = request.doubts, []
+        if status < 400 or status >= 500:
+            for reason in doubts:
+                self.fell_back(request, reason)
+
+    def prefilling(self, request: Request, node: Node) -> None:
+        """`node` computes the prompt, be it the one that was chosen or another one."""
+        request.prefilling_since = self._clock()
+        request.prefill_node, request.origin = node.id, node.cluster
+        request.is_remote = node.info is not None and node.info.cluster_kind == ClusterKind.PRFAAS
+
+    def delivered(self, request: Request, outcome: PrefillOutcome, decode: Node) -> None:
+        """The KVCache is with the decode node."""
+        now, timeline = self._clock(), request.timeline
+        request.prefilling_since = None
+        request.outcome, request.destination = outcome, decode.cluster
+        # The node tells durations, not times: they are counted back from its answer, never to before the routing.
+        earliest = timeline.routed or timeline.arrived
+        timeline.kv_ready = now
+        if outcome.bytes_before_prefill_end is not None:  # else its node does not tell the two apart
+            timeline.prefill_end = max(earliest, now - max(0.0, outcome.delivered_s - outcome.prefill_end_s))
+        timeline.prefill_start = max(earliest, now - max(0.0, outcome.delivered_s - outcome.prefill_start_s))
+
+    def notice_recompute(self, request: Request, chunk: bytes) -> None:
+        """A decode node that could not use what landed says so in its answer; that is not to go by unseen."""
+        if not request.is_recomputed and (reason := recompute_reason(chunk)) is not None:
+            request.is_recomputed = True
+            self.fell_back(request, f"recompute_{reason}")
+
+    def taken_over(self, request: Request, gap_s: float) -> None:
+        """Another engine has gone on with its answer, `gap_s` after the one before had failed."""
+        request.takeovers += 1
+        request.gap_s = max(request.gap_s, gap_s)
+        self._metrics.taken_over("continued", gap_s)
+        log.info("takeover id=%s after=%d gap=%.3fs", request.id, len(request.answered), gap_s)
+
+    def not_taken_over(self, request: Request, reason: str) -> None:
+        """Nobody goes on with its answer, of which the client has had a part; "ended": but for its end it was whole."""
+        self._metrics.taken_over(reason)
+        log.warning("no takeover id=%s reason=%s", request.id, reason)
+
+    def not_tried_again(self, request: Request, stage: Stage) -> None:
+        """What failed would have been asked of another node, had that not happened too often of late."""
+        self._metrics.retry_refused(stage)
+        log.warning("not tried again id=%s stage=%s: the budget is spent", request.id, stage)
+
+    def killed_engines(self, request: Request, shape: str, is_refused: bool) -> None:
+        """As many engines died under a request as may; others of its shape are refused from now on, or not."""
+        self._metrics.upkeep.poisoned("refused" if is_refused else "answered_before")
+        note = "others like it are refused" if is_refused else "others like it have been answered, and are not refused"
+        log.error("poison id=%s engines of %s died: %s (%s)", request.id, ", ".join(request.deaths), note, shape)
+
+    def answering(self, request: Request, status: int) -> None:
+        """The decode node has begun to answer."""
+        self._settle_doubts(request, status)
+        request.timeline.first_token = self._clock()
+
+    def relayed(self, request: Request) -> None:
+        """The client has all that it will get."""
+        request.has_all(self._clock())
+
+    def closed(self, request: Request, status: int, error: str, code: str) -> None:
+        """The request is over, however it ended; `code` is why.
+
+        An answer that broke off counts by its end, not by the status that it began with.
+        """
+        if (broken := request.broken_off) is not None:
+            status, error, code = broken.status, broken.detail, broken.reason
+        elif code == CLIENT_LEFT and request.unheard_tokens:
+            request.completion_tokens = request.unheard_tokens
+        self._settle_doubts(request, status)
+        request.wasted_prefill_s = self._wasted_s(request)
+        record = self._records.add(request, status, error)
+        if self._on_ended:
+            arrived_unix_s = datetime.now(UTC).timestamp() - (self._clock() - request.timeline.arrived)
+            for on_ended in self._on_ended:
+                on_ended(request, record, arrived_unix_s)
+        self._metrics.finished(request, status, code)
+        if status == 200:
+            self._offered.answered(request.output_tokens)
+
+    def _wasted_s(self, request: Request) -> float:
+        """Prefill seconds of a request whose answer has not begun; of a leg cut short, those that routing predicted."""
+        route, outcome = request.route, request.outcome
+        if route is None or request.timeline.first_token is not None:
+            return 0.0
+        if outcome is not None:
+            return max(0.0, outcome.prefill_end_s - outcome.prefill_start_s)
+        if request.prefilling_since is None:
+            return 0.0
+        queue_s = route.ttft_s - route.compute_s
+        return min(route.compute_s, max(0.0, self._clock() - request.prefilling_since - queue_s))

@@ -1,0 +1,1 @@
+"""HTTP to engines: kept connections and the two legs of a request."""

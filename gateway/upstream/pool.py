@@ -1,0 +1,180 @@
+"""Kept connections to engines: how many, for how long, and to whom."""
+
+import asyncio
+import ssl
+from collections import deque
+from typing import Final
+from urllib.parse import urlsplit
+
+from gateway.api.bodies import Body
+from gateway.errors import LegFailed
+from gateway.upstream.http1 import JSON, Answer, EngineConnection
+
+AGENT: Final = "prfaas"
+
+
+class Engine:
+    """Where an engine listens, and the connections to it that nobody uses: since when, the latest last."""
+
+    def __init__(self, url: str) -> None:
+        """Raises LegFailed for what is no URL of HTTP."""
+        try:
+            parts = urlsplit(url)
+            self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError as error:
+            raise LegFailed("unreachable", f"{url!r}: {error}") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii() or not url.isprintable():
+            raise LegFailed("unreachable", f"{url!r} is no URL of HTTP")
+        self.url = url
+        self.host = parts.hostname
+        self.ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self.idle: dict[EngineConnection, float] = {}
+        self.num_open = 0
+        self._path = parts.path.rstrip("/")
+        authority = parts.netloc.rpartition("@")[2]
+        self._headers = f"Host: {authority}\r\nAccept: */*\r\nUser-Agent: {AGENT}\r\nContent-Type: {JSON}\r\n"
+
+    def head(self, path: str, headers: str, length: int) -> bytes:
+        """The head of a POST; `headers` are lines that end in CRLF."""
+        head = f"POST {self._path}{path} HTTP/1.1\r\n{self._headers}Content-Length: {length}\r\n{headers}\r\n"
+        return head.encode("utf-8", "surrogateescape")
+
+
+class EnginePool:
+    """Connections to engines, `limit` of them at most, used and idle ones together; those idle for `keep_alive_s` are closed."""
+
+    def __init__(self, limit: int, connect_s: float, keep_alive_s: float) -> None:
+        self.limit = limit
+        self._connect_s = connect_s
+        self._keep_alive_s = keep_alive_s
+        self._loop = asyncio.get_running_loop()
+        self._engines: dict[str, Engine] = {}
+        self._connections: dict[EngineConnection, Engine] = {}  # also those that are being made
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._sweeping: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    async def post(self, url: str, path: str, headers: str, body: Body | bytes, within_s: float) -> Answer:
+        """The answer to `body` of the engine at `url`, to be closed, once it has begun. Raises LegFailed.
+
+        `headers` are lines that end in CRLF. `within_s` bounds all of the exchange, or what it takes until its answer's
+        `bound_silence` is called.
+        """
+        now = self._loop.time()
+        engine = self._engines.get(url) or Engine(url)
+        connection = self._idle_one(engine, now) or await self._connected(engine, min(self._connect_s, within_s))
+        return await connection.ask(engine.head(path, headers, len(body)), body, now + within_s)
+
+    def resize(self, limit: int) -> None:
+        """As many connections from now on; more than that, which are in use, go on."""
+        self.limit = limit
+        for _ in range(len(self._waiting)):  # there may be room for all of them
+            self._tell_one()
+
+    def close(self) -> None:
+        """Closes everything, whatever is under way."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        for connection in list(self._connections):
+            connection.abort()
+
+    def give_up(self, url: str, quiet_s: float) -> None:
+        """Closes connections to the engine at `url` on which an answer is due, and nothing has come for `quiet_s`."""
+        for connection, engine in list(self._connections.items()):
+            if engine.url == url:
+                connection.give_up(quiet_s)
+
+    def unused(self, connection: EngineConnection) -> None:
+        """A connection may be used again."""
+        self._connections[connection].idle[connection] = self._loop.time()
+        if self._sweeping is None:
+            self._sweeping = self._loop.call_later(self._keep_alive_s, self._sweep)
+        self._tell_one()
+
+    def closed(self, connection: EngineConnection) -> None:
+        """A connection is no more."""
+        engine = self._connections.pop(connection, None)
+        if engine is None:
+            return
+        engine.idle.pop(connection, None)
+        engine.num_open -= 1
+        if not engine.num_open and self._engines.get(engine.url) is engine:
+            del self._engines[engine.url]
+        self._tell_one()
+
+    def _idle_one(self, engine: Engine, now: float) -> EngineConnection | None:
+        while engine.idle:
+            connection, since = engine.idle.popitem()
+            if now - since < self._keep_alive_s:
+                return connection
+            connection.abort()
+        return None
+
+    async def _connected(self, engine: Engine, within_s: float) -> EngineConnection:
+        try:
+            async with asyncio.timeout(within_s):
+                return await self._room(engine) or await self._connect(engine)
+        except TimeoutError as error:
+            raise LegFailed("timeout", f"no connection within {within_s} s") from error
+        except OSError as error:
+            raise LegFailed("unreachable", str(error)) from error
+
+    async def _connect(self, engine: Engine) -> EngineConnection:
+        connection = EngineConnection(self)
+        engine = self._engines.setdefault(engine.url, engine)  # others may have waited for room, too
+        self._connections[connection] = engine
+        engine.num_open += 1
+        try:
+            await self._loop.create_connection(lambda: connection, engine.host, engine.port, ssl=engine.ssl)
+        except BaseException:
+            connection.abort()
+            self.closed(connection)
+            raise
+        return connection
+
+    async def _room(self, engine: Engine) -> EngineConnection | None:
+        """Waits until one more may be opened, or one of this engine's is idle."""
+        while len(self) >= self.limit:
+            if self._close_longest_idle():
+                break
+            told = self._loop.create_future()
+            self._waiting.append(told)
+            try:
+                await told
+            except asyncio.CancelledError:
+                if told.done() and not told.cancelled():
+                    self._tell_one()  # it was for somebody
+                raise
+            known = self._engines.get(engine.url, engine)
+            if (connection := self._idle_one(known, self._loop.time())) is not None:
+                return connection
+        return None
+
+    def _tell_one(self) -> None:
+        while self._waiting:
+            told = self._waiting.popleft()
+            if not told.done():
+                told.set_result(None)
+                return
+
+    def _longest_idle(self) -> tuple[EngineConnection, float] | None:
+        fronts = [next(iter(engine.idle.items())) for engine in self._engines.values() if engine.idle]
+        return min(fronts, key=lambda front: front[1], default=None)
+
+    def _close_longest_idle(self) -> bool:
+        front = self._longest_idle()
+        if front is not None:
+            front[0].abort()
+        return front is not None
+
+    def _sweep(self) -> None:
+        self._sweeping = None
+        now = self._loop.time()
+        while (front := self._longest_idle()) is not None:
+            connection, since = front
+            if now < since + self._keep_alive_s:
+                self._sweeping = self._loop.call_at(since + self._keep_alive_s, self._sweep)
+                return
+            connection.abort()

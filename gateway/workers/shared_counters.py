@@ -1,0 +1,257 @@
+"""What the workers of a gateway count together: a file of numbers that every one of them has mapped.
+
+    head    how many workers and nodes · the last record's number · restarts · clusters, by a digest of their name
+    rows    one per worker, written by it alone: its state, its places, how often it has said that it is there, and of every
+            node the requests, tokens and bytes that it has under way there, and the share of time that it gave it prompts for
+
+Whoever reads adds the rows up; a number that is being written is read as it was or as it will be. Only where a bound must hold
+exactly is the file locked, for microseconds; the lock goes with its process. The row of a worker that has died is cleared by the
+parent, so nothing of it stays.
+"""
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+from hashlib import blake2b
+from math import exp
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from gateway.cluster.node import Node, Work
+from planner.decisions.estimates import PREFILL_SHARE_S, PrefillShare
+
+CELL_BYTES: Final = 8
+HEAD_CELLS: Final = 8
+WORKERS, NODES, LAST_SEQ, RESTARTS = range(4)
+MORE_CLUSTERS: Final = 8  # than nodes: names that were once a cluster's keep their column
+OWN_CELLS: Final = 4
+STATE, IN_FLIGHT, WAITING, BEATS = range(4)
+
+
+class State(IntEnum):
+    """What a worker does."""
+
+    NONE = 0  # it starts, or is gone
+    WITHOUT_NODES = 1
+    READY = 2
+    DRAINING = 3
+
+
+class Board:
+    """The file, as the worker `number` or the parent (None) sees it."""
+
+    def __init__(self, path: Path, number: int | None = None) -> None:
+        """Maps a board that has been created. Raises OSError."""
+        self._fd = os.open(path, os.O_RDWR)
+        self._map = mmap.mmap(self._fd, 0)
+        self._head = np.frombuffer(self._map, np.int64, HEAD_CELLS)
+        self.workers, nodes = int(self._head[WORKERS]), int(self._head[NODES])
+        clusters = nodes + MORE_CLUSTERS
+        rest = np.frombuffer(self._map, np.int64, offset=HEAD_CELLS * CELL_BYTES)
+        self._clusters, cells = rest[:clusters], rest[clusters:]
+        self._rows = cells.reshape(self.workers, -1)
+        # By worker and node: requests and tokens; share of prompts and when, in seconds; promised bytes by cluster.
+        _, work, share, promised = np.split(self._rows, np.cumsum([OWN_CELLS, 2 * nodes, 2 * nodes]), axis=1)
+        self._work = work.reshape(self.workers, nodes, 2)
+        self._share = share.view(np.float64).reshape(self.workers, nodes, 2)
+        self._promised = promised.reshape(self.workers, nodes, clusters)
+        self._own = number or 0
+        self._names: dict[int, str] = {}  # of clusters, by their column
+
+    @staticmethod
+    def create(path: Path, workers: int, nodes: int) -> None:
+        """An empty board for so many. Raises OSError."""
+        clusters = nodes + MORE_CLUSTERS
+        row = OWN_CELLS + 4 * nodes + nodes * clusters
+        with path.open("xb") as file:
+            file.write(np.array([workers, nodes], np.int64).tobytes())
+            file.truncate(CELL_BYTES * (HEAD_CELLS + clusters + workers * row))
+
+    def close(self) -> None:
+        """Lets go of the file; nobody may ask any more."""
+        del self._head, self._clusters, self._rows, self._work, self._share, self._promised
+        self._map.close()
+        os.close(self._fd)
+
+    # Workers
+
+    def be(self, state: State) -> None:
+        """This worker's state from now on; said now and then, it says that the worker is there, too."""
+        self._rows[self._own, STATE] = state
+        self._rows[self._own, BEATS] += 1
+
+    def state(self, number: int) -> State:
+        """What a worker says of itself."""
+        return State(int(self._rows[number, STATE]))
+
+    def beats(self, number: int) -> int:
+        """How often a worker has said what it does: another number each time it is looked at, or it is stopped, or stuck."""
+        return int(self._rows[number, BEATS])
+
+    def states(self) -> list[State]:
+        """Of all workers."""
+        return [self.state(number) for number in range(self.workers)]
+
+    @property
+    def restarts(self) -> int:
+        """Workers that were started again."""
+        return int(self._head[RESTARTS])
+
+    def clear(self, number: int) -> None:
+        """The parent's: a worker has ended, and with it all that it had."""
+        with self._locked():
+            self._rows[number] = 0
+
+    def restarted(self) -> None:
+        """The parent's: another worker takes the place of one that ended."""
+        self._head[RESTARTS] += 1
+
+    # Places and numbers
+
+    def next_seq(self) -> int:
+        """A number for a record, which no other worker's record gets."""
+        with self._locked():
+            self._head[LAST_SEQ] += 1
+            return int(self._head[LAST_SEQ])
+
+    def last_seq(self) -> int:
+        """The number given out last."""
+        with self._locked():
+            return int(self._head[LAST_SEQ])
+
+    def taken(self, kind: int) -> int:
+        """Places of a kind that all workers have taken."""
+        return sum(self._rows[:, kind].tolist())  # of a few numbers: the library's sum takes longer
+
+    def take(self, kind: int, limit: int) -> bool:
+        """Takes a place for this worker, unless all of them have `limit` already."""
+        with self._locked():
+            if self.taken(kind) >= limit:
+                return False
+            self._rows[self._own, kind] += 1
+            return True
+
+    def give_back(self, kind: int) -> None:
+        """This worker's place is free."""
+        self._rows[self._own, kind] -= 1
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        fcntl.lockf(self._fd, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN)
+
+    # Work on nodes
+
+    def join(self, nodes: Sequence[Node]) -> None:
+        """What these nodes are given here, all workers see from now on; their order is that of the configuration everywhere."""
+        for column, node in enumerate(nodes):
+            node.shared = SharedWork(self, column)
+            node.prefill_share = SharedShare(self, column)
+
+    def catch_up(self, nodes: Sequence[Node]) -> None:
+        """What all workers have under way on these nodes, as the next decision is to see it."""
+        total = self._work.sum(axis=0).tolist()
+        promised = self._promised.sum(axis=0)
+        for node, (requests, tokens) in zip(nodes, total, strict=True):
+            node.pending_requests, node.pending_tokens = requests, tokens
+        for node in nodes:
+            node.promised_bytes.clear()
+        for row, column in np.argwhere(promised):
+            if name := self._name(int(column), nodes):
+                nodes[row].promised_bytes[name] = int(promised[row, column])
+
+    def pend(self, column: int, sign: int, work: Work) -> None:
+        """Adds work of this worker on a node, or takes it away."""
+        cells = self._work[self._own, column]
+        cells[0] += sign
+        cells[1] += sign * work.tokens
+        if work.promised_bytes and (cluster := self._column(work.destination)) is not None:
+            self._promised[self._own, column, cluster] += sign * work.promised_bytes
+
+    def give_prompt(self, column: int, seconds: float, now: float) -> None:
+        """This worker has given a decode node a prompt to compute."""
+        cells = self._share[self._own, column]
+        cells[0] = cells[0] * exp((cells[1] - now) / PREFILL_SHARE_S) + seconds / PREFILL_SHARE_S
+        cells[1] = now
+
+    def prompt_share(self, column: int, now: float) -> float:
+        """The part of its time for which all workers have lately given a node prompts."""
+        shares: list[tuple[float, float]] = self._share[:, column].tolist()
+        return sum((share * exp((at - now) / PREFILL_SHARE_S) for share, at in shares), 0.0)
+
+    def _column(self, cluster: str) -> int | None:
+        """Of a cluster's name; None when too many names have been seen."""
+        digest = _digest(cluster)
+        if (known := np.flatnonzero(self._clusters == digest)).size:
+            return int(known[0])
+        with self._locked():
+            free = np.flatnonzero((self._clusters == 0) | (self._clusters == digest))
+            if not free.size:
+                return None
+            self._clusters[free[0]] = digest
+            return int(free[0])
+
+    def _name(self, column: int, nodes: Sequence[Node]) -> str | None:
+        if column not in self._names:
+            digest = int(self._clusters[column])
+            name = next((node.cluster for node in nodes if _digest(node.cluster) == digest), None)
+            if name is None:  # nobody here has heard of it yet
+                return None
+            self._names[column] = name
+        return self._names[column]
+
+
+def _digest(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), signed=True) or 1
+
+
+class SharedPlaces:
+    """Places of all workers."""
+
+    def __init__(self, board: Board, kind: int) -> None:
+        self._board = board
+        self._kind = kind
+
+    @property
+    def taken(self) -> int:
+        return self._board.taken(self._kind)
+
+    def take(self, limit: int) -> bool:
+        return self._board.take(self._kind, limit)
+
+    def give_back(self) -> None:
+        self._board.give_back(self._kind)
+
+
+class SharedWork:
+    """A node's column."""
+
+    def __init__(self, board: Board, column: int) -> None:
+        self._board = board
+        self._column = column
+
+    def pend(self, sign: int, work: Work) -> None:
+        self._board.pend(self._column, sign, work)
+
+
+class SharedShare(PrefillShare):
+    """The part of its time that a decode node has lately spent on prompts of any worker."""
+
+    def __init__(self, board: Board, column: int) -> None:
+        super().__init__()
+        self._board = board
+        self._column = column
+
+    def add(self, seconds: float, now: float) -> None:
+        self._board.give_prompt(self._column, seconds, now)
+
+    def at(self, now: float) -> float:
+        return self._board.prompt_share(self._column, now)

@@ -1,0 +1,288 @@
+"""A gateway of several processes: the parent serves nobody. It starts workers, starts again what dies, and passes signals on.
+
+    parent ── board, names of sockets, metrics' files in a directory of its own ── worker 0 … N-1, all listening on one port
+
+The kernel deals connections out among those that listen (SO_REUSEPORT). A worker that dies takes its own streams with it and
+nothing else: what it had under way is cleared from all that workers share, at once, and what it had counted stays. One that is
+stopped or stuck is killed: the kernel deals it connections all the same. Who takes its place begins with the file as it was at
+the start, like the others, whatever it says meanwhile. Should the parent die, workers stop listening and let their streams
+end; so a gateway that is started again gets the port.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from gateway.config.gateway import GatewayConfig
+from gateway.errors import CannotListen, WorkersFail
+from gateway.ratelimit.limiter import Allowances
+from gateway.telemetry.metrics import forget_gauges
+from gateway.workers.process_scope import ALLOWANCES, BOARD, FIRST_CONFIG, METRICS, ORPHANED, TALLY, VERDICT
+from gateway.workers.shared_counters import Board
+from gateway.workers.shared_samples import Tally
+from node.process.children import Child, kill_group
+from node.process.owned_names import OwnedDirectory, sweep_directories
+from node.process.restarts import Restarts
+from prompts.encoder import Verdict
+from transport.path.tcp import format_address
+
+log = logging.getLogger("prfaas.gateway.workers")
+
+SHARED_MEMORY: Final = Path("/dev/shm")
+LOOKS: Final = 10  # in the time after which a worker counts as silent
+MAX_RESTARTS: Final = 5  # of one worker, within a minute or without having served
+LOOK_S: Final = 0.05  # between looks whether a worker that starts is there
+SILENCE_S: Final = 30.0  # a worker says four times a second that it is there
+START_S: Final = 120.0  # a second or two on an idle machine
+BAD_CONFIG: Final = 2
+CANNOT_START: Final = -1
+
+
+class Workers:
+    """The processes of one gateway. `command` starts a worker, given its seat."""
+
+    def __init__(
+        self,
+        command: Callable[[int], Sequence[str]],
+        board: Board,
+        metrics: Path,
+        now: Callable[[], float],
+        max_restarts: int = MAX_RESTARTS,
+        silence_s: float = SILENCE_S,
+        start_s: float = START_S,
+        on_ended: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        """`on_ended` hears of each worker that has ended, before another one takes its place."""
+        self._on_ended = on_ended
+        self._command = command
+        self._board = board
+        self._metrics = metrics
+        self._now = now
+        self._max_restarts = max_restarts
+        self._silence_s = silence_s
+        self._start_s = start_s
+        self._running: dict[int, Child] = {}
+        self._has_reloaded = False
+        self._ready: set[int] = set()
+        self._served: set[int] = set()  # workers that have been ready once
+        self._all_ready = asyncio.Event()
+        self._stopping = asyncio.Event()
+
+    async def run(self, on_ready: Callable[[], None]) -> None:
+        """Keeps all workers up until `stop`, and then until all have ended. Raises WorkersFail."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                telling = group.create_task(self._tell(on_ready))
+                keeping = [group.create_task(self._keep(number)) for number in range(self._board.workers)]
+                await asyncio.wait(keeping, return_when=asyncio.FIRST_EXCEPTION)
+                telling.cancel()
+        except* WorkersFail as failures:
+            self.stop()
+            await asyncio.gather(*(self._ended(number, child) for number, child in list(self._running.items())))
+            raise failures.exceptions[0] from None
+
+    def stop(self) -> None:
+        """Has all workers end in order; called again, at once."""
+        self._stopping.set()
+        for child in self._running.values():
+            child.terminate()
+
+    def reload(self) -> None:
+        """Has all workers read their configuration again; those that start do when they are there."""
+        self._has_reloaded = True
+        for number in self._ready & self._running.keys():
+            self._running[number].send(signal.SIGHUP)
+
+    async def _tell(self, on_ready: Callable[[], None]) -> None:
+        await self._all_ready.wait()
+        on_ready()
+
+    async def _keep(self, number: int) -> None:
+        restarts = Restarts(self._max_restarts)
+        while not self._stopping.is_set():
+            status = await self._run_once(number, restarts)
+            self._board.clear(number)
+            self._on_ended(number)
+            forget_gauges(self._metrics, number)
+            if self._stopping.is_set():
+                return
+            pause_s = None if status == BAD_CONFIG and number not in self._served else restarts.on_death(self._now())
+            if pause_s is None:
+                raise WorkersFail(number, status, max(1, restarts.deaths))
+            log.error("worker %d ended with status %d: it is started again in %g s", number, status, pause_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._stopping.wait()
+            self._board.restarted()
+
+    async def _run_once(self, number: int, restarts: Restarts) -> int:
+        try:
+            child = self._running[number] = self._start(number)
+        except OSError as error:  # no memory for a process, say: may pass
+            log.error("worker %d cannot be started: %s", number, error)
+            return CANNOT_START
+        try:
+            status = await self._until_ended(number, child, restarts)
+        finally:
+            # Cancelled, its end is awaited by `run`.
+            self._ready.discard(number)
+        del self._running[number]
+        return status
+
+    def _start(self, number: int) -> Child:
+        return Child(self._command(number), output=sys.stderr, environment=os.environ, orphaned_by=ORPHANED)
+
+    async def _until_ended(self, number: int, child: Child, restarts: Restarts) -> int:
+        ending = asyncio.create_task(child.wait())
+        began = self._now()
+        try:
+            while not ending.done() and not self._board.state(number) and not self._stopping.is_set():
+                await asyncio.wait([ending], timeout=LOOK_S)
+                is_late = self._now() - began >= self._start_s
+                if is_late and not ending.done() and not self._board.state(number):
+                    log.error(
+                        "worker %d does not start in %.0f s, pid=%d: it is killed", number, self._start_s, child.pid
+                    )
+                    kill_group(child.pid)
+                    await ending
+            if not ending.done() and self._board.state(number):
+                restarts.on_ready()
+                self._is_ready(number)
+                if self._has_reloaded:
+                    child.send(signal.SIGHUP)
+            await self._end_if_silent(number, child, ending)
+            return await ending
+        finally:
+            ending.cancel()
+
+    async def _ended(self, number: int, child: Child) -> None:
+        ending = asyncio.create_task(child.wait())
+        try:
+            await self._end_if_silent(number, child, ending)
+        finally:
+            ending.cancel()
+
+    async def _end_if_silent(self, number: int, child: Child, ending: "asyncio.Task[int]") -> None:
+        """Until a worker has ended; one that is stopped, or stuck, is killed: its clients wait for nobody."""
+        heard, since = self._board.beats(number), self._now()
+        while not ending.done():
+            looked_at = self._now()
+            await asyncio.wait([ending], timeout=self._silence_s / LOOKS)
+            beats, now = self._board.beats(number), self._now()
+            if beats != heard or now - looked_at >= self._silence_s / 2:  # or it was we who were not there
+                heard, since = beats, now
+            elif not ending.done() and now - since >= self._silence_s:
+                log.error("worker %d says nothing for %.0f s, pid=%d: it is killed", number, now - since, child.pid)
+                kill_group(child.pid)
+                await ending
+
+    def _is_ready(self, number: int) -> None:
+        self._ready.add(number)
+        self._served.add(number)
+        log.info("worker %d serves, pid=%d", number, self._running[number].pid)
+        if len(self._served) == self._board.workers:
+            self._all_ready.set()
+
+
+async def serve_with_workers(
+    config: GatewayConfig,
+    path: Path,
+    command: Callable[[Path, int, int], Sequence[str]],
+    announce: Callable[[str], None],
+    verdict: Verdict | None = None,
+) -> int:
+    """A gateway of `config.workers` processes until SIGTERM or SIGINT; returns the exit status. Raises ConfigError.
+
+    `path` is the file of the configuration, which workers begin with a copy of; `verdict` is that on the
+    tokenizer's fast encoder.
+
+    `command` makes a worker's out of the directory they share, its number and the port.
+    """
+    loop = asyncio.get_running_loop()
+    with _held_ports(config) as address, _laid_out(config, path, verdict) as directory:
+        board = Board(directory / BOARD)
+        allowances = Allowances(loop.time, directory / ALLOWANCES, workers=config.workers)
+        workers = Workers(
+            lambda number: command(directory, number, address[1]),
+            board,
+            directory / METRICS,
+            loop.time,
+            on_ended=allowances.clear,
+        )
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, workers.stop)
+        loop.add_signal_handler(signal.SIGHUP, workers.reload)
+        try:
+            await workers.run(lambda: announce(f"gateway ready url=http://{format_address(address[0], address[1])}"))
+        except WorkersFail as error:
+            log.error("%s", error)
+            return BAD_CONFIG if error.status == BAD_CONFIG else 1
+        finally:
+            allowances.close()
+            board.close()
+    return 0
+
+
+@contextmanager
+def _laid_out(config: GatewayConfig, path: Path, verdict: Verdict | None) -> Iterator[Path]:
+    parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    sweep_directories(parent)
+    owned = OwnedDirectory(parent)
+    try:
+        (owned.path / METRICS).mkdir()
+        shutil.copyfile(path, owned.path / FIRST_CONFIG)
+        (owned.path / VERDICT).write_bytes(msgspec.json.encode(verdict))
+        Tally.create(owned.path / TALLY)
+        Allowances.create(owned.path / ALLOWANCES, config.workers)
+        Board.create(owned.path / BOARD, config.workers, len(config.nodes))
+        yield owned.path
+    finally:
+        owned.close()
+
+
+@contextmanager
+def _held_ports(config: GatewayConfig) -> Iterator[tuple[str, int]]:
+    """The address that workers share, which is this gateway's alone inside the block. Raises CannotListen."""
+    ports = [config.port, *([config.metrics_port] if config.metrics_port else [])]
+    held = []
+    try:
+        for port in ports:
+            held.append(_held(config.host, port))
+        name = held[0].getsockname()
+        yield name[0], name[1]
+    finally:
+        for each in held:
+            each.close()
+
+
+def _held(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        if port:
+            # Sockets that share their port would share it with another gateway, too.
+            socket.create_server(address[:2], family=family).close()
+        holding = socket.socket(family)
+        try:
+            holding.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            holding.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holding.bind(address)
+        except OSError:
+            holding.close()
+            raise
+        return holding
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        raise CannotListen(f"cannot listen on {format_address(host, port)}: {reason}; choose another port") from error

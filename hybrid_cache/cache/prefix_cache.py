@@ -1,0 +1,274 @@
+"""The hybrid prefix cache of one node: transactions of requests over the tree of cached prefixes (tree.py).
+
+A request reserves (shared prefix locked, own pages allocated), fills its pages, commits (full blocks become prefix
+blocks) and releases. Own pages are transfer-cache blocks: never matched, never evicted, gone with the reservation.
+
+    tokens     [0, cached)           [cached, full blocks)      [.., num_tokens)
+    pages      prefix, locked        own -> prefix at commit    own (half a block: never matched)
+
+Single-threaded and pure: the owner serialises calls, passes `now` and moves the bytes.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from hybrid_cache.cache.allocation import deal, need_of
+from hybrid_cache.cache.blocks import Pages
+from hybrid_cache.cache.events import BlocksStored, CacheCleared, CacheEvent, EventLog, Medium
+from hybrid_cache.cache.lookup import PrefixHit, longest_common_hit
+from hybrid_cache.cache.reservation import NO_HINTS, Hints, Hold, Purpose, Reservation
+from hybrid_cache.cache.snapshots import BranchPoints, Prefill, SnapshotPolicy
+from hybrid_cache.cache.tree import PrefixTree
+from hybrid_cache.errors import DuplicateReservation, OutOfPages, UnknownReservation
+from hybrid_cache.eviction.base import EvictionPolicy, Use
+from hybrid_cache.eviction.choice import default_policy
+from hybrid_cache.layout.layout import ModelLayout
+
+EVENT_LIMIT: Final = 1 << 20  # hashes kept for a reader that does not come
+HITS_REMEMBERED: Final = 4096  # to know which prefixes have been of use lately
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolReport:
+    """Pages by use; free + prefix + transfer = total. `pages_locked` are prefix pages some request uses right now."""
+
+    pages_total: int
+    pages_free: int
+    pages_prefix: int
+    pages_transfer: int
+    pages_locked: int
+    reservations: int
+    page_bytes: int
+
+
+class PrefixCache:
+    """Groups of KVCache over one pool of pages, matched by chained block hashes."""
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        num_pages: int,
+        *,
+        eviction: EvictionPolicy | None = None,
+        snapshots: SnapshotPolicy | None = None,
+        event_limit: int | None = None,
+    ) -> None:
+        """`event_limit`: hashes kept for `take_events`, EVENT_LIMIT unless given; 0 where nobody will ask."""
+        self.layout = layout
+        self._eviction = eviction if eviction is not None else default_policy(layout)
+        self._snapshots = snapshots or BranchPoints()
+        self._events = EventLog(EVENT_LIMIT if event_limit is None else event_limit)
+        self._tree = PrefixTree(layout, num_pages, self._eviction, self._events)
+        self._holds: dict[str, Hold] = {}
+        self._found: OrderedDict[bytes, float] = OrderedDict()  # last blocks of the hits of late, and when that was
+
+    def __repr__(self) -> str:
+        return f"PrefixCache({self._tree!r}, {len(self._holds)} reservations)"
+
+    @property
+    def on_evict(self) -> Callable[[int, bytes, Pages], None] | None:
+        """Called while an evicted block's bytes are still in its pages: (group, hash, pages)."""
+        return self._tree.on_evict
+
+    @on_evict.setter
+    def on_evict(self, hook: Callable[[int, bytes, Pages], None] | None) -> None:
+        self._tree.on_evict = hook
+
+    # Reading
+
+    def match(self, hashes: Sequence[bytes], num_tokens: int) -> PrefixHit:
+        """How much of a prompt's first `num_tokens` tokens is cached. Changes nothing."""
+        return longest_common_hit(self.layout, self._tree.held, hashes, num_tokens)
+
+    def held(self, group: int) -> Container[bytes]:
+        """The hashes that a group can be matched at."""
+        return self._tree.held[group]
+
+    def pages_of(self, group: int, block_hash: bytes) -> Pages:
+        """The pages of a window's block or a snapshot; empty unless it is held."""
+        return self._tree.companion_pages(group, block_hash)
+
+    def report(self) -> PoolReport:
+        prefix = self._tree.num_pages
+        free = self._tree.pool.num_free
+        return PoolReport(
+            pages_total=self._tree.pool.num_pages,
+            pages_free=free,
+            pages_prefix=prefix,
+            pages_transfer=self._tree.pool.num_pages - free - prefix,
+            pages_locked=prefix - self._tree.evictable_pages,
+            reservations=len(self._holds),
+            page_bytes=self.layout.page_bytes,
+        )
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that hold nothing."""
+        return self._tree.pool.num_free
+
+    @property
+    def evictable_pages(self) -> int:
+        """Pages of prefixes that no request holds."""
+        return self._tree.evictable_pages
+
+    def snapshot(self) -> tuple[BlocksStored, ...]:
+        """Everything that can be matched, one entry per group, parents before children."""
+        return tuple(BlocksStored(group, tuple(held)) for group, held in enumerate(self._tree.held))
+
+    def take_events(self) -> list[CacheEvent]:
+        """Changes since the last call. A reader that stayed away too long gets CacheCleared and a snapshot instead."""
+        events = self._events.take()
+        return [CacheCleared(Medium.MEMORY), *self.snapshot()] if events is None else events
+
+    # Transactions
+
+    def reserve(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        num_tokens: int,
+        *,
+        now: float,
+        purpose: Purpose,
+        hints: Hints = NO_HINTS,
+    ) -> Reservation:
+        """Locks the reusable prefix and allocates pages for the rest of `num_tokens` tokens, or changes nothing.
+
+        `hashes` are those of the full blocks; blocks without one stay private to the request. Raises OutOfPages and
+        DuplicateReservation.
+        """
+        if request_id in self._holds:
+            raise DuplicateReservation(f"request {request_id!r} already holds a reservation")
+        if num_tokens <= 0:
+            raise ValueError(f"num_tokens must be positive, not {num_tokens}")
+        hashes = list(hashes[: num_tokens // self.layout.block_size])
+        hit = self.match(hashes, num_tokens)
+        cached = hit.num_tokens if purpose is Purpose.PREFILL else hit.attention_tokens
+        hold = Hold(request_id, hashes, num_tokens)
+        self._tree.lock_prefix(hold, cached, purpose)
+        hit_end = hold.nodes[-1].hash if hold.nodes else None
+        self._holds[request_id] = hold
+        try:
+            self._allocate_own(hold, cached, self._snapshot_lengths(num_tokens, hit, purpose, hints), now)
+            if purpose not in (Purpose.ANSWER, Purpose.PROMOTION, Purpose.ATTENTION):  # the request is still to come
+                self._eviction.begin(Use(now, hashes, hints.category, self._useful_blocks(hints)))
+        except BaseException:  # the caller learns of no hold that it could release
+            self.release(request_id, now)
+            raise
+        if hit_end is not None:
+            self._found[hit_end] = now
+            self._found.move_to_end(hit_end)
+            if len(self._found) > HITS_REMEMBERED:
+                self._found.popitem(last=False)
+        return Reservation(hold, self.layout, purpose, cached)
+
+    def pin(self, request_id: str, hashes: Sequence[bytes], num_tokens: int) -> int:
+        """Locks the longest prefix that a prefill could reuse, without pages of its own; returns its tokens.
+
+        Ends like a reservation: `release` or `abort`. Raises DuplicateReservation.
+        """
+        if request_id in self._holds:
+            raise DuplicateReservation(f"request {request_id!r} already holds a reservation")
+        length = self.match(hashes, num_tokens).num_tokens
+        blocks = list(hashes[: length // self.layout.block_size])
+        hold = Hold(request_id, blocks, length)
+        self._tree.lock_prefix(hold, length, Purpose.PREFILL)
+        self._holds[request_id] = hold
+        return length
+
+    def commit(
+        self, request_id: str, filled_tokens: int, now: float, unfilled: Container[tuple[int, int]] = ()
+    ) -> None:
+        """Full blocks and aligned snapshots within the first `filled_tokens` tokens become prefix blocks.
+
+        `unfilled` stay the request's own: (group, block) of windows and (group, length) of states that nobody wrote.
+
+        May be called as prefill goes on. Where a block is cached already, the older one stays and ours goes at release.
+        Raises UnknownReservation.
+        """
+        hold = self._hold(request_id)
+        full_blocks = min(filled_tokens, hold.num_tokens) // self.layout.block_size
+        full_blocks = min(full_blocks, len(hold.hashes))
+        self._tree.commit_blocks(hold, full_blocks)
+        self._tree.commit_companions(hold, full_blocks, unfilled)
+
+    def release(self, request_id: str, now: float) -> None:
+        """Unlocks what the request shares and frees what is its own. Unknown ids are fine."""
+        hold = self._holds.pop(request_id, None)
+        if hold is not None:
+            self._tree.pool.free(hold.own_pages())
+            self._tree.unlock(hold, now)
+
+    def abort(self, request_id: str, now: float) -> None:
+        """The request will not be finished: what it did not commit is gone. Unknown ids are fine."""
+        self.release(request_id, now)
+
+    def shrink(self, num_pages: int, now: float) -> int:
+        """Evicts until `num_pages` more pages are free, or nothing can leave; returns how many more there are."""
+        before = self._tree.pool.num_free
+        self._tree.evict(min(num_pages, self._tree.evictable_pages), now)
+        return self._tree.pool.num_free - before
+
+    def drop(self, hashes: Sequence[bytes], keep_tokens: int, *, unused_since: float, now: float) -> int:
+        """Gives up the end of a prefix, down to its first `keep_tokens` tokens; returns how many more pages are free.
+
+        What is in use, what goes on, and what a request has found since `unused_since` stays.
+        """
+        before = self._tree.pool.num_free
+        end = hashes[keep_tokens // self.layout.block_size :]
+        found = [index for index, each in enumerate(end) if self._found.get(each, unused_since) > unused_since]
+        self._tree.drop(end[found[-1] + 1 :] if found else end, now)
+        return self._tree.pool.num_free - before
+
+    def clear(self, now: float) -> None:
+        """Drops everything that is not in use."""
+        self._tree.evict(self._tree.evictable_pages, now)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless every page, lock and link is accounted for. Reads everything: for probes."""
+        self._tree.check_integrity(self._holds.values())
+
+    def _hold(self, request_id: str) -> Hold:
+        try:
+            return self._holds[request_id]
+        except KeyError:
+            raise UnknownReservation(f"no reservation {request_id!r}") from None
+
+    def _useful_blocks(self, hints: Hints) -> int | None:
+        return None if hints.useful_tokens is None else hints.useful_tokens // self.layout.block_size
+
+    def _snapshot_lengths(self, num_tokens: int, hit: PrefixHit, purpose: Purpose, hints: Hints) -> set[int]:
+        if purpose is Purpose.ATTENTION:
+            return set()
+        if purpose not in (Purpose.PREFILL, Purpose.ANSWER) or not self.layout.companion_groups:
+            return {num_tokens}
+        prefill = Prefill(
+            num_tokens=num_tokens,
+            cached_tokens=hit.num_tokens,
+            attention_tokens=hit.attention_tokens,
+            block_size=self.layout.block_size,
+        )
+        branches = {length for length in hints.branch_tokens if not length % self.layout.block_size}
+        if hints.useful_tokens is not None:  # the last boundary is no more likely to be of use than any other
+            chosen = {length for length in self._snapshots.lengths(prefill) if length <= hints.useful_tokens}
+        else:
+            chosen = set(self._snapshots.lengths(prefill))
+        wanted = {length for length in chosen | branches if hit.num_tokens < length <= num_tokens}
+        if purpose is Purpose.ANSWER:  # a state of the past cannot be had any more
+            return wanted & {num_tokens}
+        return wanted | ({num_tokens} - {hit.num_tokens})
+
+    def _allocate_own(self, hold: Hold, cached: int, lengths: set[int], now: float) -> None:
+        try:
+            self._allocate_for(hold, cached, lengths, now)
+        except OutOfPages:
+            # Extra snapshots serve later prompts; this one needs only its end.
+            if lengths <= {hold.num_tokens}:
+                raise
+            self._allocate_for(hold, cached, {hold.num_tokens}, now)
+
+    def _allocate_for(self, hold: Hold, cached: int, lengths: Iterable[int], now: float) -> None:
+        need = need_of(self.layout, hold, cached, lengths)
+        deal(self.layout, hold, need, self._tree.allocate(need.num_pages(self.layout), now))

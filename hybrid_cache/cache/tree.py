@@ -1,0 +1,282 @@
+"""What is cached: the tree of prefixes and the pages in it, how requests lock it, how it grows, and how it shrinks.
+
+A block with its locks is in blocks.py, what a request holds of the tree in reservation.py. Paths are long: the loops here are
+what a cache spends its time on.
+"""
+
+from collections.abc import Callable, Collection, Container, Sequence
+from itertools import chain
+
+from hybrid_cache.cache import integrity
+from hybrid_cache.cache.blocks import Companion, Node, Pages
+from hybrid_cache.cache.events import EventLog
+from hybrid_cache.cache.pool import PagePool
+from hybrid_cache.cache.reservation import Hold, Purpose, full_group_parts
+from hybrid_cache.errors import IntegrityError, OutOfPages
+from hybrid_cache.eviction.base import EvictionPolicy, Key
+from hybrid_cache.layout.layout import ModelLayout
+
+
+class PrefixTree:
+    """Nodes and companions over one pool of pages. What nobody locks leaves when room is needed."""
+
+    def __init__(self, layout: ModelLayout, num_pages: int, eviction: EvictionPolicy, events: EventLog) -> None:
+        self.layout = layout
+        self.pool = PagePool(num_pages)
+        self.evictable_pages = 0
+        # Called while an evicted block's bytes are still in its pages: (group, hash, pages).
+        self.on_evict: Callable[[int, bytes, Pages], None] | None = None
+        self._eviction = eviction
+        self._events = events
+        self._nodes: dict[bytes, Node] = {}
+        self._companions: tuple[dict[bytes, Companion], ...] = tuple({} for _ in layout.groups)
+        # What a lookup sees of each group: nodes hold every full-attention group at once.
+        self.held = tuple(
+            self._nodes if group in layout.full_groups else self._companions[group]
+            for group in range(len(layout.groups))
+        )
+        self._companion_groups = layout.companion_groups
+        self._node_pages = sum(layout.pages_per_block(group) for group in layout.full_groups)
+        self._node_parts = full_group_parts(layout)
+
+    def __repr__(self) -> str:
+        return f"PrefixTree({self.pool!r}, {len(self._nodes)} blocks)"
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of all blocks and companions."""
+        companions = sum(
+            len(held) * self.layout.pages_per_block(group) for group, held in enumerate(self._companions) if held
+        )
+        return len(self._nodes) * self._node_pages + companions
+
+    def companion_pages(self, group: int, block_hash: bytes) -> Pages:
+        """The pages of a window's block or a snapshot; empty unless it is held."""
+        companion = self._companions[group].get(block_hash)
+        return companion.pages if companion is not None else ()
+
+    def check_integrity(self, holds: Collection[Hold]) -> None:
+        """Raises IntegrityError unless every page, lock and link is accounted for, `holds` being all there are."""
+        self.pool.check_integrity(integrity.held_pages(self._nodes, self._companions, holds))
+        evictable = integrity.evictable_pages(self._nodes, self._companions, self._node_pages)
+        if evictable != self.evictable_pages:
+            raise IntegrityError(f"{evictable} pages are evictable, {self.evictable_pages} were counted")
+        integrity.check_locks(self._nodes, self._companions, holds)
+        integrity.check_tree(self._nodes, self._companions)
+
+    # Locks
+
+    def lock_prefix(self, hold: Hold, cached: int, purpose: Purpose) -> None:
+        """Locks what a request shares: the first `cached` tokens, with the companions that a prefill continues from."""
+        self._lock_path(hold, cached // self.layout.block_size)
+        if purpose is not Purpose.PREFILL or not cached:
+            return
+        for group in self.layout.window_groups:
+            for index in self.layout.window_blocks(group, cached):
+                self._lock_companion(hold, self._companions[group][hold.hashes[index]])
+        for group in self.layout.state_groups:
+            self._lock_companion(hold, self._companions[group][hold.nodes[-1].hash])
+
+    def _lock_path(self, hold: Hold, blocks: int) -> None:
+        """Locks the request's blocks up to `blocks`, all of which are cached, as far as it does not do so yet."""
+        nodes, path = self._nodes, hold.nodes
+        unlocked = 0
+        for block_hash in hold.hashes[len(path) : blocks]:
+            node = nodes[block_hash]
+            unlocked += not node.locks
+            node.locks += 1
+            path.append(node)
+        self.evictable_pages -= unlocked * self._node_pages
+        # Only the last one can be without children, and others were not offered.
+        if unlocked and path[-1].locks == 1 and not path[-1].children:
+            self._eviction.withdraw(path[-1].hash)
+
+    def _lock_companion(self, hold: Hold, companion: Companion) -> None:
+        if not companion.locks:
+            self.evictable_pages -= len(companion.pages)
+            self._eviction.withdraw(companion.key)
+        companion.locks += 1
+        hold.companions.append(companion)
+
+    def unlock(self, hold: Hold, now: float) -> None:
+        """Undoes all locks of a request."""
+        # Tail first, so that age alone already evicts tails before heads.
+        for companion in reversed(hold.companions):
+            companion.locks -= 1
+            self._eviction.touch(companion.key, now)
+            if not companion.locks:
+                self.evictable_pages += len(companion.pages)
+                self._eviction.offer(companion.key, now)
+        if not self._node_pages:
+            self._unlock_empty(hold)
+        elif hold.nodes:
+            self._unlock_path(hold, now)
+
+    def _unlock_path(self, hold: Hold, now: float) -> None:
+        path = hold.nodes
+        unlocked = 0
+        for node in path:
+            node.locks -= 1
+            unlocked += not node.locks
+        self.evictable_pages += unlocked * self._node_pages
+        self._eviction.touch_path(hold.hashes[len(path) - 1 :: -1], now)
+        tail = path[-1]
+        if not tail.locks and not tail.children:
+            self._eviction.offer(tail.hash, now)
+
+    def _unlock_empty(self, hold: Hold) -> None:
+        for node in reversed(hold.nodes):
+            node.locks -= 1
+            self._prune(node)
+
+    # Growing
+
+    def commit_blocks(self, hold: Hold, full_blocks: int) -> None:
+        """A request's own blocks up to `full_blocks` join the tree; where one is there already, ours stays its own."""
+        nodes, path, own, first = self._nodes, hold.nodes, hold.own_blocks, hold.first_own
+        added = []
+        parent = path[-1] if path else None
+        for index in range(len(path), full_blocks):
+            block_hash = hold.hashes[index]
+            if block_hash in nodes:
+                self._lock_path(hold, index + 1)
+                parent = path[-1]
+                continue
+            parent = nodes[block_hash] = Node(block_hash, parent, own[index - first])
+            own[index - first] = ()
+            path.append(parent)
+            added.append(block_hash)
+        for group in self.layout.full_groups:
+            self._events.stored(group, added)
+
+    def commit_companions(self, hold: Hold, full_blocks: int, unfilled: Container[tuple[int, int]]) -> None:
+        """The same for window blocks and aligned snapshots, but those of `unfilled`."""
+        for group, index in [key for key in hold.own_windows if key not in unfilled]:
+            if index < full_blocks and hold.hashes[index] not in self._companions[group]:
+                self._add_companion(hold, hold.nodes[index], group, hold.own_windows.pop((group, index)))
+        for group, length in [key for key in hold.own_states if key not in unfilled]:
+            blocks, rest = divmod(length, self.layout.block_size)
+            if not rest and blocks <= full_blocks and hold.hashes[blocks - 1] not in self._companions[group]:
+                self._add_companion(hold, hold.nodes[blocks - 1], group, hold.own_states.pop((group, length)))
+
+    def _add_companion(self, hold: Hold, node: Node, group: int, pages: Pages) -> None:
+        companion = self._companions[group][node.hash] = Companion(node, group, pages)
+        companion.locks = 1
+        hold.companions.append(companion)
+        self._events.stored(group, (node.hash,))
+
+    # Shrinking
+
+    def allocate(self, count: int, now: float) -> list[int]:
+        """`count` pages, for which others leave where it has to be. Raises OutOfPages."""
+        free = self.pool.num_free
+        if count > free:
+            if count > free + self.evictable_pages:
+                raise OutOfPages(count, free + self.evictable_pages)
+            self.evict(count - free, now)
+        return self.pool.allocate(count)
+
+    def evict(self, num_pages: int, now: float) -> None:
+        """What the policy likes least leaves, until `num_pages` more are free. As many must be evictable."""
+        policy, nodes, node_pages = self._eviction, self._nodes, self._node_pages
+        left: list[bytes] = []
+        left_pages: list[Pages] = []
+        try:
+            while num_pages > 0:
+                key = policy.pop_victim(now)
+                if not isinstance(key, bytes):
+                    num_pages -= self._evict_companion(key)
+                    continue
+                node = nodes.pop(key)
+                assert not node.locks
+                assert not node.children
+                left.append(node.hash)
+                left_pages.append(node.pages)
+                num_pages -= node_pages
+                if self._companion_groups:
+                    num_pages -= self._drop_companions_of(node)
+                parent = node.parent
+                if parent is not None:
+                    parent.children -= 1
+                    if not parent.children and not parent.locks:
+                        policy.offer(parent.hash, now)
+        finally:  # their pages are free, whatever has become of the next one
+            self._on_nodes_gone(left, left_pages)
+
+    def drop(self, hashes: Sequence[bytes], now: float) -> None:
+        """Takes the blocks of a chain out, its last one first, as far as nobody holds them or goes on from them."""
+        left: list[bytes] = []
+        left_pages: list[Pages] = []
+        for block_hash in reversed(hashes):
+            node = self._nodes.get(block_hash)
+            if node is None:
+                continue
+            if node.locks or node.children:
+                break
+            self._drop_companions_of(node)
+            if not self._node_pages:
+                self._prune(node)
+                continue
+            self._eviction.forget(block_hash)
+            del self._nodes[block_hash]
+            left.append(block_hash)
+            left_pages.append(node.pages)
+            parent = node.parent
+            if parent is not None:
+                parent.children -= 1
+                if not parent.children and not parent.locks:
+                    self._eviction.offer(parent.hash, now)
+        self._on_nodes_gone(left, left_pages)
+
+    def _evict_companion(self, key: Key) -> int:
+        assert isinstance(key, tuple)
+        group, block_hash = key
+        companion = self._companions[group][block_hash]
+        freed = self._drop_companion(companion)
+        self._prune(companion.node)
+        return freed
+
+    def _on_nodes_gone(self, hashes: Sequence[bytes], pages_of: Sequence[Pages]) -> None:
+        """What remains to be done for nodes that were taken out of the tree, children first."""
+        self.evictable_pages -= len(hashes) * self._node_pages
+        # Those of the first block lie on top again: what takes their place gets them in order.
+        self.pool.free(list(chain.from_iterable(reversed(pages_of))))
+        for group, part in zip(self.layout.full_groups, self._node_parts, strict=True):
+            self._events.removed(group, hashes)
+            if self.on_evict is not None:
+                for block_hash, pages in zip(hashes, pages_of, strict=True):
+                    self.on_evict(group, block_hash, pages[part])
+
+    def _drop_companions_of(self, node: Node) -> int:
+        """Drops what cannot stay without `node`; returns the number of pages that this frees."""
+        freed = 0
+        for group in self._companion_groups:
+            companion = self._companions[group].get(node.hash)
+            if companion is not None:
+                self._eviction.forget(companion.key)
+                freed += self._drop_companion(companion)
+        return freed
+
+    def _drop_companion(self, companion: Companion) -> int:
+        """Frees the pages of a companion; returns their number."""
+        assert not companion.locks
+        group, block_hash = companion.key
+        del self._companions[group][block_hash]
+        self.evictable_pages -= len(companion.pages)
+        if self.on_evict is not None:
+            self.on_evict(group, block_hash, companion.pages)
+        self.pool.free(companion.pages)
+        self._events.removed(group, (block_hash,))
+        return len(companion.pages)
+
+    def _prune(self, node: Node) -> None:
+        # Without full attention a node is only a place for companions.
+        empty: Node | None = node
+        while empty and not (self._node_pages or empty.locks or empty.children or self._has_companions(empty)):
+            del self._nodes[empty.hash]
+            empty = empty.parent
+            if empty is not None:
+                empty.children -= 1
+
+    def _has_companions(self, node: Node) -> bool:
+        return any(node.hash in self._companions[group] for group in self._companion_groups)

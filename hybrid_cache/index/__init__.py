@@ -1,0 +1,1 @@
+"""Which node holds which prefix."""

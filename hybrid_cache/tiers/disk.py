@@ -1,0 +1,474 @@
+"""The SSD tier: blocks that left memory, checked whenever they come back.
+
+One file per group, cut into slots of equal size; a slot is a header and a block's bytes:
+
+    | magic, group, length, block hash, checksum of the bytes, checksum of the header | bytes |
+
+A slot is written header last, after its old header was wiped. After a crash, each slot with a valid header is listed again; its
+bytes are believed only if their checksum agrees at the time they are read. So a torn, stale or rotten block costs a miss.
+
+Who was used last is saved at close and now and then before, as the last bytes of the hashes in order, in two files in turn:
+a torn one loses a little of the order, never a block. Blocks that the saved order does not know have come since.
+
+Writes go through a bounded queue to one thread; when it is full, the block is not kept. Reads are synchronous: call them where
+waiting for a disk is fine.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import struct
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, NamedTuple, Protocol, Self
+
+import xxhash
+
+from hybrid_cache.cache.events import BlocksStored, CacheCleared, CacheEvent, EventLog, Medium
+from hybrid_cache.errors import DiskInUse
+from hybrid_cache.layout.layout import ModelLayout
+
+log = logging.getLogger(__name__)
+
+MAGIC: Final = b"pfKV"
+HEADER: Final = struct.Struct("<4sIQ32s16s8s")
+HEADER_BYTES: Final = 128
+ORDER_MAGIC: Final = b"pfLR"
+ORDER: Final = struct.Struct("<4sQQ16s")  # magic, number of the save, number of blocks, checksum of what follows
+ORDER_BYTES: Final = 8  # of a hash
+LOCK_NAME: Final = "lock"
+EVENT_LIMIT: Final = 1 << 20  # hashes kept for a reader that does not come
+Buffer = bytes | bytearray | memoryview
+
+
+class BlockKey(NamedTuple):
+    """A block or snapshot of a group by the hash of its prefix."""
+
+    group: int
+    block_hash: bytes
+
+
+class Disk(Protocol):
+    """Files by name, read and written at offsets. Both may raise OSError."""
+
+    def size(self, name: str) -> int: ...
+
+    def read(self, name: str, offset: int, into: Sequence[memoryview]) -> int: ...
+
+    def write(self, name: str, offset: int, parts: Sequence[Buffer]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class FileDisk:
+    """Files in a directory of which this object is the only user until it is closed or its process ends."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises DiskInUse."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._files: dict[str, int] = {}
+        try:
+            fcntl.flock(self._file(LOCK_NAME), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            self.close()
+            raise DiskInUse(directory) from exc
+
+    def size(self, name: str) -> int:
+        return os.fstat(self._file(name)).st_size
+
+    def read(self, name: str, offset: int, into: Sequence[memoryview]) -> int:
+        return _in_full(os.preadv, self._file(name), list(into), offset)
+
+    def write(self, name: str, offset: int, parts: Sequence[Buffer]) -> None:
+        views = [memoryview(part) for part in parts]
+        written = _in_full(os.pwritev, self._file(name), views, offset)
+        if written < sum(view.nbytes for view in views):
+            raise OSError(errno.EIO, "short write")
+
+    def close(self) -> None:
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+    def _file(self, name: str) -> int:
+        if name not in self._files:
+            self._files[name] = os.open(self._directory / name, os.O_RDWR | os.O_CREAT, 0o600)
+        return self._files[name]
+
+
+def _in_full(move: "_Move", file: int, views: list[memoryview], offset: int) -> int:
+    """preadv and pwritev may move less than asked, and take at most IOV_MAX buffers."""
+    done = 0
+    while views:
+        moved = move(file, views[:1024], offset + done)
+        if moved == 0:
+            break
+        done += moved
+        while views and moved >= views[0].nbytes:
+            moved -= views.pop(0).nbytes
+        if views and moved:
+            views[0] = views[0][moved:]
+    return done
+
+
+class _Move(Protocol):
+    def __call__(self, file: int, views: list[memoryview], offset: int, /) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskReport:
+    """Counts since the start. `corrupt` blocks were found damaged and dropped, none was served."""
+
+    capacity_bytes: int
+    blocks: int
+    bytes: int
+    queued_bytes: int
+    hits: int
+    misses: int
+    corrupt: int
+    read_errors: int
+    write_errors: int
+    refused_writes: int
+    recovered: int
+
+
+class DiskTier:
+    """Blocks of one layout on disk, the least recently used overwritten first. Thread-safe."""
+
+    def __init__(
+        self, layout: ModelLayout, disk: Disk, *, capacity_bytes: int, queue_bytes: int = 256 << 20, salt: str = ""
+    ) -> None:
+        self.layout = layout
+        self._disk = disk
+        self._queue_limit = queue_bytes
+        share = capacity_bytes // len(layout.groups)
+        self._slots = [share // self._slot_bytes(group) for group in range(len(layout.groups))]
+        # Another layout's blocks are other files: nothing is ever read across.
+        self._names = [f"{layout.fingerprint[:24]}{salt}-{group}.kv" for group in range(len(layout.groups))]
+        self._index: list[OrderedDict[bytes, int]] = [OrderedDict() for _ in layout.groups]
+        self._free: list[list[int]] = [[] for _ in layout.groups]
+        self._pending: dict[BlockKey, bytes] = {}
+        self._queue: deque[BlockKey] = deque()
+        self._queued_bytes = 0
+        self._counts = dict.fromkeys(
+            ("hits", "misses", "corrupt", "read_errors", "write_errors", "refused_writes", "recovered"), 0
+        )
+        self._events = EventLog(EVENT_LIMIT, Medium.SSD)
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._idle = threading.Condition(self._lock)
+        self._closing = False
+        self._ended = False  # the writer
+        self._uses = 0  # since the order was saved
+        self._save_every = max(1024, sum(self._slots) // 8)
+        self._saves = 0
+        for group in range(len(layout.groups)):
+            self._recover(group)
+        self._writer = threading.Thread(target=self._write_queue, name="disk-tier", daemon=True)
+        self._writer.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __contains__(self, key: BlockKey) -> bool:
+        with self._lock:
+            return key in self._pending or key.block_hash in self._index[key.group]
+
+    def hashes(self, group: int) -> tuple[bytes, ...]:
+        """What can probably be read."""
+        with self._lock:
+            return tuple(self._index[group]) + tuple(key.block_hash for key in self._pending if key.group == group)
+
+    def holds(self, group: int, hashes: Sequence[bytes]) -> set[bytes]:
+        """Which of `hashes` can probably be read."""
+        with self._lock:
+            index, pending = self._index[group], self._pending
+            return {h for h in hashes if h in index or (pending and BlockKey(group, h) in pending)}
+
+    def snapshot(self) -> tuple[BlocksStored, ...]:
+        """What can probably be read, one entry per group."""
+        return tuple(BlocksStored(group, self.hashes(group), Medium.SSD) for group in range(len(self.layout.groups)))
+
+    def take_events(self) -> list[CacheEvent]:
+        """Changes since the last call, or since the start. A reader that stayed away too long gets a snapshot instead."""
+        with self._lock:
+            events = self._events.take()
+        return [CacheCleared(Medium.SSD), *self.snapshot()] if events is None else events
+
+    def put(self, key: BlockKey, parts: Sequence[Buffer]) -> bool:
+        """Queues a copy of a block's bytes for writing; False if it is there already or the queue is full."""
+        size = sum(memoryview(part).nbytes for part in parts)
+        if size != self.layout.block_bytes(key.group):
+            raise ValueError(f"a block of group {key.group} has {self.layout.block_bytes(key.group)} bytes, not {size}")
+        with self._lock:
+            if not self._takes(key, size):
+                return False
+        data = b"".join(parts)  # not under the lock: it is as long as the block
+        with self._lock:
+            if not self._takes(key, size):  # another thread may have been faster
+                return False
+            self._queued_bytes += size
+            self._pending[key] = data
+            self._queue.append(key)
+            self._events.stored(key.group, (key.block_hash,))
+            self._work.notify()
+        return True
+
+    def _takes(self, key: BlockKey, size: int) -> bool:
+        """Whether a block may be queued; what there is no room for is counted. The caller holds the lock."""
+        if key in self._pending or key.block_hash in self._index[key.group]:
+            return False
+        room = self._queued_bytes + size <= self._queue_limit and self._slots[key.group]
+        if self._closing or self._ended or not room:
+            self._counts["refused_writes"] += 1
+            return False
+        return True
+
+    def get(self, key: BlockKey, into: Sequence[memoryview]) -> bool:
+        """Reads a block. False: not there, or damaged; then what is in `into` means nothing."""
+        with self._lock:
+            pending = self._pending.get(key)
+            slot = self._index[key.group].get(key.block_hash)
+            if pending is None and slot is None:
+                self._counts["misses"] += 1
+                return False
+        if pending is not None:
+            _scatter(pending, into)
+            return self._count("hits", True)
+        assert slot is not None
+        header = bytearray(HEADER_BYTES)
+        try:
+            size = HEADER_BYTES + self.layout.block_bytes(key.group)
+            got = self._disk.read(
+                self._names[key.group], slot * self._slot_bytes(key.group), [memoryview(header), *into]
+            )
+        except OSError:
+            self._forget(key, slot)
+            return self._count("read_errors", False)
+        if got < size or not self._is_sound(key, header, into):
+            return self._count("corrupt" if self._forget(key, slot) else "misses", False)
+        with self._lock:
+            if self._index[key.group].get(key.block_hash) == slot:
+                self._index[key.group].move_to_end(key.block_hash)
+                self._uses += 1
+        return self._count("hits", True)
+
+    def drop(self, key: BlockKey) -> None:
+        """Forgets a block; after a restart it may be listed again."""
+        with self._lock:
+            slot = self._index[key.group].get(key.block_hash)
+        if slot is not None:
+            self._forget(key, slot)
+
+    def flush(self) -> None:
+        """Waits until the queue is written, or nobody is left to write it."""
+        with self._lock:
+            while self._pending and not self._ended:
+                self._idle.wait()
+
+    def close(self) -> None:
+        """Writes the queue and the order of use, ends the writer and lets go of the disk."""
+        with self._lock:
+            self._closing = True
+            self._work.notify()
+        self._writer.join()
+        self._disk.close()
+
+    def report(self) -> DiskReport:
+        with self._lock:
+            return DiskReport(
+                capacity_bytes=sum(slots * self.layout.block_bytes(group) for group, slots in enumerate(self._slots)),
+                blocks=sum(map(len, self._index)),
+                bytes=sum(len(held) * self.layout.block_bytes(group) for group, held in enumerate(self._index)),
+                queued_bytes=self._queued_bytes,
+                **self._counts,
+            )
+
+    # Slots
+
+    def _slot_bytes(self, group: int) -> int:
+        return HEADER_BYTES + -(-self.layout.block_bytes(group) // HEADER_BYTES) * HEADER_BYTES
+
+    def _recover(self, group: int) -> None:
+        """Lists the slots with a valid header, the least recently used first."""
+        name, size = self._names[group], self._slot_bytes(group)
+        try:
+            # The last slot may lack the padding that nobody wrote.
+            count = min(self._slots[group], -(-self._disk.size(name) // size))
+        except OSError:
+            self._counts["read_errors"] += 1
+            count = 0
+        for slot in range(count):
+            header = bytearray(HEADER_BYTES)
+            try:
+                self._disk.read(name, slot * size, [memoryview(header)])
+            except OSError:
+                self._counts["read_errors"] += 1
+            block_hash = self._listed(group, header)
+            if block_hash is None or block_hash in self._index[group]:
+                self._free[group].append(slot)
+            else:
+                self._index[group][block_hash] = slot
+                self._counts["recovered"] += 1
+        self._free[group] += range(count, self._slots[group])
+        self._free[group].reverse()
+        rank = self._load_order(group)
+        found = sorted(self._index[group].items(), key=lambda item: rank.get(item[0][-ORDER_BYTES:], len(rank)))
+        self._index[group] = OrderedDict(found)
+
+    def _listed(self, group: int, header: bytearray) -> bytes | None:
+        magic, its_group, length, block_hash, _, check = HEADER.unpack_from(header)
+        sound = magic == MAGIC and its_group == group and length == self.layout.block_bytes(group)
+        return block_hash if sound and check == _check(header) else None
+
+    def _is_sound(self, key: BlockKey, header: bytearray, parts: Sequence[memoryview]) -> bool:
+        if self._listed(key.group, header) != key.block_hash:
+            return False
+        checksum: bytes = HEADER.unpack_from(header)[4]
+        return checksum == _checksum(parts)
+
+    def _forget(self, key: BlockKey, slot: int) -> bool:
+        """Drops a block from the index unless its slot has been given to another since."""
+        with self._lock:
+            if self._index[key.group].get(key.block_hash) != slot:
+                return False
+            del self._index[key.group][key.block_hash]
+            self._free[key.group].append(slot)
+            self._events.removed(key.group, (key.block_hash,))
+            return True
+
+    def _count(self, name: str, result: bool) -> bool:
+        with self._lock:
+            self._counts[name] += 1
+        return result
+
+    # The order of use
+
+    def _load_order(self, group: int) -> dict[bytes, int]:
+        """The position of each hash in the latest order that was saved whole."""
+        saved = [self._read_order(f"{self._names[group]}.lru{turn}", self._slots[group]) for turn in (0, 1)]
+        number, hashes = max(saved)
+        self._saves = max(self._saves, number)
+        parts = (hashes[start : start + ORDER_BYTES] for start in range(0, len(hashes), ORDER_BYTES))
+        return {part: position for position, part in enumerate(parts)}
+
+    def _read_order(self, name: str, most: int) -> tuple[int, bytes]:
+        """Number and hashes of a saved order. One of more blocks than there are slots, of a larger tier, counts as torn."""
+        header = bytearray(ORDER.size)
+        try:
+            size = self._disk.size(name)
+            self._disk.read(name, 0, [memoryview(header)])
+            magic, number, count, checksum = ORDER.unpack_from(header)
+            if magic != ORDER_MAGIC or count > most or ORDER.size + count * ORDER_BYTES > size:
+                return 0, b""
+            hashes = bytearray(count * ORDER_BYTES)
+            self._disk.read(name, ORDER.size, [memoryview(hashes)])
+        except OSError:
+            self._counts["read_errors"] += 1
+            return 0, b""
+        return (number, bytes(hashes)) if checksum == _checksum([number.to_bytes(8), hashes]) else (0, b"")
+
+    def _save_order(self) -> None:
+        self._saves += 1
+        for group, name in enumerate(self._names):
+            with self._lock:
+                self._uses = 0
+                order = tuple(self._index[group])
+            hashes = b"".join([block_hash[-ORDER_BYTES:] for block_hash in order])
+            header = ORDER.pack(ORDER_MAGIC, self._saves, len(order), _checksum([self._saves.to_bytes(8), hashes]))
+            try:
+                self._disk.write(f"{name}.lru{self._saves % 2}", 0, [header, hashes])
+            except OSError:
+                self._count("write_errors", False)
+
+    # The writer's thread
+
+    def _write_queue(self) -> None:
+        try:
+            while (key := self._next()) is not None:
+                self._write_block(key)
+                if self._uses >= self._save_every:
+                    self._save_order()
+            self._save_order()
+        finally:
+            with self._lock:
+                self._ended = True
+                self._idle.notify_all()
+
+    def _write_block(self, key: BlockKey) -> None:
+        """Writes one block of the queue. Whatever goes wrong, the block is lost and counted, and the tier lives."""
+        slot: int | None = None
+        try:
+            slot = self._take_slot(key.group)
+            self._write(key, slot, self._pending[key])
+        except OSError:  # a full or failing disk
+            self._done(key, slot, written=False)
+        except Exception:  # a bug: the other blocks are still to be written
+            log.exception("a block of group %d was not written to disk", key.group)
+            self._done(key, slot, written=False)
+        else:
+            self._done(key, slot, written=True)
+
+    def _next(self) -> BlockKey | None:
+        with self._lock:
+            while not self._queue and not self._closing:
+                self._work.wait()
+            return self._queue.popleft() if self._queue else None
+
+    def _take_slot(self, group: int) -> int:
+        with self._lock:
+            if self._free[group]:
+                return self._free[group].pop()
+            block_hash, slot = self._index[group].popitem(last=False)
+            self._events.removed(group, (block_hash,))
+            return slot
+
+    def _write(self, key: BlockKey, slot: int, data: bytes) -> None:
+        name, offset = self._names[key.group], slot * self._slot_bytes(key.group)
+        header = bytearray(HEADER_BYTES)
+        self._disk.write(name, offset, [bytes(header)])
+        self._disk.write(name, offset + HEADER_BYTES, [data])
+        HEADER.pack_into(header, 0, MAGIC, key.group, len(data), key.block_hash, _checksum([data]), b"")
+        header[HEADER.size - 8 : HEADER.size] = _check(header)
+        self._disk.write(name, offset, [bytes(header)])
+
+    def _done(self, key: BlockKey, slot: int | None, *, written: bool) -> None:
+        with self._lock:
+            self._queued_bytes -= len(self._pending.pop(key))
+            if written and slot is not None:
+                self._index[key.group][key.block_hash] = slot
+                self._uses += 1
+            else:
+                self._counts["write_errors"] += 1
+                if slot is not None:
+                    self._free[key.group].append(slot)
+                self._events.removed(key.group, (key.block_hash,))
+            if not self._pending:
+                self._idle.notify_all()
+
+
+def _check(header: bytearray) -> bytes:
+    return xxhash.xxh3_64_digest(bytes(header[: HEADER.size - 8]))
+
+
+def _checksum(parts: Sequence[Buffer]) -> bytes:
+    hasher = xxhash.xxh3_128()
+    for part in parts:
+        hasher.update(part)
+    return hasher.digest()
+
+
+def _scatter(data: bytes, into: Sequence[memoryview]) -> None:
+    start = 0
+    for view in into:
+        view[:] = data[start : start + view.nbytes]
+        start += view.nbytes

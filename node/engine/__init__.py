@@ -1,0 +1,1 @@
+"""The node's engine: started, watched, listened to, and ended."""

@@ -1,0 +1,247 @@
+"""The gRPC face of a node: node.proto's calls, mapped onto the agent, refusals mapped onto status codes."""
+
+import errno
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import NoReturn
+
+import grpc
+import grpc.aio
+
+from node.agent import NodeAgent
+from node.control.broadcast import WatcherTooSlow
+from node.control.holders import checked_name
+from node.errors import NodeRefusal
+from node.kvcache.pages import in_parts, split_hashes
+from node.kvcache.tenant_pages import TENANTS_PART
+from transport.control.credentials import server_credentials
+from transport.control.proto import node_pb2 as pb
+from transport.control.proto import node_pb2_grpc as rpc
+from transport.control.tickets import MAX_CONTROL_BYTES, REASON_KEY, ticket_info
+from transport.path.tcp import format_address
+from transport.wire.identity import Identity
+
+log = logging.getLogger(__name__)
+
+DEFAULT_LOAD_INTERVAL_S = 0.25
+MIN_LOAD_INTERVAL_S = 0.02
+COMMIT_TIMEOUT_S = 120.0
+# A gateway whose machine is gone says nothing, and no end of its connection comes: it would be taken to be there for ever.
+KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS = 30_000, 20_000
+HANDSHAKE_S = 20.0  # gRPC's own limit is two minutes, in which a stranger holds a descriptor and 17 KiB
+STATUS_OF_REFUSAL = {
+    "draining": grpc.StatusCode.UNAVAILABLE,
+    "engine_down": grpc.StatusCode.UNAVAILABLE,
+    "engine_silent": grpc.StatusCode.UNAVAILABLE,
+    "starting": grpc.StatusCode.UNAVAILABLE,
+    "no_capacity": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    TENANTS_PART: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "over_budget": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "not_cached": grpc.StatusCode.NOT_FOUND,
+    "unknown_context": grpc.StatusCode.NOT_FOUND,
+    "context_exists": grpc.StatusCode.ALREADY_EXISTS,
+    "bad_request": grpc.StatusCode.INVALID_ARGUMENT,
+    "share_held": grpc.StatusCode.FAILED_PRECONDITION,
+    "no_route": grpc.StatusCode.UNAVAILABLE,
+    "push_failed": grpc.StatusCode.UNAVAILABLE,
+    "wrong_role": grpc.StatusCode.FAILED_PRECONDITION,
+    "converting": grpc.StatusCode.UNAVAILABLE,
+    "cannot_convert": grpc.StatusCode.FAILED_PRECONDITION,
+    "stale_epoch": grpc.StatusCode.FAILED_PRECONDITION,
+    "layout_mismatch": grpc.StatusCode.FAILED_PRECONDITION,
+}
+
+
+class NodeService(rpc.NodeAgentServicer):
+    """One node's control calls."""
+
+    def __init__(self, agent: NodeAgent, now: Callable[[], float]) -> None:
+        self._agent = agent
+        self._now = now
+
+    async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.NodeDescription:
+        description = self._agent.describe()
+        if request.check_integrity:
+            description.integrity_error = self._agent.integrity_error()
+        return description
+
+    # What is called over kept connections, too
+
+    async def reserve(self, request: pb.ReserveRequest) -> pb.Ticket:
+        """A ticket for pages that are ready to be written into. Raises NodeRefusal."""
+        self._agent.role.admit(self._agent.conversions.standing, request)
+        consumer = self._agent.ready_consumer()
+        transfer_id, secret, reservation = await consumer.reserve_settled(request)
+        config = self._agent.config
+        try:
+            return pb.Ticket(
+                transfer_id=transfer_id,
+                secret=secret,
+                num_tokens=reservation.num_tokens,
+                have_tokens=reservation.cached_tokens,
+                tokens_digest=request.tokens_digest,
+                endpoints=self._agent.links.endpoints(),
+                ttl_s=consumer.granted_ttl_s(request),
+                layout_fingerprint=self._agent.ready_producer().layout.fingerprint,
+                node_id=config.node_id,
+                cluster=config.cluster,
+            )
+        except BaseException:  # the role ended meanwhile: the gateway never learns its id
+            consumer.abort(transfer_id, "given_up")
+            raise
+
+    def abort(self, request: pb.AbortRequest) -> pb.Done:
+        known = self._agent.abort(request.transfer_id, request.reason)
+        return pb.Done(ok=True, reason="" if known else "unknown")
+
+    # gRPC
+
+    async def Reserve(self, request: pb.ReserveRequest, context: grpc.aio.ServicerContext) -> pb.Ticket:
+        try:
+            return await self.reserve(request)
+        except NodeRefusal as exc:
+            await _refuse(context, exc)
+
+    async def Commit(self, request: pb.TransferRef, context: grpc.aio.ServicerContext) -> pb.Done:
+        try:
+            # What landed can be kept without an engine, and must be while draining.
+            await self._agent.any_consumer().commit(request.transfer_id, COMMIT_TIMEOUT_S)
+        except (NodeRefusal, TimeoutError) as exc:
+            return pb.Done(ok=False, reason=str(exc) or "timeout")
+        return pb.Done(ok=True)
+
+    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.Done:
+        return self.abort(request)
+
+    async def Load(self, request: pb.LoadRequest, context: grpc.aio.ServicerContext) -> pb.LoadResult:
+        try:
+            producer = self._agent.ready_producer()
+            tokens, size = await producer.push_prefix(split_hashes(request.block_hashes), ticket_info(request.ticket))
+        except NodeRefusal as exc:
+            await _refuse(context, exc)
+        except TimeoutError:
+            await _refuse(context, NodeRefusal("push_failed", "timeout"))
+        return pb.LoadResult(num_tokens=tokens, bytes_sent=size)
+
+    async def ShareEgress(self, request: pb.EgressShare, context: grpc.aio.ServicerContext) -> pb.Done:
+        try:
+            self._agent.links.shares.take(request)
+        except NodeRefusal as exc:
+            await _refuse(context, exc)
+        return pb.Done(ok=True)
+
+    async def DropPrefix(self, request: pb.DropPrefixRequest, context: grpc.aio.ServicerContext) -> pb.DropPrefixResult:
+        try:
+            hashes = split_hashes(request.block_hashes)
+            pages = self._agent.ready_producer().drop_prefix(hashes, request.keep_tokens, request.unused_s)
+        except NodeRefusal as exc:
+            await _refuse(context, exc)
+        return pb.DropPrefixResult(pages=pages)
+
+    async def Probe(self, request: pb.Ticket, context: grpc.aio.ServicerContext) -> pb.Done:
+        try:
+            reason = await self._agent.links.probe(ticket_info(request))
+        except NodeRefusal as exc:
+            await _refuse(context, exc)
+        return pb.Done(ok=not reason, reason=reason)
+
+    async def Watch(self, request: pb.WatchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.NodeEvent]:
+        wished_s = request.load_interval_s or DEFAULT_LOAD_INTERVAL_S
+        interval_s = wished_s if wished_s > MIN_LOAD_INTERVAL_S else MIN_LOAD_INTERVAL_S  # for NaN, too
+        seq = 0
+        try:
+            holder = checked_name(request.holder)
+        except NodeRefusal as exc:
+            await _refuse(context, exc)
+        # Snapshot and subscription happen in one step of the loop, so no event is missed or seen twice.
+        with self._agent.holders.connected(holder), self._agent.events.watch() as watcher:
+            first, snapshot = pb.NodeEvent(description=self._agent.describe()), self._agent.snapshot_event()
+            for event in (first, *in_parts(snapshot)):
+                event.seq = seq = seq + 1
+                yield event
+            while True:
+                try:
+                    heard = await watcher.next(interval_s)
+                except WatcherTooSlow:
+                    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "watcher too slow: watch again")
+                event = pb.NodeEvent()
+                event.CopyFrom(heard or pb.NodeEvent(load=self._agent.load()))
+                event.seq = seq = seq + 1
+                yield event
+
+    async def CreateContext(self, request: pb.ContextRequest, context: grpc.aio.ServicerContext) -> pb.Context:
+        try:
+            return await self._agent.any_contexts().create(request)
+        except NodeRefusal as exc:
+            await _refuse(context, exc)
+
+    async def ExtendContext(self, request: pb.ContextRequest, context: grpc.aio.ServicerContext) -> pb.Context:
+        try:
+            return self._agent.any_contexts().extend(request)
+        except NodeRefusal as exc:
+            await _refuse(context, exc)
+
+    async def DeleteContext(self, request: pb.ContextRequest, context: grpc.aio.ServicerContext) -> pb.Done:
+        known = self._agent.contexts is not None and self._agent.contexts.delete(request.context_id, request.owner)
+        return pb.Done(ok=True, reason="" if known else "unknown")
+
+    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.Done:
+        timeout_s = request.timeout_s or self._agent.config.drain_timeout_s
+        ended = await self._agent.draining.begin(timeout_s, _who(request.by, context))
+        reason = "requests still run" if self._agent.draining.is_on else "undone"
+        return pb.Done(ok=ended, reason="" if ended else reason)
+
+    async def Undrain(self, request: pb.UndrainRequest, context: grpc.aio.ServicerContext) -> pb.Done:
+        try:
+            self._agent.draining.undo(_who(request.by, context))
+        except NodeRefusal as exc:
+            await _refuse(context, exc)
+        return pb.Done(ok=True)
+
+    async def Convert(self, request: pb.ConvertRequest, context: grpc.aio.ServicerContext) -> pb.Conversion:
+        try:
+            return await self._agent.conversions.convert(request)
+        except NodeRefusal as exc:
+            await _refuse(context, exc)
+
+
+def _who(named: str, context: grpc.aio.ServicerContext) -> str:
+    """Who asks: a name, printable whatever was sent, the certificate's where there is one, and where from."""
+    name = "".join(each if each.isprintable() else "?" for each in named[:80]) or "somebody"
+    certified = b" ".join(context.auth_context().get("x509_common_name", ())).decode(errors="replace")
+    return f"{name}{f' ({certified})' if certified else ''} at {context.peer()}"
+
+
+async def _refuse(context: grpc.aio.ServicerContext, refusal: NodeRefusal) -> NoReturn:
+    status = STATUS_OF_REFUSAL.get(refusal.label, grpc.StatusCode.INTERNAL)
+    await context.abort(status, str(refusal), trailing_metadata=((REASON_KEY, refusal.label),))
+    raise AssertionError("abort raises")
+
+
+async def serve(
+    service: NodeService, host: str, port: int, identity: Identity | None = None, *, handshake_s: float = HANDSHAKE_S
+) -> tuple[grpc.aio.Server, int]:
+    """Starts a gRPC server; returns it and its port. With an identity, callers must have a certificate, too.
+
+    Whoever has connected and has not said that he speaks HTTP/2 within `handshake_s` is turned away.
+    Raises OSError if the port is taken or a certificate cannot be read.
+    """
+    options = [
+        ("grpc.max_receive_message_length", MAX_CONTROL_BYTES),
+        ("grpc.max_send_message_length", MAX_CONTROL_BYTES),
+        ("grpc.so_reuseport", 0),
+        ("grpc.server_handshake_timeout_ms", int(handshake_s * 1000)),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ]
+    server = grpc.aio.server(options=options)
+    rpc.add_NodeAgentServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+    try:
+        if identity is None:
+            bound = server.add_insecure_port(format_address(host, port))
+        else:
+            bound = server.add_secure_port(format_address(host, port), server_credentials(identity))
+    except RuntimeError as exc:
+        raise OSError(errno.EADDRINUSE, f"cannot listen on {format_address(host, port)}") from exc
+    await server.start()
+    return server, bound

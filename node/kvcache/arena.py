@@ -1,0 +1,127 @@
+"""The page arena: host memory that the agent and its engine both map.
+
+It is a file in /dev/shm, so that the engine (and, for transfers inside one host, the agent of another node) can map it by path,
+and so that it outlives an engine that dies. It goes when the agent closes it. All its memory is taken when the node starts: who
+writes into a page of a sparse file that its file system has no room for dies of SIGBUS, and so does every engine that is given
+the same prompt after it.
+"""
+
+import contextlib
+import errno
+import logging
+import mmap
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from node.errors import NoRoom
+from node.process.owned_names import PREFIX, create_file
+
+log = logging.getLogger(__name__)
+
+SHM_DIR = Path("/dev/shm")
+SHMEM_HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+MADV_POPULATE_WRITE: Final = 23  # madvise(2), Linux 5.14
+
+
+class Arena:
+    """`num_bytes` of shared memory, all of them there. Blocks while the kernel clears them. Raises NoRoom, and OSError.
+
+    `hugepages` asks the kernel for huge pages; where it has none for this mapping, `hugepages` says False afterwards.
+    """
+
+    def __init__(self, path: Path, num_bytes: int, *, hugepages: bool = False) -> None:
+        self.path = path
+        self.num_bytes = num_bytes
+        _check_room(path.parent, num_bytes)
+        self._fd = create_file(path)
+        try:
+            os.ftruncate(self._fd, num_bytes)
+            self._map = mmap.mmap(self._fd, num_bytes)
+            self.hugepages = hugepages and self._take_hugepages()
+            self._take_pages()
+        except BaseException:
+            path.unlink()
+            os.close(self._fd)
+            raise
+        self._view = memoryview(self._map)
+
+    def view(self, start: int, length: int) -> memoryview:
+        """Bytes [start, start + length) of the arena, writable."""
+        return self._view[start : start + length]
+
+    def close(self) -> None:
+        """Unmaps and unlinks. Whoever still holds views keeps the mapping alive, not the name."""
+        self.path.unlink(missing_ok=True)
+        os.close(self._fd)
+        self._view.release()
+        with contextlib.suppress(BufferError):  # a view is still out; the mapping goes with it
+            self._map.close()
+
+    def _take_pages(self) -> None:
+        try:
+            os.posix_fallocate(self._fd, 0, self.num_bytes)
+        except OSError as exc:
+            if exc.errno == errno.ENOSPC:  # another node was faster
+                raise _no_room(self.path.parent, self.num_bytes) from exc
+            raise
+
+    def _take_hugepages(self) -> bool:
+        # Of the shared file, so they serve whoever maps it. "never" and "deny" make madvise succeed without any effect.
+        try:
+            mode = SHMEM_HUGEPAGES.read_text()
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        except (OSError, AttributeError) as exc:
+            reason = str(exc)
+        else:
+            if not any(word in mode for word in ("[never]", "[deny]")):
+                with contextlib.suppress(OSError):  # an older kernel, or no room: the file takes what is missing
+                    self._map.madvise(
+                        MADV_POPULATE_WRITE
+                    )  # through the mapping that asked: a file by itself takes small ones
+                return True
+            reason = f"{SHMEM_HUGEPAGES} says {mode.strip()}; 'advise' allows them"
+        log.warning("no huge pages for arena=%s: %s", self.path, reason)
+        return False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def arena_directory(fallback: Path) -> Path:
+    """Where arenas are: shared memory if there is any, else `fallback`."""
+    return SHM_DIR if os.access(SHM_DIR, os.W_OK) else fallback
+
+
+def arena_path(directory: Path, node_id: str) -> Path:
+    """The name of this process's arena."""
+    return directory / f"{PREFIX}{node_id}-{os.getpid()}"
+
+
+def _check_room(directory: Path, num_bytes: int) -> None:
+    # What other arenas of this host promise is taken already, so what is free is free.
+    if num_bytes > _free_bytes(directory):
+        raise _no_room(directory, num_bytes)
+
+
+def _all_bytes(directory: Path) -> int:
+    room = os.statvfs(directory)
+    return room.f_blocks * room.f_frsize
+
+
+def _free_bytes(directory: Path) -> int:
+    room = os.statvfs(directory)
+    return room.f_bavail * room.f_frsize
+
+
+def _no_room(directory: Path, num_bytes: int) -> NoRoom:
+    arenas = [entry.stat().st_size for entry in directory.glob(f"{PREFIX}*") if entry.is_file()]
+    return NoRoom(
+        f"cache_bytes = {num_bytes}: {directory} has {_free_bytes(directory)} bytes free; "
+        f"{len(arenas)} other arenas there have {sum(arenas)}",
+        is_final=num_bytes > _all_bytes(directory),
+    )

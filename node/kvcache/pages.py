@@ -1,0 +1,353 @@
+"""The node's pages: an arena cut by the model's layout and the hybrid cache that says what lies where."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, Medium
+from hybrid_cache.cache.lookup import PrefixHit
+from hybrid_cache.cache.prefix_cache import PrefixCache
+from hybrid_cache.cache.reservation import NO_HINTS, Hints, Purpose, Reservation
+from hybrid_cache.errors import DiskInUse, OutOfPages
+from hybrid_cache.eviction.choice import policy_named
+from hybrid_cache.hashing import block_hash as hashing
+from hybrid_cache.layout.layout import ModelLayout, RangeKey, Segment
+from hybrid_cache.tiers.disk import DiskTier
+from node.config import NodeConfig
+from node.control.broadcast import Broadcast
+from node.errors import NodeRefusal
+from node.kvcache.arena import Arena
+from node.kvcache.ssd_tier import Ssd, open_disk
+from node.kvcache.tenant_pages import NOBODY, TENANTS_PART, Rooms
+from transport.control.proto import node_pb2 as pb
+from transport.path.shm import ArenaSource
+
+log = logging.getLogger(__name__)
+
+SSD_RETRY_S = 5.0
+SSD_SAVE_S = 10.0
+MEDIA = {Medium.MEMORY: pb.MEDIUM_MEMORY, Medium.SSD: pb.MEDIUM_SSD, Medium.ENGINE: pb.MEDIUM_ENGINE}
+
+PART_HASHES = 16_384  # of a long snapshot, in one message
+
+MAX_TOKENS = 1 << 24
+"""Longer than any context; a length beyond it is a mistake, and must not make us build lists of its size."""
+
+
+def split_hashes(joined: bytes) -> list[bytes]:
+    """A message's block hashes as a list. Raises NodeRefusal for a length that cannot be."""
+    try:
+        return hashing.split_hashes(joined)
+    except ValueError as exc:
+        raise NodeRefusal("bad_request", str(exc)) from exc
+
+
+class Pages:
+    """Arena and cache of one layout; all calls come from the agent's event loop."""
+
+    def __init__(
+        self, layout: ModelLayout, arena: Arena, config: NodeConfig, events: Broadcast, now: Callable[[], float]
+    ) -> None:
+        """Cuts the arena into pages; what is left at its end is not used. Raises ValueError if no page fits."""
+        self.layout = layout
+        self.arena = arena
+        self.num_pages = arena.num_bytes // layout.page_bytes
+        if not self.num_pages:
+            raise ValueError(f"a page has {layout.page_bytes} bytes")
+        eviction = policy_named(config.eviction, layout, self.num_pages, config.eviction_history_blocks)
+        self.cache = PrefixCache(layout, self.num_pages, eviction=eviction)
+        self.ssd: Ssd | None = None
+        self._config = config
+        self._now = now
+        self._events = events
+        self._freed = asyncio.Event()
+        self._rooms = Rooms()
+        # A request uses blocks that were cached: their hashes from the prompt's beginning on.
+        self.on_found: Callable[[Sequence[bytes]], None] = lambda hashes: None
+
+    async def open_ssd(self) -> None:
+        """Opens the SSD tier, however long its directory cannot be used; what lies there can be matched from then on."""
+        node_id = self._config.node_id
+        directory = Path(self._config.ssd_dir) / node_id
+        while True:
+            opening = asyncio.ensure_future(
+                asyncio.to_thread(open_disk, self.layout, directory, self._config.ssd_bytes)
+            )
+            try:
+                disk = await asyncio.shield(opening)
+                break
+            except (DiskInUse, OSError) as exc:
+                log.error("no SSD tier node=%s, next try in %.0fs: %s", node_id, SSD_RETRY_S, exc)
+            except asyncio.CancelledError:
+                opening.add_done_callback(_close_unused)
+                raise
+            await asyncio.sleep(SSD_RETRY_S)
+        self.ssd = Ssd(self.cache, disk, self.segment_views, self.changed, self._now)
+        for stored in self.ssd.snapshot():
+            self._events.publish(as_message(stored))
+        log.info("SSD tier node=%s: %s blocks", node_id, self.ssd.report().blocks)
+
+    async def close(self) -> None:
+        """Saves what an SSD may keep; nothing may use pages any more."""
+        if self.ssd:
+            await self.ssd.close(SSD_SAVE_S)
+
+    def memory(self) -> memoryview:
+        """All pages, writable."""
+        return self.arena.view(0, self.layout.page_bytes * self.num_pages)
+
+    def place(self, reservation: Reservation, key: RangeKey) -> tuple[Segment, ...]:
+        """The arena ranges of one slab of a reservation, in order."""
+        held = reservation.states if key.group in self.layout.state_groups else reservation.blocks
+        return self.layout.segments(key.group, key.layer_index, held[key.group][key.block])
+
+    def views(self, reservation: Reservation, key: RangeKey) -> list[memoryview]:
+        """The same as writable memory."""
+        return self.segment_views(self.place(reservation, key))
+
+    def segment_views(self, segments: Sequence[Segment]) -> list[memoryview]:
+        """Ranges of the arena as writable memory."""
+        return [self.arena.view(segment.start, segment.length) for segment in segments]
+
+    def source(self, segments: Callable[[int], Iterable[Segment]]) -> ArenaSource:
+        """The arena as a transfer's source, whose range i lies in `segments(i)`."""
+        return ArenaSource(str(self.arena.path), self.memory(), segments)
+
+    def match(self, hashes: Sequence[bytes], num_tokens: int) -> PrefixHit:
+        """What of a prompt is cached here."""
+        return self.cache.match(hashes, num_tokens)
+
+    def reserve(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        num_tokens: int,
+        purpose: Purpose,
+        hints: Hints = NO_HINTS,
+        tenant: str = NOBODY,
+    ) -> Reservation:
+        """Locks reusable blocks and allocates the rest. Raises NodeRefusal. New pages may be written into once `settled`.
+
+        Without a lease of its own: who reserves must release, because only it knows when threads have let go of the pages.
+        """
+        self._check(hashes, num_tokens)
+        return self._reserve(request_id, hashes, num_tokens, purpose, hints, tenant)
+
+    def _check(self, hashes: Sequence[bytes], num_tokens: int) -> None:
+        if not 0 < num_tokens <= MAX_TOKENS:
+            raise NodeRefusal("bad_request", f"num_tokens is {num_tokens}, allowed is 1 to {MAX_TOKENS}")
+        if len(set(hashes)) != len(hashes):
+            raise NodeRefusal("bad_request", "a block hash comes twice: they are not chained")
+        if (needed := _attention_pages(self.layout, num_tokens)) > self.num_pages:
+            raise NodeRefusal("no_capacity", f"{needed} pages needed, the arena has {self.num_pages}")
+
+    @property
+    def _available(self) -> int:
+        """Pages that are free or could be."""
+        return self.cache.free_pages + self.cache.evictable_pages
+
+    def _reserve(
+        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose, hints: Hints, tenant: str
+    ) -> Reservation:
+        available, now = self._available, self._now()
+        self._rooms.ask(tenant, now)
+        if not self._rooms.may_have(tenant, _attention_pages(self.layout, num_tokens), available, now):
+            raise NodeRefusal(TENANTS_PART, f"{available} pages left, which are for other tenants, too")
+        with contextlib.ExitStack() as unless_returned:
+            try:
+                reservation = self.cache.reserve(
+                    request_id, hashes, num_tokens, now=self._now(), purpose=purpose, hints=hints
+                )
+                unless_returned.callback(self.release, request_id)
+                self._rooms.reserved(request_id, tenant, available - self._available)
+            except OutOfPages as exc:
+                raise NodeRefusal("no_capacity", str(exc)) from exc
+            finally:
+                self.publish()
+            if purpose in (Purpose.PREFILL, Purpose.LANDING) and reservation.cached_tokens:
+                self.on_found(hashes[: reservation.cached_tokens // self.layout.block_size])
+            unless_returned.pop_all()
+            return reservation
+
+    async def reserve_when_free(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        num_tokens: int,
+        purpose: Purpose,
+        timeout_s: float,
+        hints: Hints = NO_HINTS,
+        tenant: str = NOBODY,
+    ) -> Reservation:
+        """`reserve`, waiting up to `timeout_s` for running requests to free pages. Raises NodeRefusal.
+
+        Of tenants that wait, the one that holds least is first.
+        """
+        self._check(hashes, num_tokens)
+        deadline = self._now() + timeout_s
+        await self.bring_back(hashes, num_tokens)
+        self._rooms.waits(tenant)
+        try:
+            while True:
+                self._freed.clear()
+                left_s = deadline - self._now()
+                if self._rooms.is_first(tenant):
+                    try:
+                        reservation = self._reserve(request_id, hashes, num_tokens, purpose, hints, tenant)
+                        break
+                    except NodeRefusal:
+                        if left_s <= 0 or not self.cache.report().reservations:
+                            raise
+                elif left_s <= 0:
+                    raise NodeRefusal("no_capacity", "tenants that hold fewer pages have come first")
+                # Not wait_for: up to Python 3.11 it swallows a cancellation that meets the event.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await self._freed.wait()
+        finally:
+            self._rooms.goes(tenant)
+            self._freed.set()  # it may have kept others from trying
+        return await self._when_settled(reservation)
+
+    async def reserve_now(
+        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose
+    ) -> Reservation:
+        """`reserve`, for what gives way to everything else: it waits for no room. Raises NodeRefusal."""
+        return await self._when_settled(self.reserve(request_id, hashes, num_tokens, purpose))
+
+    async def _when_settled(self, reservation: Reservation) -> Reservation:
+        try:
+            await self.settled()
+        except BaseException:
+            self.release(reservation.request_id)
+            raise
+        return reservation
+
+    async def bring_back(self, hashes: Sequence[bytes], num_tokens: int) -> None:
+        """Has the SSD give back what it adds to a prompt's hit, unless computing it is sooner done."""
+        if self.ssd:
+            await self.ssd.bring_back_for_prefill(hashes, num_tokens)
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """A prefill computed that much in that time."""
+        if self.ssd and num_tokens:
+            self.ssd.computed(num_tokens, seconds)
+
+    async def bring_back_for_landing(self, joined_hashes: bytes, num_tokens: int) -> None:
+        """Has the SSD give back full attention that need not be sent here then. What is wrong with a request, `reserve` says."""
+        if self.ssd:
+            with contextlib.suppress(NodeRefusal):
+                hashes = split_hashes(joined_hashes)
+                self._check(hashes, num_tokens)
+                await self.ssd.bring_back_for_landing(hashes, num_tokens)
+
+    async def settled(self) -> None:
+        """Returns when what lay in reserved pages before has been copied, should it have to be: then they may be filled."""
+        if self.ssd:
+            await self.ssd.settled()
+
+    def commit(self, request_id: str, filled_tokens: int, unfilled: Container[tuple[int, int]] = ()) -> None:
+        """Filled blocks become prefix-cache blocks, but those of `unfilled`: (group, block or length)."""
+        self.cache.commit(request_id, filled_tokens, self._now(), unfilled)
+        self.publish()
+
+    def release(self, request_id: str) -> None:
+        """Unlocks and drops what is not prefix cache; idempotent."""
+        self.cache.release(request_id, now=self._now())
+        self._rooms.released(request_id)
+        self.changed()
+
+    def drop(self, hashes: Sequence[bytes], keep_tokens: int, unused_s: float) -> int:
+        """Gives up the end of a cached prefix, as `PrefixCache.drop` does; returns how many pages that frees."""
+        now = self._now()
+        pages = self.cache.drop(hashes, keep_tokens, unused_since=now - unused_s, now=now)
+        self.changed()
+        return pages
+
+    def tell(self, event: pb.NodeEvent) -> None:
+        """Tells watchers, after what has changed in the cache."""
+        self.publish()
+        self._events.publish(event)
+
+    def changed(self) -> None:
+        """Pages may be free now: who waits for some tries again, who watches hears of it."""
+        self._freed.set()
+        self.publish()
+
+    def snapshot_event(self) -> pb.NodeEvent:
+        """All that is cached, as the first event of a watcher."""
+        stored = (*self.cache.snapshot(), *(self.ssd.snapshot() if self.ssd else ()))
+        return pb.NodeEvent(snapshot=pb.CacheSnapshot(groups=[as_message(each).stored for each in stored]))
+
+    def report(self) -> pb.PoolReport:
+        """Page counts as a message."""
+        report = self.cache.report()
+        return pb.PoolReport(
+            pages_total=report.pages_total,
+            pages_free=report.pages_free,
+            pages_prefix=report.pages_prefix,
+            pages_transfer=report.pages_transfer,
+            pages_locked=report.pages_locked,
+            reservations=report.reservations,
+            page_bytes=self.layout.page_bytes,
+        )
+
+    def room(self) -> pb.Room:
+        """What of the arena a new prompt could have."""
+        free, evictable = self.cache.free_pages, self.cache.evictable_pages
+        return pb.Room(
+            pages_total=self.num_pages,
+            pages_free=free,
+            pages_evictable=evictable,
+            free_tokens=self.layout.tokens_within(free),
+            tokens=self.layout.tokens_within(free + evictable),
+        )
+
+    def ssd_report(self) -> pb.SsdReport | None:
+        """What the SSD tier holds; None where the node has none."""
+        if self.ssd:
+            return self.ssd.report()
+        return pb.SsdReport(open=False) if self._config.ssd_dir else None
+
+    def publish(self) -> None:
+        """Tells watchers what has changed since the last time. Disks change by themselves."""
+        for event in (*self.cache.take_events(), *(self.ssd.take_events() if self.ssd else ())):
+            self._events.publish(as_message(event))
+
+
+def _close_unused(opening: "asyncio.Future[DiskTier]") -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
+
+
+def in_parts(snapshot: pb.NodeEvent) -> Iterator[pb.NodeEvent]:
+    """A snapshot as a short one and more of the same behind it: whoever takes in a long message does nothing else meanwhile."""
+    step = PART_HASHES * hashing.HASH_BYTES
+    if snapshot.ByteSize() < step:
+        yield snapshot
+        return
+    yield pb.NodeEvent(snapshot=pb.CacheSnapshot())
+    for stored in snapshot.snapshot.groups:
+        hashes = stored.hashes
+        for start in range(0, len(hashes), step):
+            part = pb.BlocksStored(group=stored.group, hashes=hashes[start : start + step], medium=stored.medium)
+            yield pb.NodeEvent(stored=part)
+
+
+def as_message(event: CacheEvent) -> pb.NodeEvent:
+    """A cache event as gateways hear it."""
+    match event:
+        case BlocksStored(group, hashes, medium):
+            return pb.NodeEvent(stored=pb.BlocksStored(group=group, hashes=b"".join(hashes), medium=MEDIA[medium]))
+        case BlocksRemoved(group, hashes, medium):
+            return pb.NodeEvent(removed=pb.BlocksRemoved(group=group, hashes=b"".join(hashes), medium=MEDIA[medium]))
+        case CacheCleared(medium):
+            return pb.NodeEvent(cleared=pb.CacheCleared(medium=MEDIA[medium] if medium else pb.MEDIUM_UNSPECIFIED))
+
+
+def _attention_pages(layout: ModelLayout, num_tokens: int) -> int:
+    """Pages that the full attention of so many tokens takes."""
+    blocks = -(-num_tokens // layout.block_size)
+    return blocks * sum(layout.pages_per_block(group) for group in layout.full_groups)

@@ -1,0 +1,216 @@
+"""The SSD tier at work: what leaves the arena is copied out, what a request needs again is read back before it starts.
+
+    a reservation evicts ──► copied by a thread, before the pages are lent ──► queued, written behind
+    a prompt's blocks lie on disk ──► pages reserved ──► read by a thread ──► committed: the request finds them in memory
+                                          └ slower than computing them, no room, too late: counted, and computed
+
+All methods belong to the agent's event loop; threads only copy, read and write bytes.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from hybrid_cache.cache.events import BlocksStored, CacheEvent
+from hybrid_cache.cache.prefix_cache import PrefixCache
+from hybrid_cache.layout.layout import ModelLayout
+from hybrid_cache.tiers.disk import DiskTier, FileDisk
+from hybrid_cache.tiers.tiers import Promotion, Tiers, Views
+from transport.control.proto import node_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+MAX_PROMOTIONS: Final = 8  # each holds pages
+READERS: Final = 4
+QUEUE_BYTES: Final = 128 << 20  # copied, not written yet; also bounds what one reservation may wait for
+MAX_ATTEMPTS: Final = 3  # a damaged block shortens a prefix; what lies before it may still do
+FIRST_WAIT_S: Final = 2.0  # for a prefill, before one has been measured
+MAX_WAIT_S: Final = 10.0
+LANDING_WAIT_S: Final = 0.25  # the prefill of a landing starts when its ticket is there
+SAVE_SLICE_PAGES: Final = 64
+FORGET: Final = 0.7  # weight of what was measured before
+
+
+def open_disk(layout: ModelLayout, directory: Path, capacity_bytes: int) -> DiskTier:
+    """Opens, and lists, what a node has on disk. Blocks. Raises DiskInUse and OSError."""
+    return DiskTier(layout, FileDisk(directory), capacity_bytes=capacity_bytes, queue_bytes=QUEUE_BYTES)
+
+
+class Ssd:
+    """The disk below one prefix cache, and the threads between them."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        disk: DiskTier,
+        views: Views,
+        on_change: Callable[[], None],
+        now: Callable[[], float],
+    ) -> None:
+        """`on_change` is called when a promotion has changed the cache."""
+        self.promotions: Counter[str] = Counter()
+        self._cache = cache
+        self._disk = disk
+        self._tiers = Tiers(cache, disk, views)
+        cache.on_evict = self._evicts
+        self._on_change = on_change
+        self._now = now
+        self._ids = itertools.count()
+        self._evicted: list[tuple[int, bytes, Sequence[int]]] = []
+        self._copying: asyncio.Future[None] | None = None
+        self._copier = ThreadPoolExecutor(1, "ssd-copy")
+        self._readers = ThreadPoolExecutor(READERS, "ssd-read")
+        self._running: dict[bytes, asyncio.Task[None]] = {}  # by the last hash of what comes back
+        self._read_bytes_per_s = 0.0  # 0: not measured yet
+        self._computed_tokens, self._computed_s = 0.0, 0.0
+
+    async def close(self, save_s: float = 0.0) -> None:
+        """Writes what is queued and ends the threads; before that, for `save_s` at most, saves what is in memory."""
+        if self._running:
+            await asyncio.wait(self._running.values())
+        await self._save(save_s)
+        self._cache.on_evict = None
+        await self.settled()
+        await asyncio.to_thread(self._end_threads)
+
+    def _end_threads(self) -> None:
+        self._disk.close()
+        self._copier.shutdown()
+        self._readers.shutdown()
+
+    # Leaving memory
+
+    def _evicts(self, group: int, block_hash: bytes, pages: Sequence[int]) -> None:
+        self._evicted.append((group, block_hash, pages))
+
+    async def settled(self) -> None:
+        """Returns when every block evicted so far has been copied: from then on its pages may be written into."""
+        while self._evicted or self._copying:
+            if not self._copying:
+                batch, self._evicted = self._evicted, []
+                self._copying = asyncio.get_running_loop().run_in_executor(self._copier, self._copy, batch)
+                self._copying.add_done_callback(self._copied)
+            await asyncio.wait([self._copying])
+
+    def _copy(self, batch: Sequence[tuple[int, bytes, Sequence[int]]]) -> None:
+        for group, block_hash, pages in batch:
+            self._tiers.demote(group, block_hash, pages)
+
+    def _copied(self, copying: "asyncio.Future[None]") -> None:
+        self._copying = None
+        if (exc := copying.exception()) is not None:
+            log.error("blocks that left memory could not be copied", exc_info=exc)
+
+    async def _save(self, timeout_s: float) -> None:
+        deadline = self._now() + timeout_s
+        while self._now() < deadline and self._cache.shrink(SAVE_SLICE_PAGES, self._now()):
+            await self.settled()
+            while self._disk.report().queued_bytes > QUEUE_BYTES // 2 and self._now() < deadline:  # noqa: ASYNC110 a thread writes
+                await asyncio.sleep(0.005)
+
+    # Coming back
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """A prefill took that long: what reading competes with."""
+        self._computed_tokens = FORGET * self._computed_tokens + num_tokens
+        self._computed_s = FORGET * self._computed_s + seconds
+
+    async def bring_back_for_prefill(self, hashes: Sequence[bytes], num_tokens: int) -> None:
+        """Reads back what the disk adds to a prompt's hit, unless computing it is sooner done."""
+        await self._bring_back(hashes, num_tokens, attention_only=False)
+
+    async def bring_back_for_landing(self, hashes: Sequence[bytes], num_tokens: int) -> None:
+        """Reads back full attention, which then need not be sent here, if that takes next to no time."""
+        await self._bring_back(hashes, num_tokens, attention_only=True)
+
+    async def _bring_back(self, hashes: Sequence[bytes], num_tokens: int, *, attention_only: bool) -> None:
+        deadline: float | None = None
+        for _ in range(MAX_ATTEMPTS):
+            have, length = self._tiers.gain(hashes, num_tokens, attention_only=attention_only)
+            if length <= have:
+                return
+            if deadline is None:
+                deadline = self._now() + (LANDING_WAIT_S if attention_only else self._compute_s(length - have))
+            left_s = deadline - self._now()
+            key = hashes[length // self._cache.layout.block_size - 1]
+            task = self._running.get(key) or self._begin(key, hashes, (have, length), left_s, attention_only)
+            if task is None:
+                return
+            await asyncio.wait([task], timeout=max(0.0, left_s))
+            if not task.done():
+                self.promotions["late"] += 1  # it goes on, for whoever comes next
+                return
+
+    def _compute_s(self, num_tokens: int) -> float:
+        if not self._computed_tokens:
+            return FIRST_WAIT_S
+        return min(MAX_WAIT_S, num_tokens * self._computed_s / self._computed_tokens)
+
+    def _begin(
+        self, key: bytes, hashes: Sequence[bytes], gain: tuple[int, int], left_s: float, attention_only: bool
+    ) -> "asyncio.Task[None] | None":
+        have, length = gain
+        kv_bytes = self._cache.layout.kv_bytes
+        size = kv_bytes(length) - kv_bytes(have) + (0 if attention_only else kv_bytes(0))
+        if self._read_bytes_per_s and size > self._read_bytes_per_s * left_s:
+            self.promotions["slow"] += 1
+            self._read_bytes_per_s *= 1.02  # so that a disk that was slow once is tried again some day
+            return None
+        if len(self._running) >= MAX_PROMOTIONS:
+            self.promotions["busy"] += 1
+            return None
+        plan = self._tiers.plan_promotion(
+            f"promotion-{next(self._ids)}", hashes, length, now=self._now(),
+            attention_only=attention_only,
+        )  # fmt: skip
+        if plan is None:
+            self.promotions["no_room"] += 1
+            return None
+        self._running[key] = task = asyncio.create_task(self._read_back(key, plan))
+        return task
+
+    async def _read_back(self, key: bytes, plan: Promotion) -> None:
+        await self.settled()
+        started_at = self._now()
+        ok = False
+        # Should this task be cancelled, the pages stay reserved: a thread may still be writing into them.
+        try:
+            ok = await asyncio.get_running_loop().run_in_executor(self._readers, self._tiers.read, plan)
+        except Exception:
+            log.exception("a prefix could not be read back")
+        rate = plan.size / max(1e-6, self._now() - started_at)
+        if ok:
+            self._read_bytes_per_s += (1 - FORGET if self._read_bytes_per_s else 1) * (rate - self._read_bytes_per_s)
+        self.promotions["ok" if ok else "damaged"] += 1
+        del self._running[key]
+        self._tiers.finish(plan, ok, self._now())
+        self._on_change()
+
+    # What there is
+
+    def snapshot(self) -> tuple[BlocksStored, ...]:
+        """Everything that can probably be read, one entry per group."""
+        return self._disk.snapshot()
+
+    def take_events(self) -> list[CacheEvent]:
+        """What came and went on disk since the last call."""
+        return self._disk.take_events()
+
+    def report(self) -> pb.SsdReport:
+        """Contents and counts as a message."""
+        report = self._disk.report()
+        counted = ("hits", "misses", "corrupt", "read_errors", "write_errors", "refused_writes", "recovered")
+        return pb.SsdReport(
+            open=True,
+            capacity_bytes=report.capacity_bytes,
+            blocks=report.blocks,
+            bytes=report.bytes,
+            queued_bytes=report.queued_bytes,
+            events={name: getattr(report, name) for name in counted},
+            promotions=self.promotions,
+        )

@@ -1,0 +1,1 @@
+"""Processes of a node: how they start, start again, and end."""

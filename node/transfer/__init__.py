@@ -1,0 +1,1 @@
+"""KVCache that leaves for other nodes, and KVCache that arrives from them."""

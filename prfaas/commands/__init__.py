@@ -1,0 +1,1 @@
+"""One module per command that asks or prepares a system."""

@@ -1,0 +1,181 @@
+"""`prfaas check`: asks every node that a gateway's file names what it is, and whether everybody reaches whom they must.
+
+Nothing is changed: of a receiver a block is reserved for the addresses on its ticket, and given back before a sender asks there.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gateway.cluster.agent_client import AgentClient
+from gateway.config.gateway import GatewayConfig, load
+from gateway.errors import ConfigError, NodeError
+from prfaas.commands.findings import Certificate, Described, Finding, Level, Port, Seen, Silent, Way, findings, worst
+from prfaas.errors import CheckError
+from transport.control.certificates import expires_at
+from transport.control.messages import TicketInfo
+from transport.control.release import release
+from transport.path.tcp import format_address
+
+RPC_S: Final = 5.0
+ROOM_S: Final = 5.0  # a lease of the block, should we die before we give it back
+MAX_WAYS: Final = 1024
+AT_ONCE: Final = 16
+SIGNS: Final = {Level.OK: ("✓", "green"), Level.WARNING: ("!", "yellow"), Level.ERROR: ("✗", "red")}
+
+
+async def check(gateway_file: Path, console: Console, as_json: bool) -> bool:
+    """Whether nothing is an error. Raises CheckError."""
+    try:
+        config = load(gateway_file)
+    except ConfigError as error:
+        raise CheckError(str(error)) from error
+    found = findings(await look(config))
+    if as_json:
+        console.out(json.dumps([asdict(each) for each in found], indent=2), highlight=False)
+    else:
+        tell(console, gateway_file, found)
+    return worst(found) is not Level.ERROR
+
+
+def tell(console: Console, file: Path, found: Sequence[Finding]) -> None:
+    """A line each, and how many of what."""
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    for each in found:
+        sign, colour = SIGNS[each.level]
+        text = Text(each.what)
+        if each.remedy:
+            text.append(f"\n{each.remedy}", style="italic")
+        table.add_row(Text(sign, style=colour), Text(each.about), text)
+    console.print(table)
+    counts = {level: sum(each.level is level for each in found) for level in Level}
+    console.print(
+        f"{file}: {counts[Level.ERROR]} errors, {counts[Level.WARNING]} warnings, {counts[Level.OK]} checks passed",
+        highlight=False,
+        markup=False,
+    )
+
+
+async def look(config: GatewayConfig) -> Seen:
+    """Asks everybody; takes as long as the slowest of a few rounds of calls, RPC_S each at most."""
+    async with AsyncExitStack() as stack:
+        agents = [AgentClient(node.agent, RPC_S, config.identity, node.name) for node in config.nodes]
+        for agent in agents:
+            stack.push_async_callback(agent.close)
+        answers = await asyncio.gather(*map(_describe, agents))
+        nodes = [
+            (agent, answer) for agent, answer in zip(agents, answers, strict=True) if isinstance(answer, Described)
+        ]
+        ports = await asyncio.gather(*[_try(*port) for _, node in nodes for port in _ports(node)])
+        pairs = _pairs(nodes)
+        ways = await _ask_ways(pairs[:MAX_WAYS])
+    return Seen(
+        described=[node for _, node in nodes],
+        silent=[answer for answer in answers if isinstance(answer, Silent)],
+        ports=ports,
+        ways=ways,
+        ways_left_out=max(0, len(pairs) - MAX_WAYS),
+        certificates=[_certificate(path) for path in (config.certificate, config.authority) if path is not None],
+        version=release(),
+    )
+
+
+Asked = tuple[AgentClient, Described]
+
+
+async def _describe(agent: AgentClient) -> Described | Silent:
+    asked_at, began = _wall_clock_s(), time.monotonic()
+    try:
+        info, load_report = await agent.describe()
+    except NodeError as error:
+        return Silent(agent.address, error.reason, error.detail)
+    took_s = time.monotonic() - began
+    ahead_s = info.wall_clock_s - (asked_at + took_s / 2) if info.wall_clock_s else 0.0
+    return Described(address=agent.address, info=info, load=load_report, took_s=took_s, ahead_s=ahead_s)
+
+
+def _ports(node: Described) -> list[tuple[str, str, str, int]]:
+    """Node, name, host and port of what gateways, and servers that decode, connect to beside the control port."""
+    info, ports = node.info, []
+    if info.engine_url:
+        url = urlsplit(info.engine_url)
+        ports.append((info.node_id, "engine_port", url.hostname or "", url.port or 80))
+    if info.calls_port:
+        ports.append((info.node_id, "calls_port", node.address.rpartition(":")[0].strip("[]"), info.calls_port))
+    if info.rooms is not None and info.rooms.port:
+        ports.append((info.node_id, "bootstrap_port", info.rooms.host, info.rooms.port))
+    return ports
+
+
+async def _try(node_id: str, name: str, host: str, port: int) -> Port:
+    address = format_address(host, port)
+    try:
+        async with asyncio.timeout(RPC_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except TimeoutError:
+        return Port(node_id, name, address, f"no answer within {RPC_S:.0f} s")
+    except OSError as error:
+        return Port(node_id, name, address, error.strerror or str(error))
+    writer.close()
+    return Port(node_id, name, address, "")
+
+
+def _pairs(nodes: Sequence[Asked]) -> list[tuple[Asked, Asked]]:
+    """Who sends KVCache to whom: every prefill node to every decode node, a receiver's senders one after the other."""
+    ready = [node for node in nodes if node[1].info.state == "ready" and node[1].info.block_size]
+    senders = [node for node in ready if node[1].info.role == "prefill"]
+    receivers = [node for node in ready if node[1].info.role == "decode"]
+    return [(sender, receiver) for sender in senders for receiver in receivers]
+
+
+async def _ask_ways(pairs: Sequence[tuple[Asked, Asked]]) -> list[Way]:
+    room = asyncio.Semaphore(AT_ONCE)
+    receivers = {receiver[1].address: receiver for _, receiver in pairs}
+    tickets = dict(zip(receivers, await asyncio.gather(*map(_ticket, receivers.values())), strict=True))
+
+    async def ask(sender: Asked, receiver: Asked) -> Way:
+        ticket, names = tickets[receiver[1].address], (sender[1].info.node_id, receiver[1].info.node_id)
+        if isinstance(ticket, str):
+            return Way(*names, 0.0, f"{names[1]} gives no ticket: {ticket}")
+        async with room:
+            began = time.monotonic()
+            try:
+                refusal = await sender[0].probe(ticket, RPC_S)
+            except NodeError as error:
+                refusal = str(error)
+            return Way(*names, time.monotonic() - began, refusal)
+
+    return await asyncio.gather(*[ask(*pair) for pair in pairs])
+
+
+async def _ticket(receiver: Asked) -> TicketInfo | str:
+    """What names a receiver's addresses, or why there is none."""
+    agent, node = receiver
+    try:
+        ticket = await agent.reserve_prefix("check", (), node.info.block_size, ROOM_S)
+        await agent.abort(ticket.transfer_id, "request_ended")
+    except NodeError as error:
+        return str(error)
+    return ticket
+
+
+def _certificate(path: Path) -> Certificate:
+    try:
+        return Certificate(str(path), expires_at(path) - _wall_clock_s())
+    except (OSError, ValueError) as error:
+        return Certificate(str(path), None, f"cannot be read: {error}")
+
+
+def _wall_clock_s() -> float:
+    return datetime.now(UTC).timestamp()

@@ -1,0 +1,152 @@
+"""`prfaas convert`: has a node change its role, and tells how that goes.
+
+A node does not know who else is there. The gateway's file does: so the last node of a role is not taken away by mistake.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from gateway.cluster.agent_client import AgentClient, Conversion, NodeInfo, NodeLoad
+from gateway.config.gateway import load
+from gateway.errors import ConfigError, NodeError
+from planner.decisions.conversions import Standing, why_not
+from planner.decisions.views import ClusterKind, Role
+from prfaas.errors import ConversionError
+
+RPC_S: Final = 5.0
+TELL_S: Final = 1.0  # between two lines about a node that drains
+DONE: Final = ("converted", "unchanged")
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What somebody wants. `node` is an id, or the host:port of an agent; limits of 0 are the node's own."""
+
+    node: str
+    role: Role
+    drain_timeout_s: float = 0.0
+    verify_timeout_s: float = 0.0
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A node that has answered."""
+
+    agent: AgentClient
+    info: NodeInfo
+    load: NodeLoad
+
+    @property
+    def standing(self) -> Standing:
+        """As the planner sees it."""
+        info = self.info
+        return Standing(
+            node_id=info.node_id,
+            cluster=info.cluster,
+            kind=ClusterKind(info.cluster_kind),
+            role=Role(info.role),
+            is_ready=info.state == "ready",
+        )
+
+
+async def convert(wish: Wish, gateway_file: Path, say: Say) -> bool:
+    """Whether the node holds the role now. Raises ConversionError."""
+    async with agents_of(gateway_file) as agents:
+        nodes = await answering(agents)
+        node = meant(wish.node, nodes, agents)
+        _check(wish, node, nodes)
+        try:
+            return await _carry_out(wish, node, say)
+        except NodeError as error:
+            say(str(error))
+            return False
+
+
+@asynccontextmanager
+async def agents_of(gateway_file: Path) -> AsyncIterator[Sequence[AgentClient]]:
+    """The agents that a gateway's file names. Raises ConversionError."""
+    try:
+        config = load(gateway_file)
+    except ConfigError as error:
+        raise ConversionError(str(error)) from error
+    async with AsyncExitStack() as stack:
+        agents = [AgentClient(node.agent, RPC_S, config.identity, node.name) for node in config.nodes]
+        for agent in agents:
+            stack.push_async_callback(agent.close)
+        yield agents
+
+
+async def answering(agents: Sequence[AgentClient]) -> list[Asked]:
+    """The nodes that answer."""
+    return [node for node in await asyncio.gather(*map(_ask, agents)) if isinstance(node, Asked)]
+
+
+async def _ask(agent: AgentClient) -> Asked | NodeError:
+    try:
+        return Asked(agent, *await agent.describe())
+    except NodeError as error:
+        return error
+
+
+def meant(name: str, nodes: Sequence[Asked], agents: Sequence[AgentClient]) -> Asked:
+    """The node of that id, or of that address of an agent. Raises ConversionError."""
+    for node in nodes:
+        if name in (node.info.node_id, node.agent.address):
+            return node
+    if name in [agent.address for agent in agents]:
+        raise ConversionError(f"{name} does not answer")
+    known = ", ".join(sorted(node.info.node_id for node in nodes)) or "none"
+    raise ConversionError(f"{name}: there is no such node, or it does not answer; those that do: {known}")
+
+
+def _check(wish: Wish, node: Asked, nodes: Sequence[Asked]) -> None:
+    reason = why_not(node.info.node_id, wish.role, [other.standing for other in nodes])
+    if reason and not wish.force:
+        raise ConversionError(f"{reason}; --force does it all the same")
+
+
+async def _carry_out(wish: Wish, node: Asked, say: Say) -> bool:
+    name, epoch = node.info.node_id, node.info.role_epoch + 1
+    say(f"{name}: {node.info.role} -> {wish.role}, epoch {epoch}")
+
+    async def stands(wait_s: float) -> Conversion:
+        return await node.agent.convert(
+            epoch,
+            wish.role,
+            drain_timeout_s=wish.drain_timeout_s,
+            verify_timeout_s=wish.verify_timeout_s,
+            wait_s=wait_s,
+        )
+
+    conversion = await stands(TELL_S)
+    while conversion.is_under_way and conversion.epoch == epoch:
+        say(f"{name}: {await _progress(node, conversion)}")
+        conversion = await stands(TELL_S)
+    say(f"{name}: {_ending(conversion, epoch)}")
+    return conversion.outcome in DONE and conversion.epoch == epoch
+
+
+async def _progress(node: Asked, conversion: Conversion) -> str:
+    if conversion.control_s:
+        return f"its engine is asked for an answer since {conversion.control_s:.1f} s"
+    _, load = await node.agent.describe()
+    return f"drains since {conversion.drain_s:.0f} s: {load.running} run, {load.waiting} wait"
+
+
+def _ending(conversion: Conversion, epoch: int) -> str:
+    if conversion.epoch != epoch:
+        return f"overruled by epoch {conversion.epoch}, which wants {conversion.target}"
+    if conversion.outcome == "converted":
+        took = f"{conversion.drain_s:.2f} s to drain, {conversion.control_s * 1e3:.0f} ms for the rest"
+        return f"is a {conversion.role} node now ({took})"
+    if conversion.outcome == "unchanged":
+        return f"is a {conversion.role} node already"
+    detail = f": {conversion.detail}" if conversion.detail else ""
+    return f"{conversion.outcome}{detail}; it is a {conversion.role} node as before"

@@ -1,0 +1,306 @@
+"""What `prfaas check` makes of what nodes answered: values in, findings out.
+
+A finding that is an error keeps requests from being served as the files say; a warning makes them slower, or will be an
+error one day.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from gateway.cluster.agent_client import NodeInfo, NodeLoad
+
+CLOCKS_APART_S: Final = 1.0
+"""Beyond this, logs of two machines do not line up."""
+CLOCKS_WRONG_S: Final = 60.0
+"""Beyond this, budgets by time of day change at the wrong time, and new certificates are not good yet."""
+EXPIRES_SOON_S: Final = 14 * 86400.0
+
+
+class Level(StrEnum):
+    """How bad it is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line: what it is about, what is so, and what to do about it where something is to be done."""
+
+    level: Level
+    about: str
+    what: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """A node that answered. `ahead_s` is how far its clock was ahead of ours, halfway between question and answer."""
+
+    address: str
+    info: NodeInfo
+    load: NodeLoad
+    took_s: float
+    ahead_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """A node that did not answer: why, as a label and in words."""
+
+    address: str
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """Whether a port of a node lets us in; `refusal` is empty where it does."""
+
+    node_id: str
+    name: str
+    address: str
+    refusal: str
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """From a sender to a receiver over the way of KVCache. `refusal` is empty where an answer came back, after `took_s`."""
+
+    sender: str
+    receiver: str
+    took_s: float
+    refusal: str
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """A PEM file of ours, and until when (seconds from now) it is good; None: it cannot be read, `problem` says why."""
+
+    path: str
+    left_s: float | None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """Everything that was asked."""
+
+    described: Sequence[Described] = ()
+    silent: Sequence[Silent] = ()
+    ports: Sequence[Port] = ()
+    ways: Sequence[Way] = ()
+    ways_left_out: int = 0
+    certificates: Sequence[Certificate] = ()
+    version: str = ""
+
+
+def findings(seen: Seen) -> list[Finding]:
+    """All of it, in the order in which somebody would look."""
+    return [
+        *_about_certificates(seen.certificates),
+        *_about_silence(seen.silent),
+        *_about_nodes(seen.described),
+        *_about_roles(seen.described),
+        *_about_models(seen.described),
+        *_about_versions(seen.described, seen.version),
+        *_about_clocks(seen.described),
+        *_about_ports(seen.ports),
+        *_about_ways(seen.ways, seen.ways_left_out),
+        *_about_links(seen.described),
+    ]
+
+
+def worst(found: Iterable[Finding]) -> Level:
+    """The level of the worst; OK of none."""
+    order = list(Level)
+    return max((each.level for each in found), key=order.index, default=Level.OK)
+
+
+def _about_certificates(certificates: Sequence[Certificate]) -> Iterator[Finding]:
+    for each in certificates:
+        if each.left_s is None:
+            yield Finding(Level.ERROR, each.path, each.problem, "prfaas certificates makes new ones")
+        elif each.left_s <= 0:
+            yield Finding(Level.ERROR, each.path, "has expired", "prfaas certificates makes a new one; it is read anew")
+        else:
+            level = Level.WARNING if each.left_s < EXPIRES_SOON_S else Level.OK
+            remedy = "prfaas certificates makes a new one; it is read anew" if level is Level.WARNING else ""
+            yield Finding(level, each.path, f"good for {each.left_s / 86400:.0f} more days", remedy)
+
+
+WHY_SILENT: Final = {
+    "unreachable": "is the node running, and may this machine reach its control_port?",
+    "timeout": "the port takes connections and nobody answers: is the machine overloaded, or a firewall in between?",
+    "identity": "the node's certificate is not the one that is expected: compare authority, and name in [[gateway.nodes]]",
+}
+
+
+def _about_silence(silent: Sequence[Silent]) -> Iterator[Finding]:
+    for node in silent:
+        detail = f" ({node.detail})" if node.detail else ""
+        yield Finding(Level.ERROR, node.address, f"no answer: {node.reason}{detail}", WHY_SILENT.get(node.reason, ""))
+
+
+WHAT_STATES_MEAN: Final = {
+    "ready": (Level.OK, ""),
+    "starting": (Level.WARNING, "its engine is not up yet; ask again"),
+    "converting": (Level.WARNING, "it is changing its role and takes nothing meanwhile; ask again"),
+    "draining": (Level.WARNING, "it is about to end, or was drained: prfaas drain --node NODE --undo"),
+    "engine_down": (Level.ERROR, "its engine has died and is started again; the engine's log in its run_dir says why"),
+    "engine_silent": (Level.ERROR, "its engine runs and answers nobody: stopped, or stuck; the agent's log says which"),
+}
+
+
+def _about_nodes(nodes: Sequence[Described]) -> Iterator[Finding]:
+    for node in nodes:
+        info = node.info
+        level, remedy = WHAT_STATES_MEAN.get(info.state, (Level.WARNING, "a state that this version does not know"))
+        what = f"{info.role} node of {info.cluster} ({info.cluster_kind}), {info.state}, answers in {node.took_s * 1e3:.0f} ms"
+        yield Finding(level, info.node_id, what, remedy)
+    for name, count in Counter(node.info.node_id for node in nodes).items():
+        if count > 1:
+            yield Finding(Level.ERROR, name, f"{count} nodes have this node_id", "give each a node_id of its own")
+
+
+def _about_roles(nodes: Sequence[Described]) -> Iterator[Finding]:
+    if not nodes:
+        return
+    if not any(node.info.role == "decode" for node in nodes):
+        yield Finding(
+            Level.ERROR,
+            "roles",
+            "no decode node answers: nothing can be served",
+            'role = "decode" for one of a pd cluster',
+        )
+    elif idle := _none_serves(nodes, "decode"):
+        yield Finding(
+            Level.ERROR,
+            "roles",
+            f"no decode node is ready ({idle}): every request is refused (no_decode_node)",
+            "a node that is draining takes requests again by prfaas drain --node NODE --undo",
+        )
+    if not any(node.info.role == "prefill" for node in nodes):
+        yield Finding(Level.WARNING, "roles", "no prefill node answers: decode nodes compute every prompt themselves")
+    elif idle := _none_serves(nodes, "prefill"):
+        what = f"no prefill node is ready ({idle}): decode nodes compute every prompt themselves"
+        yield Finding(Level.WARNING, "roles", what)
+
+
+def _none_serves(nodes: Sequence[Described], role: str) -> str:
+    """The states of the nodes of a role, where none of them serves; "" where one does, or may for all that is known here."""
+    infos = [node.info for node in nodes if node.info.role == role]
+    if any(info.state == "ready" or info.state not in WHAT_STATES_MEAN for info in infos):
+        return ""
+    return ", ".join(f"{info.node_id} {info.state}" for info in infos)
+
+
+def _about_models(nodes: Sequence[Described]) -> Iterator[Finding]:
+    """KVCache moves only between nodes whose layouts have one fingerprint (model, sizes, block size)."""
+    known = [node.info for node in nodes if node.info.layout_fingerprint]
+    layouts = Counter(info.layout_fingerprint for info in known)
+    if len(layouts) > 1:
+        usual, _ = layouts.most_common(1)[0]
+        for info in known:
+            if info.layout_fingerprint != usual:
+                what = (
+                    f"its layout {info.layout_fingerprint[:12]} is not the others' {usual[:12]}: they exchange nothing"
+                )
+                yield Finding(
+                    Level.ERROR, info.node_id, what, "the same model files, model_revision and block_size on every node"
+                )
+    elif known:
+        yield Finding(Level.OK, "layout", f"{known[0].layout_fingerprint[:12]}, the same on {len(known)} nodes")
+    lengths = {info.max_model_len for info in known}
+    if len(lengths) > 1:
+        what = f"max_model_len differs: {', '.join(str(length) for length in sorted(lengths))}"
+        yield Finding(Level.WARNING, "max_model_len", what, "prompts above the least go to a part of the nodes only")
+
+
+def _about_versions(nodes: Sequence[Described], own: str) -> Iterator[Finding]:
+    versions = Counter(node.info.version or "unknown" for node in nodes)
+    if not versions:
+        return
+    if set(versions) == {own}:
+        yield Finding(Level.OK, "version", f"{own} everywhere")
+        return
+    for node in nodes:
+        version = node.info.version or "unknown"
+        if version != own:
+            other = " (other code of the same version)" if version.partition("+")[0] == own.partition("+")[0] else ""
+            yield Finding(
+                Level.WARNING, node.info.node_id, f"runs version {version}, this is {own}{other}", "upgrade one of them"
+            )
+
+
+def _about_clocks(nodes: Sequence[Described]) -> Iterator[Finding]:
+    worst_ahead_s = 0.0
+    for node in nodes:
+        # Halfway is a guess: the clock may be wrong by half of what the answer took and nobody could tell.
+        sure_s = max(0.0, abs(node.ahead_s) - node.took_s / 2)
+        worst_ahead_s = max(worst_ahead_s, abs(node.ahead_s))
+        if sure_s > CLOCKS_APART_S:
+            level = Level.ERROR if sure_s > CLOCKS_WRONG_S else Level.WARNING
+            way = "ahead of" if node.ahead_s > 0 else "behind"
+            yield Finding(
+                level, node.info.node_id, f"its clock is {abs(node.ahead_s):.1f} s {way} this machine's",
+                "keep clocks by NTP: budgets by time of day and certificates go by them",
+            )  # fmt: skip
+    if nodes and worst_ahead_s <= CLOCKS_APART_S:
+        yield Finding(Level.OK, "clocks", f"within {worst_ahead_s * 1e3:.0f} ms of this machine's")
+
+
+WHY_A_PORT: Final = {
+    "engine_port": (Level.ERROR, "gateways send requests there"),
+    "bootstrap_port": (Level.WARNING, "decode servers ask there: see that it lets them in, if not this machine"),
+    "calls_port": (Level.WARNING, "without it reservations go by gRPC, at ten times the CPU"),
+}
+
+
+def _about_ports(ports: Sequence[Port]) -> Iterator[Finding]:
+    closed = [port for port in ports if port.refusal]
+    for port in closed:
+        level, why = WHY_A_PORT[port.name]
+        yield Finding(level, port.node_id, f"{port.name} {port.address}: {port.refusal}", why)
+    if ports and not closed:
+        yield Finding(Level.OK, "ports", f"{len(ports)} of engines and calls let this machine in")
+
+
+def _about_ways(ways: Sequence[Way], left_out: int) -> Iterator[Finding]:
+    """Whether KVCache finds its way: what a sender asked a receiver, over the connections that transfers take."""
+    for way in ways:
+        if way.refusal:
+            yield Finding(
+                Level.ERROR, f"{way.sender} -> {way.receiver}", f"no way for KVCache: {way.refusal}",
+                "may the sender reach the receiver's transfer_port (transfer_advertise), with the same integrity and authority?",
+            )  # fmt: skip
+    good = [way.took_s for way in ways if not way.refusal]
+    if good:
+        more = f" ({left_out} more were not asked)" if left_out else ""
+        what = f"{len(good)} ways for KVCache answer, the slowest in {max(good) * 1e3:.0f} ms{more}"
+        yield Finding(Level.OK, "transfers", what)
+
+
+def _about_links(nodes: Sequence[Described]) -> Iterator[Finding]:
+    """What links have carried of late: nothing is sent to find out, so a link that nobody has used says nothing."""
+    for node in nodes:
+        for link in node.load.links:
+            if link.peer == node.info.cluster:
+                continue
+            about = f"{node.info.node_id} -> {link.peer}"
+            budget = f", budget {_rate(link.budget_bytes_per_s)}" if link.budget_bytes_per_s else ", no egress budget"
+            if not link.available_bytes_per_s:
+                yield Finding(Level.OK, about, f"bandwidth not measured yet{budget}")
+                continue
+            what = f"gives {_rate(link.available_bytes_per_s)} to who is busy, RTT {link.rtt_s * 1e3:.1f} ms{budget}"
+            if link.congested:
+                what = f"congested: {link.retransmit_ratio:.2%} retransmitted; {what}"
+            yield Finding(Level.WARNING if link.congested else Level.OK, about, what)
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s * 8 / 1e9:.2f} Gbit/s"

@@ -1,0 +1,320 @@
+"""`prfaas init`: asks little, and writes commented files for a first system.
+
+On one machine that is one file, for `prfaas up`; on several, one for each process, and START.md, which says what to run where.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from gateway.auth.keyring import digest_of
+from prfaas.commands.keys import new_key
+from prfaas.errors import InitError
+from prfaas.system.certificates import GATEWAY_NAME, Holder, issue
+from transport.path.tcp import format_address
+
+HERE: Final = "127.0.0.1"
+ENGINES: Final = ("embedded", "vllm", "sglang")
+PORTS: Final = {
+    "control_port": (7001, "gateways ask here (gRPC)"),
+    "calls_port": (7401, "and reserve room for every request here"),
+    "transfer_port": (7101, "KVCache arrives here, from prefill nodes of all clusters"),
+    "engine_port": (7201, "gateways send requests here (HTTP, plain): keep it inside your network"),
+    "metrics_port": (7301, "Prometheus"),
+}
+GATEWAY_PORT: Final = 8000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """What there is to know. `remote` are machines of a PrfaaS cluster, which only prefill; the others are one PD cluster."""
+
+    model: str
+    engine: str = "embedded"
+    gateway: str = HERE
+    remote: tuple[str, ...] = (HERE,)
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = (HERE,)
+    tls: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises InitError."""
+        if not self.model:
+            raise InitError("no model: name a directory with config.json, weights and tokenizer")
+        if self.engine not in ENGINES:
+            raise InitError(f"engine {self.engine!r}: must be one of {', '.join(ENGINES)}")
+        if not self.decode:
+            raise InitError("no decode node: somebody must answer")
+        if self.engine == "sglang" and self.tls:
+            raise InitError("engine 'sglang': its servers find each other without certificates, so there is no TLS")
+        if self.engine == "sglang" and not (self.prefill or self.remote):
+            raise InitError("engine 'sglang': its decode nodes compute no prompts, name machines that prefill")
+        for host in (self.gateway, *self.remote, *self.prefill, *self.decode):
+            if not host or not all(c.isalnum() or c in "-.:" for c in host):
+                raise InitError(f"host {host!r}: must be a name or an address")
+
+    @property
+    def is_one_machine(self) -> bool:
+        return {self.gateway, *self.remote, *self.prefill, *self.decode} == {HERE}
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A node to be; `nth` of its machine, from 0: a second one has ports of its own."""
+
+    name: str
+    cluster: str
+    kind: str
+    role: str
+    host: str
+    nth: int
+
+
+def members(site: Site) -> list[Member]:
+    """Every node, the PrfaaS cluster's first."""
+    seats: Counter[str] = Counter()
+    found = []
+    for cluster, kind, role, hosts in (
+        ("remote", "prfaas", "prefill", site.remote),
+        ("home", "pd", "prefill", site.prefill),
+        ("home", "pd", "decode", site.decode),
+    ):
+        for number, host in enumerate(hosts):
+            found.append(Member(f"{cluster}-{role[0]}{number}", cluster, kind, role, host, seats[host]))
+            seats[host] += 1
+    return found
+
+
+def files(site: Site, key_digest: str = "") -> dict[str, str]:
+    """What to write: names and contents. Who reaches a gateway from another machine needs the key of this digest."""
+    if site.is_one_machine:  # whose files all lie here
+        return {"prfaas.toml": _topology(replace(site, model=str(Path(site.model).absolute())))}
+    nodes = members(site)
+    return {
+        **{f"{node.name}.toml": _node_file(site, node) for node in nodes},
+        "gateway.toml": _gateway_file(site, nodes, key_digest),
+        "START.md": _start(site, nodes),
+    }
+
+
+def init(site: Site, folder: Path, overwrite: bool, say: Callable[[str], None]) -> None:
+    """Writes them, with certificates if they are asked for. Raises InitError, CertificateError."""
+    key = "" if site.gateway == HERE else new_key()
+    contents = files(site, digest_of(key) if key else "")
+    there = sorted(name for name in contents if (folder / name).exists())
+    if there and not overwrite:
+        raise InitError(f"{folder}: {', '.join(there)}: already there; --overwrite replaces them")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in contents.items():
+            (folder / name).write_text(text)
+    except OSError as exc:
+        raise InitError(f"{folder}: {exc.strerror or exc}") from exc
+    if site.tls and not site.is_one_machine:  # `prfaas up` makes its own
+        issue(folder / "certificates", _holders(site), days=365)
+    say(f"wrote {', '.join(contents)} to {folder}")
+    if key:
+        say(f"API key, shown this once, of tenant 'first' and of operators: {key}")
+    for line in _next_steps(site, folder):
+        say(line)
+
+
+def _next_steps(site: Site, folder: Path) -> list[str]:
+    if site.is_one_machine:
+        build = f"build one:  prfaas model build --arch kimi_linear --out {site.model}"
+        missing = (
+            []
+            if Path(site.model).exists()
+            else [f"{site.model} is not there yet; to try things with a tiny one:", build]
+        )
+        return [*missing, f"start it:   prfaas up -c {folder}/prfaas.toml", "ask it:     prfaas check"]
+    return [f"{folder}/START.md says what to run on which machine", f"then:  prfaas check -c {folder}/gateway.toml"]
+
+
+def _holders(site: Site) -> list[Holder]:
+    nodes = [Holder(node.name, (node.host,)) for node in members(site)]
+    return [Holder(GATEWAY_NAME, (site.gateway,)), *nodes]
+
+
+def _topology(site: Site) -> str:
+    nodes = members(site)
+    lines = [
+        "# A gateway and its clusters on one machine: prfaas up -c this file. All keys are in docs/running.md.",
+        "",
+        "[model]",
+        _pair("path", site.model, "the same files for every node"),
+        "",
+        "[gateway]",
+        _pair("port", GATEWAY_PORT, "the OpenAI API"),
+        _pair(
+            "threshold_tokens", 2048, "longer uncached prompts go to the PrfaaS cluster; prfaas-plan solve finds yours"
+        ),
+        "",
+        "[node]                                   # what all nodes have in common",
+        _pair("cache_bytes", 1 << 30, "of KVCache in /dev/shm, taken at the start"),
+    ]
+    lines += [_pair("engine", site.engine, f"see docs/{site.engine}.md")] if site.engine != "embedded" else []
+    lines += [_pair("integrity", "aead", "encrypted; certificates are made at the start")] if site.tls else []
+    for cluster in dict.fromkeys((node.cluster, node.kind) for node in nodes):
+        lines += ["", "[[clusters]]", _pair("name", cluster[0]), _pair("kind", cluster[1], WHAT_KINDS_ARE[cluster[1]])]
+        lines.append("nodes = [")
+        lines += [
+            f'    {{ node_id = "{node.name}", role = "{node.role}" }},' for node in nodes if node.cluster == cluster[0]
+        ]
+        lines.append("]")
+    return "\n".join(lines) + "\n"
+
+
+WHAT_KINDS_ARE: Final = {"prfaas": "prefills for others", "pd": "prefills short prompts, and decodes"}
+
+
+def _node_file(site: Site, node: Member) -> str:
+    lines = [
+        f"# A {node.role} node of {node.cluster}: on {node.host}, run `prfaas node -c {node.name}.toml`.",
+        "# All keys are in docs/running.md.",
+        "",
+        "[node]",
+        _pair("node_id", node.name),
+        _pair("cluster", node.cluster),
+        _pair("cluster_kind", node.kind, WHAT_KINDS_ARE[node.kind]),
+        _pair("role", node.role),
+        _pair("model", site.model, "the same files on every machine; relative to this file"),
+        _pair("host", node.host, "where its ports listen, and what gateways and other nodes are told"),
+        '# transfer_host = "203.0.113.7"         # an address of its own for KVCache, towards other clusters',
+        *[_pair(name, port + node.nth, why) for name, (port, why) in _ports(site, node).items()],
+        _pair("cache_bytes", 1 << 30, "of KVCache in /dev/shm, taken at the start"),
+    ]
+    lines += [_pair("engine", site.engine, f"see docs/{site.engine}.md")] if site.engine != "embedded" else []
+    if node.kind == "prfaas":
+        lines.append("# egress_bytes_per_s = 1.25e9            # of what leaves for each other cluster: 10 Gbit/s")
+    if site.tls:
+        lines += ["", *_identity(node.name), _pair("integrity", "aead", "encrypts KVCache on its way")]
+    return "\n".join(lines) + "\n"
+
+
+def _ports(site: Site, node: Member) -> Mapping[str, tuple[int, str]]:
+    if site.engine == "sglang" and node.role == "prefill":
+        return PORTS | {
+            "bootstrap_port": (7501, "decode nodes ask here; their servers need ports of its own choice, too")
+        }
+    return PORTS
+
+
+def _links(nodes: Sequence[Member]) -> list[str]:
+    """Every link that there should be: the gateway reports one that is dead from the start."""
+    sources, destinations = (
+        dict.fromkeys(node.cluster for node in nodes if node.kind == kind) for kind in ("prfaas", "pd")
+    )
+    links = [f"{source}:{destination}" for source in sources for destination in destinations]
+    return [f"links = {json.dumps(links)}  # missed where no node of theirs answers"] if links else []
+
+
+def _gateway_file(site: Site, nodes: Sequence[Member], key_digest: str) -> str:
+    lines = [
+        f"# The gateway: on {site.gateway}, run `prfaas gateway -c gateway.toml`.",
+        "# Nodes may start before or after it, and come and go.",
+        "",
+        "[gateway]",
+        _pair("host", site.gateway),
+        _pair("port", GATEWAY_PORT, "the OpenAI API"),
+        _pair("tokenizer_dir", site.model, "the model's directory, or one with its tokenizer only"),
+        _pair(
+            "threshold_tokens", 2048, "longer uncached prompts go to the PrfaaS cluster; prfaas-plan solve finds yours"
+        ),
+        *(_identity(GATEWAY_NAME) if site.tls else []),
+        *_links(nodes),
+    ]
+    if key_digest:
+        lines += [
+            _pair_of_keys(
+                "operator_keys", key_digest, "for metrics, records and the console; prfaas key operator makes more"
+            ),
+            "",
+            "[gateway.tenants.first]                  # prfaas key NAME makes keys for more",
+            _pair_of_keys("keys", key_digest, "digests: the key itself was shown once"),
+        ]
+    for node in nodes:
+        lines += [
+            "",
+            "[[gateway.nodes]]",
+            _pair("agent", format_address(node.host, PORTS["control_port"][0] + node.nth)),
+        ]
+        lines += [_pair("name", node.name, "what its certificate must carry")] if site.tls else []
+    return "\n".join(lines) + "\n"
+
+
+def _identity(name: str) -> Iterator[str]:
+    for key, file in (("certificate", f"{name}.pem"), ("key", f"{name}.key"), ("authority", "authority.pem")):
+        yield _pair(key, f"certificates/{file}")
+
+
+def _start(site: Site, nodes: Sequence[Member]) -> str:
+    lines = ["# What to run where", "", "Nodes and the gateway may start in any order.", ""]
+    if site.tls:
+        lines += ["Each machine needs `certificates/NAME.pem` and `NAME.key` of its own and `authority.pem`;", ""]
+        lines[-2] = lines[-2].rstrip(";") + ". `authority.key` stays with you."
+    lines += ["| machine | needs | command |", "|---|---|---|"]
+    lines += [
+        f"| {node.host} | {node.name}.toml, `{site.model}` | `prfaas node -c {node.name}.toml` |" for node in nodes
+    ]
+    lines.append(f"| {site.gateway} | gateway.toml, `{site.model}` | `prfaas gateway -c gateway.toml` |")
+    ports = ", ".join(f"{name} {port}" for name, (port, _) in PORTS.items())
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Ports ({ports}) are told apart in docs/running.md. `prfaas check -c gateway.toml` asks everybody.",
+            "",
+        ]
+    )
+
+
+def _pair(key: str, value: str | int, why: str = "") -> str:
+    shown = str(value) if isinstance(value, int) else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    line = f"{key} = {shown}"
+    return f"{line:<40} # {why}" if why else line
+
+
+def _pair_of_keys(name: str, digest: str, why: str) -> str:
+    return f'{name} = ["{digest}"]  # {why}'
+
+
+Ask = Callable[[str, str], str]
+
+
+def asked(known: Mapping[str, str | None], ask: Ask) -> dict[str, str]:
+    """What is known, and what somebody answered to the rest; an empty answer is the default that was shown."""
+    return {
+        key: value if (value := known.get(key)) is not None else ask(question, default).strip() or default
+        for key, (question, default) in QUESTIONS.items()
+    }
+
+
+QUESTIONS: Final = {
+    "model": ("Directory of the model (config.json, weights, tokenizer)", "models/kimi_linear"),
+    "engine": (f"Engine: {' or '.join(ENGINES)}", "embedded"),
+    "decode": ("Machines that decode, by comma", HERE),
+    "prefill": ("Machines beside them that prefill, by comma; - for none", "-"),
+    "remote": ("Machines of the remote prefill cluster, by comma; - for none", HERE),
+    "gateway": ("Machine of the gateway", HERE),
+}
+
+
+def site_of(answers: Mapping[str, str], tls: bool) -> Site:
+    """Raises InitError."""
+
+    def hosts(text: str) -> tuple[str, ...]:
+        return () if text in ("-", "") else tuple(host.strip() for host in text.split(","))
+
+    return Site(
+        model=answers["model"],
+        engine=answers["engine"],
+        gateway=answers["gateway"],
+        remote=hosts(answers["remote"]),
+        prefill=hosts(answers["prefill"]),
+        decode=hosts(answers["decode"]),
+        tls=tls,
+    )

@@ -1,0 +1,64 @@
+"""What steps save: every token and state once, and only while vLLM has it."""
+
+from engine.vllm.scheduler_side.errands import Granted, Written
+from tests.engine.vllm.builders import BLOCK, full, layout_of, pages_for, state, tables_for
+from tests.engine.vllm.scripted import ARENA, LAYOUT, LEG, N, Request, World
+
+
+def test_local_prompts_save_whole_blocks_and_say_which_states_they_could_not(world):
+    request = world.arrive(Request())
+    assert not world.agent.asked, "a queue of local prompts holds no pages"
+    assert world.side.num_new_matched_tokens(request, 0) is None
+    assert world.agent.asked == [("begin", 3 * BLOCK, None)]
+    world.grant(3 * BLOCK)
+    assert world.side.num_new_matched_tokens(request, 0) == 0
+    world.side.after_alloc(request, tables_for(LAYOUT, N), 0)
+    step = world.schedule(request, N)
+    assert (step.saves[0].start, step.saves[0].stop, step.saves[0].states) == (0, 3 * BLOCK, ())
+    assert world.agent.last == [(1, [(1, 3 * BLOCK)])], "vLLM had no state there: it computed past it"
+    world.agent.events.append(Written(1))
+    world.idle()
+    assert world.agent.ended == [(1, False, "")]
+
+
+def test_what_was_computed_is_told_without_the_queue_and_without_what_vllm_had(world):
+    request = world.arrive(Request(params=LEG))
+    world.grant()
+    world.now += 5.0
+    world.side.num_new_matched_tokens(request, BLOCK)
+    world.side.after_alloc(request, tables_for(LAYOUT, N - 1), 0)
+    request.num_computed_tokens = BLOCK
+    world.schedule(request, BLOCK)
+    world.now += 2.0
+    world.schedule(request, N - 1 - 2 * BLOCK)
+    assert world.agent.computed == [(N - 1 - BLOCK, 2.0)]
+
+
+def test_a_preempted_request_saves_nothing_twice(world):
+    request = world.arrive(Request(params=LEG))
+    world.grant()
+    world.side.num_new_matched_tokens(request, 0)
+    world.side.after_alloc(request, tables_for(LAYOUT, N - 1), 0)
+    world.schedule(request, 2 * BLOCK)
+    request.num_computed_tokens, request.num_preemptions = 0, 1
+    assert world.side.num_new_matched_tokens(request, 0) == 0
+    assert not world.schedule(request, BLOCK).saves
+    assert world.schedule(request, 2 * BLOCK).saves[0].start == 2 * BLOCK
+
+
+def test_a_state_is_saved_only_while_its_block_is_not_computed_past():
+    """Without prefix caching a state has one block: after a step it is that of the step's end."""
+    one_block = layout_of(full("a", table=0), state("s", table=1, block_tokens=1 << 20))
+    world = World(layout=one_block)
+    request = world.arrive(Request(params=LEG))
+    pages = pages_for(one_block, N - 1)
+    pages.states[1][2 * BLOCK] = pages.states[1][N - 1]
+    world.agent.events.append(Granted(1, pages, ARENA))
+    world.side.num_new_matched_tokens(request, 0)
+    world.side.after_alloc(request, tables_for(one_block, N - 1), 0)
+    world.schedule(request, BLOCK)
+    world.schedule(request, 2 * BLOCK)  # past the length that is wanted
+    request.num_computed_tokens, request.num_preemptions = 0, 1
+    assert not world.schedule(request, 2 * BLOCK).saves, "computed once more, cut where it is wanted"
+    assert world.schedule(request, N - 1 - 2 * BLOCK).saves[0].states == (N - 1,)
+    assert world.agent.last == [(1, [(1, 2 * BLOCK)])]

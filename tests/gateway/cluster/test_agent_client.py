@@ -1,0 +1,68 @@
+"""Proto messages become values, once."""
+
+import grpc
+import pytest
+
+from gateway.cluster.agent_client import MAX_EVENT_HASHES, NodeInfo, NodeLoad, events_from, node_error
+from gateway.errors import unheard
+from hybrid_cache.cache.events import BlocksRemoved, BlocksStored, CacheCleared
+from transport.control.proto import node_pb2 as pb
+
+A, B = b"a" * 32, b"b" * 32
+
+
+def test_a_snapshot_voids_what_was_known_and_comes_in_bounded_parts() -> None:
+    many = [number.to_bytes(32) for number in range(MAX_EVENT_HASHES + 1)]
+    groups = [pb.BlocksStored(group=0, hashes=b"".join(many)), pb.BlocksStored(group=1, hashes=A)]
+    first, *parts = events_from(pb.NodeEvent(snapshot=pb.CacheSnapshot(groups=groups)))
+    assert first == CacheCleared()
+    assert parts == [
+        BlocksStored(0, tuple(many[:MAX_EVENT_HASHES])),
+        BlocksStored(0, tuple(many[MAX_EVENT_HASHES:])),
+        BlocksStored(1, (A,)),
+    ]
+
+
+def test_changes_and_loads_are_values() -> None:
+    stored, removed = pb.BlocksStored(group=2, hashes=A + B), pb.BlocksRemoved(group=1, hashes=B)
+    assert list(events_from(pb.NodeEvent(stored=stored))) == [BlocksStored(2, (A, B))]
+    assert list(events_from(pb.NodeEvent(removed=removed))) == [BlocksRemoved(1, (B,))]
+    assert list(events_from(pb.NodeEvent(load=pb.Load(running=3)))) == [NodeLoad(running=3)]
+    assert list(events_from(pb.NodeEvent())) == []
+
+
+def test_a_description_is_who_the_node_is_and_how_busy() -> None:
+    message = pb.NodeDescription(
+        node_id="n", state=pb.NODE_STATE_DRAINING, engine_url="http://h:1/", load=pb.Load(waiting=2)
+    )
+    info, load = events_from(pb.NodeEvent(description=message))
+    assert isinstance(info, NodeInfo)
+    assert (info.node_id, info.state, info.engine_url) == ("n", "draining", "http://h:1")
+    assert load == NodeLoad(waiting=2)
+
+
+def test_hashes_of_a_wrong_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="32-byte"):
+        list(events_from(pb.NodeEvent(removed=pb.BlocksRemoved(group=0, hashes=b"x" * 33))))
+
+
+@pytest.mark.parametrize(
+    ("code", "metadata", "reason"),
+    [
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, (), "no_capacity"),
+        (grpc.StatusCode.UNAVAILABLE, (), "unreachable"),
+        (grpc.StatusCode.UNAVAILABLE, (("prfaas-reason", "draining"),), "draining"),
+        (grpc.StatusCode.UNIMPLEMENTED, (), "unimplemented"),
+    ],
+)
+def test_a_failed_call_has_the_label_its_node_gave_it(
+    code: grpc.StatusCode, metadata: tuple[tuple[str, str], ...], reason: str
+) -> None:
+    nothing = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(code, nothing, grpc.aio.Metadata(*metadata), details="why")
+    assert node_error("host:1", error).reason == reason
+
+
+def test_a_gateway_that_was_stopped_takes_no_node_for_silent() -> None:
+    assert unheard("a:1", 10.0, late_s=0.01).reason == "silent"
+    assert unheard("a:1", 10.0, late_s=5.0).reason == "not_listened"  # by which nothing is given up

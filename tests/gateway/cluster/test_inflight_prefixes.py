@@ -1,0 +1,74 @@
+"""Who goes on from a prompt that is being computed waits for it, and for nothing else."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from gateway.cluster.inflight_prefixes import Underway
+from tests.gateway.worlds import World, on_loop, until, world
+
+BEGINNING = "the quick brown fox jumps over the lazy dog " * 20
+A, B, C = b"a", b"b", b"c"
+
+
+def test_a_prompt_that_goes_on_finds_who_computes_its_beginning():
+    underway = Underway()
+    first = underway.begin([A, B])
+    again = underway.begin([A, B])
+    assert underway.longest([A, B, C], 0) == 2
+    assert underway.first([A, B, C], 2) is first
+    assert underway.first([A, B, C], 1) is None
+    underway.end(first)
+    assert first.done.is_set()
+    assert underway.first([A, B, C], 2) is again
+    underway.end(again)
+    assert underway.longest([A, B, C], 0) == 0
+    assert underway.first([A, B, C], 2) is None
+    assert not len(underway)
+
+
+def test_a_prompt_without_full_blocks_promises_nothing():
+    underway = Underway()
+    short = underway.begin([])
+    assert not len(underway)
+    assert underway.first([], 0) is None
+    underway.end(short)
+    assert short.done.is_set()
+
+
+async def both(w: World, meanwhile: Callable[[], Awaitable[None]]) -> None:
+    """A prompt, and one that goes on from it while it is being computed."""
+    (node,) = w.nodes.local
+    node.script.prefill_gate = gate = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(w.complete(BEGINNING))
+        await until(lambda: node.bodies)
+        second = tasks.create_task(w.complete(f"{BEGINNING} and so on"))
+        await until(lambda: w.gateway.clusters.by_id(node.node_id).pending_requests == 2)
+        await meanwhile()
+        gate.set()
+    assert {first.result().status, second.result().status} == {200}
+
+
+@on_loop
+async def test_what_goes_on_from_a_prompt_under_way_counts_it_as_held() -> None:
+    async def go_on() -> None:
+        pass
+
+    async with world(remote=0, local=1, decode=1) as w:
+        await both(w, go_on)
+        begun, follows = sorted(await w.records(), key=lambda record: record["total"])
+        assert begun["target"] == follows["target"] == "local"
+        await w.settled()
+        assert not len(w.gateway.clusters.by_id("p0").underway)
+
+
+@on_loop
+async def test_nobody_waits_for_ever_for_a_prefix_under_way() -> None:
+    async with world(remote=0, local=1, decode=1) as w:
+        (node,) = w.nodes.local
+
+        async def it_is_asked_all_the_same() -> None:
+            await until(lambda: len(node.bodies) == 2)
+
+        await both(w, it_is_asked_all_the_same)
+        assert (await w.fallbacks())["prefix_late"] == 1

@@ -1,0 +1,142 @@
+"""Tenants are read by bytes in turn; what waits is bounded."""
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+
+from gateway.errors import Overloaded
+from gateway.prompt.reader_queue import ReadingQueue, ReadingRoom
+from planner.decisions.waiting import Share
+from tests.gateway.worlds import on_loop
+
+KIB = 1024
+
+
+async def served(queue: ReadingQueue, bodies: list[tuple[Share, int]]) -> list[tuple[str, int]]:
+    """In which order bodies that all wait for the one place get it."""
+    order: list[tuple[str, int]] = []
+
+    async def read(share: Share, size: int) -> None:
+        await queue.take(share, size)
+        order.append((share.flow, size))
+        queue.give_back()
+
+    tasks = [asyncio.ensure_future(read(*body)) for body in bodies]
+    await asyncio.sleep(0)
+    assert len(queue) == len(bodies)
+    queue.give_back()
+    await asyncio.gather(*tasks)
+    return order
+
+
+@on_loop
+async def test_a_short_body_waits_for_one_long_one_of_others_at_most() -> None:
+    heavy = [(Share("heavy"), 500 * KIB)] * 256
+    order = await served(ReadingQueue(0), [*heavy, (Share("light"), 8 * KIB)])
+    assert order.index(("light", 8 * KIB)) <= 1
+
+
+@on_loop
+async def test_a_short_body_waits_for_one_long_one_of_its_own_tenant_at_most() -> None:
+    order = await served(ReadingQueue(0), [*[(Share(), 500 * KIB)] * 256, (Share(), 8 * KIB)])
+    assert order.index(("", 8 * KIB)) <= 1
+
+
+@on_loop
+async def test_bytes_are_shared_by_weight_whatever_the_sizes() -> None:
+    rng = random.Random(4)
+    weights = {"one": 1.0, "two": 2.0, "five": 5.0}
+    sizes = {"one": 300 * KIB, "two": 20 * KIB, "five": 5 * KIB}
+    bodies = [(Share(name, weight), sizes[name]) for name, weight in weights.items() for _ in range(2000)]
+    rng.shuffle(bodies)
+    order = await served(ReadingQueue(0), bodies)
+    had: Counter[str] = Counter()
+    for name, size in order:
+        had[name] += size
+        if had["five"] > 8000 * KIB:
+            break
+    for name, weight in weights.items():
+        assert had[name] == pytest.approx(8000 * KIB * weight / 5, abs=2 * sizes[name])
+
+
+@on_loop
+async def test_who_had_much_while_nobody_waited_is_not_punished_for_long() -> None:
+    queue = ReadingQueue(1)
+    for _ in range(100):
+        await queue.take(Share("a"), 500 * KIB)
+        queue.give_back()
+    await queue.take(Share("a"), 500 * KIB)
+    order = asyncio.ensure_future(served_late(queue))
+    assert (await order)[:4].count("a") >= 1
+
+
+async def served_late(queue: ReadingQueue) -> list[str]:
+    order: list[str] = []
+
+    async def read(name: str) -> None:
+        await queue.take(Share(name), 500 * KIB)
+        order.append(name)
+        queue.give_back()
+
+    tasks = [asyncio.ensure_future(read(name)) for name in "bbbbaaaa"]
+    await asyncio.sleep(0)
+    queue.give_back()
+    await asyncio.gather(*tasks)
+    return order
+
+
+@on_loop
+async def test_within_a_tenant_and_a_size_who_came_first_is_first() -> None:
+    order = await served(ReadingQueue(0), [(Share("a"), 2 * KIB + n) for n in range(50)])
+    assert order == sorted(order)
+
+
+@on_loop
+async def test_places_survive_any_order_of_coming_leaving_and_being_cancelled() -> None:
+    rng = random.Random(11)
+    queue, inside, most = ReadingQueue(3), 0, 0
+
+    async def read(share: Share, size: int) -> None:
+        nonlocal inside, most
+        await queue.take(share, size)
+        inside += 1
+        most = max(most, inside)
+        try:
+            for _ in range(rng.randrange(3)):
+                await asyncio.sleep(0)
+        finally:
+            inside -= 1
+            queue.give_back()
+
+    tasks: list[asyncio.Task[None]] = []
+    for _ in range(3000):
+        share = Share(rng.choice("abcd"), rng.choice([0.5, 1.0, 3.0]))
+        tasks.append(asyncio.create_task(read(share, rng.choice([1, 20_000, 500_000]))))
+        if rng.random() < 0.3:
+            rng.choice(tasks[-20:]).cancel()
+        if rng.random() < 0.5:
+            await asyncio.sleep(0)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert (inside, most, len(queue)) == (0, 3, 0)
+    for _ in range(3):
+        async with asyncio.timeout(10.0):
+            await queue.take(Share(), 1)
+    assert not queue.has_free
+
+
+def test_bytes_of_a_tenant_and_of_all_are_bounded() -> None:
+    room = ReadingRoom(1000)
+    with room.held("a", 900), room.held("b", 90):  # one alone may be of any size
+        for flow, size in (("a", 1), ("c", 20), ("", 20)):
+            with pytest.raises(Overloaded) as refusal, room.held(flow, size):
+                pass
+            assert refusal.value.code == "reading_overload"
+        with room.held("c", 10):
+            assert room.held_bytes == 1000
+    assert room.held_bytes == 0
+    with room.held("", 600), room.held("", 400):  # without tenants it is everybody's
+        pass
+    with room.held("a", 300), pytest.raises(Overloaded), room.held("a", 300):
+        pass

@@ -1,0 +1,139 @@
+"""What nodes say that they keep, and what answers say of it."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from gateway.api.cache_control import Breakpoint
+from gateway.auth.keyring import Tenant
+from gateway.cluster.agent_client import AgentClient
+from gateway.cluster.pinned_prefixes import Kept, KeptContexts, State
+from gateway.server.handlers.contexts import Outcome, details_of, id_of
+from tests.gateway.worlds import on_loop, world
+
+
+def wish(tokens: int, ttl: str = "5m") -> Breakpoint:
+    return Breakpoint(f"messages[{tokens}]", ttl, tokens, tokens)
+
+
+def kept(context_id: str = "c", owner: str = "acme", **fields: Any) -> Kept:
+    values: dict[str, Any] = {"num_tokens": 64, "left_s": 300.0, "ttl_s": 300.0, "owned_tokens": 64}
+    return Kept(context_id=context_id, owner=owner, **values | fields)
+
+
+def test_a_token_is_read_from_a_cache_or_written_to_it() -> None:
+    outcomes = [
+        Outcome(wish(96, "1h"), "b", 96, is_new=True),
+        Outcome(wish(64), "a", 64, is_new=True),
+        Outcome(wish(200), reason="over_budget"),
+    ]
+    details = details_of(outcomes, 0)
+    assert details["cache_write_tokens"] == 96
+    assert details["cache_writes_by_ttl"] == {"5m": 64, "30m": 0, "1h": 32}
+    assert details["breakpoints"][0] == {
+        "field": "messages[96]", "ttl": "1h", "tokens": 96, "kept": 96, "context": "b",
+    }  # fmt: skip
+    assert details["breakpoints"][2]["reason"] == "over_budget"
+    assert details_of(outcomes, 80)["cache_write_tokens"] == 16
+    assert details_of([Outcome(wish(64), "a", 64)], 0)["cache_write_tokens"] == 0
+
+
+def test_a_context_has_a_name_of_its_tenants() -> None:
+    assert id_of(Tenant("acme"), b"end") == id_of(Tenant("acme", "group"), b"end")
+    assert len({id_of(Tenant(name), end) for name in ("acme", "globex") for end in (b"end", b"other")}) == 4
+
+
+def test_what_a_node_keeps_is_what_it_said_last() -> None:
+    contexts = KeptContexts()
+    contexts.described([kept()], 10.0, is_same_process=True)
+    found = contexts.get("c", 11.0)
+    assert found is not None
+    assert found.told(11.0, found.state) == {
+        "id": "c", "object": "context", "tokens": 64, "ttl_s": 300, "expires_in_s": 299, "status": "kept",
+    }  # fmt: skip
+    assert contexts.get("c", 310.0) is None
+    contexts.heard(kept("d", owned_tokens=128), 20.0)
+    assert ([each.context_id for each in contexts.of("acme", 20.0)], contexts.owned_tokens("acme")) == (["c", "d"], 128)
+    contexts.heard(kept(has_ended=True, owned_tokens=64), 30.0)
+    contexts.heard(kept("e", "globex"), 30.0)
+    assert [each.context_id for each in contexts.of("acme", 30.0)] == ["d"]
+    assert contexts.owned_tokens("acme") == 64
+
+
+def test_what_a_node_kept_before_it_ended_is_lost_until_its_time_is_over() -> None:
+    contexts = KeptContexts()
+    contexts.described([kept("c"), kept("d")], 0.0, is_same_process=True)
+    contexts.described([kept("d")], 10.0, is_same_process=False)
+    assert {each.context_id: each.state for each in contexts.of("acme", 10.0)} == {
+        "c": State.LOST,
+        "d": State.KEPT,
+    }
+    contexts.described([], 20.0, is_same_process=True)  # the same process as at 10: what it does not name has ended
+    assert list(contexts.of("acme", 20.0)) == []
+    contexts.described([], 30.0, is_same_process=False)
+    assert contexts.owned_tokens("acme") == 0
+
+
+@on_loop
+async def test_contexts_are_listed_and_strangers_are_not_found() -> None:
+    async with world() as w:
+        node = w.gateway.clusters.nodes[0]
+        node.contexts.heard(kept(owner=""), time.monotonic())
+        async with w.http.get("/v1/contexts") as response:
+            listed = await response.json()
+        assert [each["id"] for each in listed["data"]] == ["c"]
+        assert listed["kept_tokens"] == 64
+        async with w.http.delete("/v1/contexts/nobodys") as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (404, "context_not_found")
+
+
+@on_loop
+async def test_a_node_that_cannot_keep_is_named_and_the_request_is_answered() -> None:
+    async with world() as w:  # scripted nodes keep nothing
+        response = await w.complete("hello there the quick brown fox " * 8, prompt_cache_options={"ttl": "5m"})
+        details = (await response.json())["usage"]["prompt_tokens_details"]
+        (told,) = details["breakpoints"]
+        assert (response.status, details["cache_write_tokens"], told["kept"]) == (200, 0, 0)
+        assert told["reason"] == "unimplemented"
+        assert 'prfaas_contexts_total{outcome="unimplemented"} 1.0' in await w.metrics()
+
+
+@on_loop
+async def test_a_part_that_is_kept_was_written_however_often_the_rest_was_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    async def keep(agent: AgentClient, context_id: str, *_: Any) -> Kept:
+        asked.append(context_id)
+        return kept(context_id, "", num_tokens=16, owned_tokens=16, added_tokens=16 if len(asked) == 1 else 0)
+
+    monkeypatch.setattr(AgentClient, "keep", keep)
+    async with world() as w:
+        response = await w.complete("hello there the quick brown fox " * 8, prompt_cache_options={"ttl": "5m"})
+        details = (await response.json())["usage"]["prompt_tokens_details"]
+        (told,) = details["breakpoints"]
+        assert (told["kept"], told["reason"], details["cache_write_tokens"]) == (16, "partial", 16)
+        assert len(asked) > 1
+
+
+@on_loop
+async def test_parts_that_are_kept_do_not_wait_for_each_others_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant that has its share of a node is told so by every answer, however many there are at once."""
+
+    async def keep(agent: AgentClient, context_id: str, *_: Any) -> Kept:
+        return kept(context_id, "", num_tokens=16, owned_tokens=16, added_tokens=16)
+
+    monkeypatch.setattr(AgentClient, "keep", keep)
+    monkeypatch.setattr("gateway.server.handlers.contexts.PAUSES_S", (0.0, 0.4))
+    async with world() as w:
+
+        async def reason(number: int) -> str:
+            prompt = f"{number} hello there the quick brown fox " * 8
+            response = await w.complete(prompt, prompt_cache_options={"ttl": "5m"})
+            (told,) = (await response.json())["usage"]["prompt_tokens_details"].get("breakpoints") or [{}]
+            return str(told.get("reason", "not told in time"))
+
+        assert await asyncio.gather(*map(reason, range(12))) == ["partial"] * 12

@@ -1,0 +1,130 @@
+"""The request log: lines that a planner replays, files that stay bounded, disks that are full."""
+
+import errno
+import json
+import os
+import shutil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.errors import ConfigError
+from gateway.request.request import RequestRecord
+from gateway.telemetry.request_log import FILES, PATTERN, Entry, RequestLog, RequestLogConfig, line_of
+from planner.model.workload import infinite_cache_hits, read_trace
+from tests.gateway.worlds import on_loop, until, world
+from transport.control.settings import SettingsError
+
+LONG = "the quick brown fox jumps over the lazy dog " * 100
+
+
+def record(total: int) -> RequestRecord:
+    fields = {"seq": 1, "status": 200, "total": total, "fallbacks": [], "codecs": {}, "timeline": {}}
+    return RequestRecord(**{name: fields.get(name, 0) for name in RequestRecord.__struct_fields__})
+
+
+@on_loop
+async def test_what_was_served_is_a_trace(tmp_path) -> None:
+    log = RequestLogConfig(directory=tmp_path / "log")
+    async with world(request_log=log) as w:
+        for prompt in (LONG, LONG + "and once more " * 100, "short"):
+            assert (await w.complete(prompt)).status == 200
+        await w.idle()
+        async with w.http.get("/prfaas/requests") as lines:
+            records = [json.loads(line) async for line in lines.content]
+    (path,) = log.directory.glob(PATTERN)
+    assert path.stat().st_mode & 0o777 == 0o600
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [{name: line[name] for name in records[0]} for line in lines] == records
+    assert not any("quick" in line for line in path.read_text().splitlines())
+    trace = read_trace(log.directory)
+    assert list(trace.prompt_tokens) == [each["total"] for each in records]
+    assert list(trace.cached_tokens) == [each["cached"] for each in records]
+    assert infinite_cache_hits(trace)[1] == records[0]["total"] // trace.block_size * trace.block_size > 0
+
+
+@given(block_size=st.sampled_from([16, 48, 64, 512, 1024]), total=st.integers(1, 5000))
+def test_blocks_are_named_as_a_trace_wants_them(block_size: int, total: int) -> None:
+    hashes = [number.to_bytes(32, "big") for number in range(1 << 70, (1 << 70) + (total - 1) // block_size)]
+    line = json.loads(line_of(Entry(record(total=total), 5.0, hashes, b"\xff" * 32, block_size)))
+    size = line["block_tokens"]
+    assert size % block_size == 0
+    assert size <= max(512, block_size)
+    assert len(line["hash_ids"]) == -(-total // size)  # as Mooncake's traces count them
+    assert all(0 <= each < 1 << 53 for each in line["hash_ids"])
+
+
+@on_loop
+async def test_the_oldest_files_go(tmp_path) -> None:
+    old = [tmp_path / f"requests-2026010{day}T000000Z-1.jsonl" for day in range(1, 10)]
+    for age, path in enumerate(old):
+        path.write_bytes(b"x" * (1 << 17))
+        os.utime(path, (age, age))
+    (tmp_path / "notes.txt").write_bytes(b"y" * (1 << 21))
+    async with world(request_log=RequestLogConfig(directory=tmp_path, max_bytes=1 << 20)):
+        kept = [path for path in old if path.exists()]
+    assert kept == old[-(FILES - 1) :]
+    assert (tmp_path / "notes.txt").exists()
+
+
+@on_loop
+async def test_a_file_that_somebody_deletes_is_begun_again(tmp_path) -> None:
+    async with world(request_log=RequestLogConfig(directory=tmp_path)) as w:
+        (path,) = tmp_path.glob(PATTERN)
+        path.unlink()
+        assert (await w.complete(LONG)).status == 200
+    (path,) = tmp_path.glob(PATTERN)
+    assert len(path.read_text().splitlines()) == 1
+
+
+@on_loop
+async def test_a_directory_that_was_gone_for_a_while_is_written_to_again(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("gateway.telemetry.request_log.INTERVAL_S", 0.01)
+    directory = tmp_path / "log"
+    async with world(request_log=RequestLogConfig(directory=directory)) as w:
+        shutil.rmtree(directory)
+        directory.write_text("in the way: no file can be opened there")
+        assert (await w.complete(LONG)).status == 200
+        await until(lambda: b'prfaas_request_log_lost_total{reason="disk"} 1.0' in w.gateway.door.metrics.render())
+        directory.unlink()
+        assert (await w.complete(LONG)).status == 200
+    (path,) = directory.glob(PATTERN)
+    assert len(path.read_text().splitlines()) == 1
+
+
+@on_loop
+async def test_a_full_disk_loses_lines_and_nothing_else(tmp_path, monkeypatch) -> None:
+    def full(log: RequestLog, lines: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RequestLog, "_append", full)
+    async with world(request_log=RequestLogConfig(directory=tmp_path)) as w:
+        for _ in range(3):
+            assert (await w.complete("short")).status == 200
+        page = w.gateway.door.metrics.render
+    assert b'prfaas_request_log_lost_total{reason="disk"} 3.0' in page()
+
+
+def test_two_containers_share_a_directory_and_no_file(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("gateway.telemetry.request_log.os.getpid", lambda: 1)
+    monkeypatch.setattr("gateway.telemetry.request_log.time.strftime", lambda *_: "20260101T000000Z")
+    logs = [RequestLog(RequestLogConfig(directory=tmp_path), lambda *_: None) for _ in range(2)]  # of one host's name
+    monkeypatch.setattr("gateway.telemetry.request_log.socket.gethostname", lambda: "another")
+    logs.append(RequestLog(RequestLogConfig(directory=tmp_path), lambda *_: None))
+    for log in logs:
+        log.close()
+    assert len(list(tmp_path.glob(PATTERN))) == 3
+
+
+def test_what_cannot_be_is_said(tmp_path) -> None:
+    with pytest.raises(SettingsError, match="max_bytes"):
+        RequestLogConfig(max_bytes=5)
+
+
+@on_loop
+async def test_a_directory_that_cannot_be_is_named(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"request_log\.directory = .*file/log"):
+        async with world(request_log=RequestLogConfig(directory=tmp_path / "file" / "log")):
+            pass

@@ -1,0 +1,96 @@
+"""The board that workers share; here as several of them see it, in one process."""
+
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from gateway.cluster.agent_client import AgentClient, NodeInfo
+from gateway.cluster.node import Node, Work
+from gateway.workers.shared_counters import IN_FLIGHT, WAITING, Board, State
+from planner.decisions.estimates import PrefillShare
+
+
+def node(name: str, cluster: str) -> Node:
+    made = Node(cast(AgentClient, None))  # nobody speaks to it
+    made.info = NodeInfo(
+        node_id=name, cluster=cluster, cluster_kind="pd", role="decode", state="ready", engine_url="", model_id="m",
+        layout_json="", layout_fingerprint="f", max_model_len=1, boot_id="1", engine_pid=1, block_size=16,
+    )  # fmt: skip
+    return made
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    Board.create(tmp_path / "board", workers=3, nodes=2)
+    return tmp_path / "board"
+
+
+def test_a_limit_holds_for_all_workers_together(path: Path) -> None:
+    one, other, parent = Board(path, 0), Board(path, 1), Board(path)
+    assert [board.take(IN_FLIGHT, 3) for board in (one, other, one, other)] == [True, True, True, False]
+    assert one.take(WAITING, 1)
+    other.give_back(IN_FLIGHT)
+    assert (one.taken(IN_FLIGHT), one.taken(WAITING)) == (2, 1)
+    parent.clear(0)
+    assert (other.taken(IN_FLIGHT), other.taken(WAITING)) == (0, 0)
+    for board in (one, other, parent):
+        board.close()
+
+
+def test_work_of_one_worker_is_seen_by_all_and_goes_with_it(path: Path) -> None:
+    boards = [Board(path, number) for number in range(2)]
+    views = [[node("a", "east"), node("b", "west")] for _ in boards]
+    for board, nodes in zip(boards, views, strict=True):
+        board.join(nodes)
+    work = Work(tokens=100, destination="west", promised_bytes=5_000)
+    views[0][0].take(work)
+    views[1][0].take(Work(tokens=7))
+    for board, nodes in zip(boards, views, strict=True):
+        board.catch_up(nodes)
+        assert [(each.pending_requests, each.pending_tokens) for each in nodes] == [(2, 107), (0, 0)]
+        assert [dict(each.promised_bytes) for each in nodes] == [{"west": 5_000}, {}]
+    views[0][0].give_back(work)
+    boards[1].catch_up(views[1])
+    assert (views[1][0].pending_requests, views[1][0].pending_tokens, views[1][0].promised_bytes) == (1, 7, {})
+    boards[0].clear(1)
+    boards[0].catch_up(views[0])
+    assert views[0][0].pending_requests == 0
+    for board in boards:
+        board.close()
+
+
+def test_what_decode_nodes_compute_is_one_share(path: Path) -> None:
+    boards = [Board(path, number) for number in range(2)]
+    views = [[node("a", "west"), node("b", "west")] for _ in boards]
+    alone = PrefillShare()
+    for turn, (board, nodes) in enumerate([*zip(boards, views, strict=True)] * 2):
+        board.join(nodes)
+        nodes[0].prefill_share.add(0.5, 1_000.0 + turn)
+        alone.add(0.5, 1_000.0 + turn)
+    for nodes in views:
+        assert nodes[0].prefill_share.at(1_005.0) == pytest.approx(alone.at(1_005.0))
+        assert nodes[1].prefill_share.at(1_005.0) == 0
+    for board in boards:
+        board.close()
+
+
+def test_more_clusters_than_columns_are_nobodys_loss_but_the_promise(path: Path) -> None:
+    board = Board(path, 0)
+    nodes = [node("a", "east"), node("b", "west")]
+    board.join(nodes)
+    for number in range(100):
+        nodes[0].take(Work(tokens=1, destination=f"old {number}", promised_bytes=1))
+    board.catch_up(nodes)
+    assert nodes[0].pending_tokens == 100
+    board.close()
+
+
+def test_numbers_are_given_out_once_and_states_are_told(path: Path) -> None:
+    one, other = Board(path, 0), Board(path, 2)
+    assert [board.next_seq() for board in (one, other, one)] == [1, 2, 3]
+    assert other.last_seq() == 3
+    other.be(State.READY)
+    assert one.states() == [State.NONE, State.NONE, State.READY]
+    for board in (one, other):
+        board.close()

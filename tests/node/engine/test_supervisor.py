@@ -1,0 +1,70 @@
+"""What an engine is started with, and where it says what."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from node.engine import supervisor
+from node.engine.supervisor import EngineSupervisor, engine_environment
+from node.process.log_rotation import earlier
+from tests.node.running import config
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+def test_a_directory_needs_no_network(tmp_path: Path) -> None:
+    for engine in ("embedded", "emulated"):
+        assert engine_environment(config(tmp_path, engine=engine), {}).items() >= OFFLINE.items()
+    assert engine_environment(config(tmp_path, engine="vllm", model=str(tmp_path)), {}).items() >= OFFLINE.items()
+
+
+def test_vllm_may_download_what_a_name_stands_for(tmp_path: Path) -> None:
+    assert not engine_environment(config(tmp_path, engine="vllm", model="org/name"), {}).keys() & OFFLINE.keys()
+
+
+def test_what_the_operator_has_set_wins(tmp_path: Path) -> None:
+    ours = {"HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "7", "PATH": "/bin"}
+    assert engine_environment(config(tmp_path, threads=2), ours).items() >= ours.items()
+
+
+def test_an_engine_that_reserves_is_told_where(tmp_path: Path) -> None:
+    chosen = engine_environment(config(tmp_path, engine="sglang"), {"PRFAAS_AGENT_CONTROL": "other:1"}, "127.0.0.1:2")
+    assert chosen["PRFAAS_AGENT_CONTROL"] == "127.0.0.1:2"
+    assert "PRFAAS_AGENT_CONTROL" not in engine_environment(config(tmp_path), {}, "127.0.0.1:2")
+
+
+def test_each_start_of_an_engine_has_a_log_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "far-engine.log"
+    for words in ("first", "second"):
+        monkeypatch.setattr(
+            supervisor, "engine_command", lambda *_, words=words: ["sh", "-c", f"echo {words}; echo {words} >&2"]
+        )
+        settings = config(tmp_path, engine_max_restarts=0)
+        asyncio.run(EngineSupervisor(settings, tmp_path / "engine.sock", path, time.monotonic, lambda: None).run())
+    assert [log.read_text() for log in (path, earlier(path, 1))] == ["second\nsecond\n", "first\nfirst\n"]
+
+
+@pytest.mark.parametrize(
+    ("says", "serves", "starts", "refusal"),
+    [
+        ("engine: cannot serve: no attention layer", False, 1, "no attention layer"),
+        ("ValueError: no such quantisation", False, 1, "ValueError: no such quantisation"),
+        ("RuntimeError: size of tensor a", False, 2, "RuntimeError: size of tensor a"),
+        ("ValueError: no free memory", False, 3, ""),
+        ("ValueError: no such quantisation", True, 3, ""),  # it could be served, so it can be
+    ],
+)
+def test_an_engine_that_never_can_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, serves: bool, starts: int, refusal: str
+) -> None:
+    monkeypatch.setattr("node.process.restarts.FIRST_BACKOFF_S", 0.0)
+    monkeypatch.setattr(supervisor, "engine_command", lambda *_: ["sh", "-c", f"echo '{says}' >&2; exit 1"])
+    settings = config(tmp_path, engine_max_restarts=2)
+    path = tmp_path / "far-engine.log"
+    engine = EngineSupervisor(settings, tmp_path / "engine.sock", path, time.monotonic, lambda: None)
+    if serves:
+        engine.engine_serves()
+    asyncio.run(engine.run())
+    assert (engine.restarts + 1, engine.refusal, engine.gave_up) == (starts, refusal, True)

@@ -1,0 +1,265 @@
+"""The SSD tier of a node: what leaves the arena comes back bit by bit, and a bad disk costs nothing but the computing."""
+
+import asyncio
+import errno
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from hybrid_cache.hashing.block_hash import block_hashes
+from hybrid_cache.tiers.disk import HEADER_BYTES, Buffer, DiskTier, FileDisk
+from tests.node.handover import BLOCK, LAYOUT, HandNode, run, until
+from transport.control import messages as m
+from transport.control.proto import node_pb2 as pb
+
+PROMPT = list(range(100, 100 + 6 * BLOCK + 1))
+LAST = len(PROMPT) - 1
+SLOT_BYTES = HEADER_BYTES + LAYOUT.block_bytes(0)
+
+
+class SlowDisk(FileDisk):
+    """Reads wait for `gate`; reads and writes fail on demand."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.failing: set[str] = set()
+
+    def read(self, name: str, offset: int, into: Sequence[memoryview]) -> int:
+        assert self.gate.wait(60.0)
+        if "read" in self.failing:
+            raise OSError(errno.EIO, "injected")
+        return super().read(name, offset, into)
+
+    def write(self, name: str, offset: int, parts: Sequence[Buffer]) -> None:
+        if "write" in self.failing:
+            raise OSError(errno.ENOSPC, "injected")
+        super().write(name, offset, parts)
+
+
+@asynccontextmanager
+async def node_with_ssd(tmp_path: Path, name: str = "p") -> AsyncIterator[tuple[HandNode, SlowDisk]]:
+    """A node whose blocks go to a directory that the next one of that name finds again."""
+    disks: list[SlowDisk] = []
+
+    def open_disk(layout: object, directory: Path, capacity_bytes: int) -> DiskTier:
+        disks.append(SlowDisk(directory))
+        return DiskTier(LAYOUT, disks[-1], capacity_bytes=capacity_bytes)
+
+    node_id = f"{name}-{hash(tmp_path)}"
+    node = HandNode(name, tmp_path, node_id=node_id, ssd_dir=str(tmp_path / "ssd"), ssd_bytes=32 << 20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("node.kvcache.pages.open_disk", open_disk)
+        # An engine that computes nothing is faster than any disk: here it does not count.
+        patch.setattr("node.kvcache.ssd_tier.FIRST_WAIT_S", 60.0)
+        patch.setattr("node.kvcache.ssd_tier.LANDING_WAIT_S", 60.0)
+        patch.setattr(node.pages, "computed", lambda *_: None)
+        await node.pages.open_ssd()
+        try:
+            yield node, disks[0]
+            await until(lambda: node.producer.is_idle() and node.consumer.is_idle())
+        finally:
+            disks[0].gate.set()
+            disks[0].failing.clear()
+            await node.close()
+
+
+def report(node: HandNode) -> pb.SsdReport:
+    found = node.pages.ssd_report()
+    assert found is not None
+    return found
+
+
+async def prefill(node: HandNode, tokens: Sequence[int], job: str = "job") -> m.JobPages:
+    """Computes what is not cached and keeps it; what is cached is checked bit by bit."""
+    node.begin(job, tokens, len(tokens) - 1)
+    pages = await node.heard()
+    assert isinstance(pages, m.JobPages), pages
+    node.compute(pages, tokens)
+    node.check(pages, tokens)
+    node.end(job)
+    return pages
+
+
+async def forget(node: HandNode) -> None:
+    """Everything leaves memory, and arrives on disk if it can."""
+    node.pages.cache.clear(time.monotonic())
+    await node.pages.settled()
+    await until(lambda: not report(node).queued_bytes)
+
+
+def hashes(tokens: Sequence[int] = PROMPT) -> list[bytes]:
+    return block_hashes(tokens[:-1], BLOCK, b"")
+
+
+def test_what_left_memory_is_read_back_for_the_prefill_that_needs_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node_with_ssd(tmp_path) as (node, _):
+            assert (await prefill(node, PROMPT)).cached_tokens == 0
+            await forget(node)
+            assert node.pages.match(hashes(), LAST).num_tokens == 0
+            assert (await prefill(node, PROMPT)).cached_tokens == LAST
+            assert report(node).promotions == {"ok": 1}
+            assert (await prefill(node, [*PROMPT, 1, 2, 3])).cached_tokens == LAST
+
+    run(scenario())
+
+
+def test_pressure_alone_moves_prefixes_to_disk_and_back(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node_with_ssd(tmp_path) as (node, _):
+            prompts = [[first] * 4000 for first in range(8)]
+            for prompt in prompts * 2:
+                await prefill(node, prompt)
+            assert report(node).promotions["ok"] >= 4
+            assert report(node).events["corrupt"] == 0
+            node.pages.cache.check_integrity()
+
+    run(scenario())
+
+
+def test_a_restarted_node_finds_its_prefixes_and_says_so(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node_with_ssd(tmp_path) as (node, _):
+            await prefill(node, PROMPT)  # stays in memory: closing saves it
+        async with node_with_ssd(tmp_path) as (node, _):
+            assert report(node).events["recovered"] == report(node).blocks > 0
+            stored = {
+                each.group: each for each in node.pages.snapshot_event().snapshot.groups if each.medium == pb.MEDIUM_SSD
+            }
+            assert set(hashes()) <= {stored[0].hashes[i : i + 32] for i in range(0, len(stored[0].hashes), 32)}
+            assert (await prefill(node, PROMPT)).cached_tokens == LAST
+
+    run(scenario())
+
+
+def test_a_landing_gets_back_its_attention(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node_with_ssd(tmp_path) as (node, _):
+            await prefill(node, PROMPT)
+            await forget(node)
+            request = pb.ReserveRequest(
+                num_tokens=LAST, block_hashes=b"".join(hashes()), tokens_digest=b"d", request_id="r"
+            )
+            transfer_id, _, reservation = await node.consumer.reserve_settled(request)
+            assert reservation.cached_tokens == LAST
+            node.consumer.abort(transfer_id, "")
+
+    run(scenario())
+
+
+def test_a_prefix_on_disk_can_be_sent(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node_with_ssd(tmp_path) as (source, _):
+            target = HandNode("t", tmp_path)
+            try:
+                await prefill(source, PROMPT)
+                await forget(source)
+                ticket = target.reserve(PROMPT, LAST, prefix_only=True)
+                assert (await source.producer.push_prefix(hashes(), ticket))[0] == LAST
+                await target.consumer.commit(ticket.transfer_id, 30.0)
+                pages = await prefill(target, PROMPT)
+                assert pages.cached_tokens == LAST
+            finally:
+                await target.close()
+
+    run(scenario())
+
+
+def test_damage_is_counted_and_computed_instead(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node_with_ssd(tmp_path) as (node, _):
+            await prefill(node, PROMPT)
+        for file in (tmp_path / "ssd").glob("*/*-0.kv"):
+            data = bytearray(file.read_bytes())
+            for position in range(HEADER_BYTES + 7, len(data), SLOT_BYTES):
+                data[position] ^= 1
+            file.write_bytes(data)
+        async with node_with_ssd(tmp_path) as (node, _):
+            assert (await prefill(node, PROMPT)).cached_tokens == 0
+            assert report(node).events["corrupt"] >= 1
+            assert report(node).promotions["damaged"] >= 1
+            assert (await prefill(node, PROMPT)).cached_tokens == LAST  # it was computed again
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_failing_disk_costs_the_computing_only(tmp_path: Path, kind: str) -> None:
+    async def scenario() -> None:
+        async with node_with_ssd(tmp_path) as (node, disk):
+            if kind == "write":
+                disk.failing = {kind}
+            await prefill(node, PROMPT)
+            await forget(node)
+            disk.failing = {kind}
+            assert (await prefill(node, PROMPT)).cached_tokens == 0
+            assert report(node).events[f"{kind}_errors"] >= 1
+
+    run(scenario())
+
+
+def test_who_would_wait_too_long_computes_and_the_next_one_finds_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node_with_ssd(tmp_path) as (node, disk):
+            assert node.pages.ssd is not None
+            await prefill(node, PROMPT)
+            await forget(node)
+            node.pages.ssd.computed(1000, 1.0)
+            disk.gate.clear()
+            node.begin("hasty", PROMPT, LAST)
+            pages = await node.heard()
+            assert isinstance(pages, m.JobPages)
+            assert pages.cached_tokens == 0
+            assert report(node).promotions == {"late": 1}
+            disk.gate.set()
+            await until(lambda: report(node).promotions.get("ok") == 1)
+            node.end("hasty")
+            assert (await prefill(node, PROMPT)).cached_tokens == LAST
+
+    run(scenario())
+
+
+def test_a_disk_slower_than_computing_is_not_asked(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node_with_ssd(tmp_path) as (node, _):
+            assert node.pages.ssd is not None
+            for _ in range(2):  # computed, then read back: how fast the disk is, is known
+                await prefill(node, PROMPT)
+                await forget(node)
+            node.pages.ssd.computed(10**9, 1e-6)
+            node.begin("job", PROMPT, LAST)
+            pages = await node.heard()
+            assert isinstance(pages, m.JobPages)
+            assert pages.cached_tokens == 0
+            assert report(node).promotions == {"ok": 1, "slow": 1}
+            node.end("job")
+
+    run(scenario())
+
+
+def test_a_directory_in_use_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("node.kvcache.pages.SSD_RETRY_S", 0.01)
+
+    async def scenario() -> None:
+        async with node_with_ssd(tmp_path) as (node, _):
+            second = HandNode("second", tmp_path, ssd_dir=node.config.ssd_dir, ssd_bytes=node.config.ssd_bytes)
+            directories = Path(node.config.ssd_dir)
+            (directories / second.config.node_id).symlink_to(directories / node.config.node_id)
+            opening = asyncio.create_task(second.pages.open_ssd())
+            await until(lambda: caplog.text.count("no SSD tier") >= 2)
+            assert not opening.done()
+            assert not report(second).open
+            assert (await prefill(second, PROMPT)).cached_tokens == 0
+        await opening
+        assert report(second).open
+        await second.close()
+
+    run(scenario())

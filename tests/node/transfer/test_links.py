@@ -1,0 +1,207 @@
+"""A node's links: what its configuration makes of them, and how they are told."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+from prometheus_client import CollectorRegistry, generate_latest
+
+from node.config import NodeConfig
+from node.errors import NodeRefusal
+from node.transfer.links import SMALL_S, URGENT_S, Links, PushResult, spec_of, urgency_of
+from tests.node.running import new_runner
+from transport.control.certificates import Authority
+from transport.control.messages import TicketInfo
+from transport.path.link import LinkState
+from transport.send.spec import Urgency
+
+SIZE = 200_000
+
+
+def links(tmp_path: Path, cluster: str, **changes: Any) -> Links:
+    values: dict[str, Any] = {"node_id": "n", "cluster_kind": "pd", "role": "decode", "model": "m"}
+    made = Links(NodeConfig(cluster=cluster, run_dir=str(tmp_path), **values, **changes), use_shm=False)
+    made.start()
+    return made
+
+
+class Source:
+    """Memory of one range."""
+
+    def __init__(self, size: int) -> None:
+        self._memory = memoryview(bytes(size))
+
+    def __call__(self, index: int) -> list[memoryview]:
+        return [self._memory]
+
+
+def ticket_of(name: str, cluster: str, endpoints: Sequence[tuple[str, str, str]]) -> TicketInfo:
+    return TicketInfo(
+        transfer_id=name, secret=b"secret", num_tokens=1, have_tokens=0, tokens_digest=b"", endpoints=tuple(endpoints),
+        ttl_s=60.0, layout_fingerprint="", node_id="d", cluster=cluster,
+    )  # fmt: skip
+
+
+async def send(sender: Links, receiver: Links, cluster: str, name: str, size: int = SIZE) -> PushResult:
+    target = memoryview(bytearray(size))
+    receiver.expect(name, b"secret", [size], lambda _: [target], lambda _: None)
+    ticket = ticket_of(name, cluster, [(each.kind, each.address, each.host_id) for each in receiver.endpoints()])
+    done: asyncio.Future[PushResult] = asyncio.get_running_loop().create_future()
+    sender.push(ticket, [size], Source(size), done.set_result).ready([0])  # type: ignore[arg-type]
+    async with asyncio.timeout(60.0):
+        return await done
+
+
+def told(of: Links) -> dict[str, float]:
+    """Values by name and link."""
+    registry = CollectorRegistry()
+    registry.register(of.collector)
+    found: dict[str, float] = {}
+    for line in generate_latest(registry).decode().splitlines():
+        if line.startswith("prfaas_link_") and 'link="' in line:
+            name, _, rest = line.partition("{")
+            link = rest.partition("link=")[2].split('"')[1]
+            found[f"{name} {link}"] = float(rest.rpartition(" ")[2])
+    return found
+
+
+async def until_told(of: Links, name: str, value: float) -> None:
+    """Links are sampled by a thread of transport."""
+    async with asyncio.timeout(60.0):
+        while told(of).get(f"prfaas_link_{name} west") != value:  # noqa: ASYNC110 no event of ours
+            await asyncio.sleep(0.02)
+
+
+def run(scenario: Any) -> None:
+    with new_runner() as runner:
+        runner.run(scenario)
+
+
+def test_every_cluster_has_its_budget_until_it_is_changed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        sender = links(tmp_path, "east", egress_bytes_per_s={"*": 80e6, "west": 40e6})
+        receiver = links(tmp_path, "any")
+        try:
+            assert (await send(sender, receiver, "west", "once")).ok
+            await until_told(sender, "budget_bytes_per_second", 40e6)
+            sender.set_budgets({"*": 10e6})
+            assert (await send(sender, receiver, "west", "again")).ok
+            await until_told(sender, "budget_bytes_per_second", 10e6)
+            (link,) = sender.states()
+            assert (link.peer, link.budget_bytes_per_s) == ("west", 10e6)
+            assert link.available_bytes_per_s <= 10e6
+        finally:
+            for each in (sender, receiver):
+                await asyncio.to_thread(each.close)
+
+    run(scenario())
+
+
+def test_a_node_does_not_hold_back_its_own_cluster(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        sender, receiver = links(tmp_path, "west", egress_bytes_per_s=40e6), links(tmp_path, "west")
+        try:
+            assert (await send(sender, receiver, "west", "t")).ok
+            await until_told(sender, "connections", 1.0)
+            assert told(sender)["prfaas_link_budget_bytes_per_second west"] == 0.0
+        finally:
+            for each in (sender, receiver):
+                await asyncio.to_thread(each.close)
+
+    run(scenario())
+
+
+def test_a_transfer_is_its_tenants_and_has_its_weight() -> None:
+    """By which transport shares a link (tests/transport/send/test_lanes.py)."""
+    ticket = structs.replace(ticket_of("t", "west", ()), tenant="acme", weight=3.0)
+    spec = spec_of(ticket, "tcp", "127.0.0.1:1", [1], None, Urgency.NORMAL)
+    assert (spec.tenant, spec.weight, spec.link, spec.due_s) == ("acme", 3.0, "west", 60.0)
+    with pytest.raises(ValueError, match="weight"):
+        spec_of(structs.replace(ticket, weight=0.0), "tcp", "127.0.0.1:1", [1], None, Urgency.NORMAL)
+
+
+def test_connections_are_as_many_as_configured(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        sender = links(tmp_path, "east", connections=1, congestion_control="cubic", integrity="plain")
+        receiver = links(tmp_path, "west", integrity="plain")
+        try:
+            assert (await send(sender, receiver, "west", "t")).ok
+            await until_told(sender, "connections", 1.0)
+            assert sender.states()[0].connections == 1
+        finally:
+            for each in (sender, receiver):
+                await asyncio.to_thread(each.close)
+
+    run(scenario())
+
+
+def test_a_probe_tells_whether_a_receiver_answers(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        near, far = links(tmp_path, "west"), links(tmp_path, "east")
+        there = [(each.kind, each.address, each.host_id) for each in near.endpoints()]
+        assert await far.probe(ticket_of("spent long ago", "west", there)) == ""
+        await asyncio.to_thread(near.close)
+        assert await far.probe(ticket_of("spent long ago", "west", there)) == "peer_lost"
+        with pytest.raises(NodeRefusal, match="no_route"):
+            await far.probe(ticket_of("spent long ago", "west", []))
+        await asyncio.to_thread(far.close)
+
+    with new_runner() as runner:
+        runner.run(scenario())
+
+
+def test_both_ends_must_seal_or_neither(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        identity = Authority(tmp_path).issue("n")
+        files = {name: str(getattr(identity, name)) for name in ("certificate", "key", "authority")}
+        sealed = [links(tmp_path, cluster, integrity="aead", **files) for cluster in ("east", "west")]
+        plain = links(tmp_path, "east")
+        try:
+            assert (await send(sealed[0], sealed[1], "west", "t")).ok
+            refused = await send(plain, sealed[1], "west", "u")
+            assert (refused.ok, refused.reason) == (False, "integrity_mode")
+            assert told(plain)["prfaas_link_refusals_total west"] > 0
+        finally:
+            for each in (*sealed, plain):
+                await asyncio.to_thread(each.close)
+
+    run(scenario())
+
+
+@given(st.lists(st.integers(1, 1 << 30), max_size=30), st.floats(1e3, 1e10))
+def test_small_pushes_go_first_but_not_without_end(sizes: list[int], rate: float) -> None:
+    link, urgent_bytes = LinkState(peer="p", at=0.0, available_bytes_per_s=rate), 0
+    for size in sizes:
+        urgent = urgency_of(size, link, urgent_bytes) is Urgency.URGENT
+        assert not urgent or size <= SMALL_S * rate
+        assert urgent or size > SMALL_S * rate or urgent_bytes + size > URGENT_S * rate
+        urgent_bytes += size if urgent else 0
+        assert urgent_bytes <= URGENT_S * rate
+        assert urgency_of(size, None, 0) is urgency_of(size + 1, LinkState(peer="p", at=0.0), 0) is Urgency.NORMAL
+
+
+def test_a_small_push_is_urgent_on_a_link_that_is_known(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        sender, receiver = links(tmp_path, "east"), links(tmp_path, "west")
+        try:
+            assert sender.urgency_for("west", 1) is Urgency.NORMAL
+            for i in range(100):  # until one was under way when the link was sampled
+                assert (await send(sender, receiver, "west", f"first-{i}", 64 << 20)).ok
+                if sender.states()[0].available_bytes_per_s:
+                    break
+            assert sender.urgency_for("west", 1) is Urgency.URGENT
+            assert sender.urgency_for("west", 1 << 40) is Urgency.NORMAL
+            assert sender.urgency_for("north", 1) is Urgency.NORMAL
+            for i in range(20):  # what was urgent and has arrived does not count any more
+                assert (await send(sender, receiver, "west", f"again-{i}")).ok
+            assert sender.urgency_for("west", 100) is Urgency.URGENT
+        finally:
+            for each in (sender, receiver):
+                await asyncio.to_thread(each.close)
+
+    run(scenario())

@@ -1,0 +1,97 @@
+"""Which way KVCache goes between two nodes, and what happens where the way that was asked for does not exist."""
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from node.config import node_config
+from node.errors import ConfigError
+from node.transfer.links import rdma_of
+from tests.node.handover import HandNode
+from tests.node.test_config import TABLE
+from tests.node.transfer.test_handover import TOKENS, hand_over, run
+from transport.control.settings import SettingsError
+from transport.rdma import verbs as rdma
+from transport.rdma.device import RdmaDevices, RdmaError
+from transport.rdma.loopback import LoopbackFabric
+
+
+def nodes(
+    tmp_path: Path, fabric: LoopbackFabric, *, decode_fabric: str = "a", **changes: object
+) -> tuple[HandNode, HandNode]:
+    near, far = RdmaDevices([fabric.device("a0", fabric="a")]), RdmaDevices([fabric.device("a1", fabric=decode_fabric)])
+    prefill = HandNode("p", tmp_path, rdma=near, **changes)
+    return prefill, HandNode("d", tmp_path, rdma=far)
+
+
+async def delivered_over(prefill: HandNode, decode: HandNode) -> str:
+    try:
+        _, delivered = await hand_over(prefill, decode, TOKENS)
+        return delivered.link
+    finally:
+        await prefill.close()
+        await decode.close()
+
+
+def test_nics_of_one_fabric_carry_kvcache_within_a_cluster(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        fabric = LoopbackFabric()
+        prefill, decode = nodes(tmp_path, fabric)
+        assert [(e.kind, e.host_id) for e in decode.links.endpoints()] == [("rdma", "a"), ("tcp", "")]
+        assert await delivered_over(prefill, decode) == "rdma"
+        assert not fabric.queue_pairs
+
+    run(scenario())
+
+
+def test_other_fabrics_and_other_clusters_are_reached_by_tcp(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        assert await delivered_over(*nodes(tmp_path, LoopbackFabric(), decode_fabric="b")) == "tcp"
+        assert await delivered_over(*nodes(tmp_path, LoopbackFabric(), cluster="elsewhere")) == "tcp"
+
+    run(scenario())
+
+
+def test_shared_memory_comes_before_rdma(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        fabric = LoopbackFabric()
+        ends = [HandNode(name, tmp_path, use_shm=True, rdma=RdmaDevices([fabric.device(f"{name}0")])) for name in "pd"]
+        assert [e.kind for e in ends[1].links.endpoints()] == ["shm", "rdma", "tcp"]
+        assert await delivered_over(*ends) == "shm"
+
+    run(scenario())
+
+
+def test_rdma_that_is_asked_for_and_impossible_is_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> RdmaDevices:
+        raise RdmaError("this machine has no RDMA device")
+
+    monkeypatch.setattr("node.transfer.links.open_devices", none)
+    config = node_config(TABLE)
+    assert rdma_of(config) is None
+    assert rdma_of(replace(config, transport="tcp")) is None
+    with pytest.raises(ConfigError, match="transport = 'rdma': RDMA is not possible here: this machine has no RDMA"):
+        rdma_of(replace(config, transport="rdma"))
+    with pytest.raises(ConfigError, match="RDMA is not possible here"):
+        rdma_of(replace(config, rdma_devices=("mlx5_0",)))
+    with pytest.raises(SettingsError, match="rdma_devices: allowed only with transport"):
+        replace(config, transport="tcp", rdma_devices=("mlx5_0",))
+
+
+def test_encryption_that_was_asked_for_is_not_given_up_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+    monkeypatch.setattr("node.transfer.links.open_devices", lambda options: opened.append(options) or RdmaDevices([]))
+    sealed = replace(node_config(TABLE), integrity="aead", certificate="c", key="k", authority="a")
+    assert rdma_of(sealed) is None
+    assert not opened
+    assert rdma_of(replace(sealed, transport="rdma")) is not None
+
+
+def test_a_machine_without_rdma_says_so() -> None:
+    with suppress(RdmaError):  # there is some: nothing to see here
+        rdma.open_devices().close()
+        return
+    with pytest.raises(RdmaError, match=r"pyverbs|device"):
+        rdma.open_devices()

@@ -1,0 +1,153 @@
+"""What is made of what nodes answered."""
+
+from dataclasses import replace
+
+from gateway.cluster.agent_client import LinkLoad, NodeInfo, NodeLoad
+from prfaas.commands.findings import Certificate, Described, Finding, Level, Port, Seen, Silent, Way, findings, worst
+
+INFO = NodeInfo(
+    node_id="d0",
+    cluster="west",
+    cluster_kind="pd",
+    role="decode",
+    state="ready",
+    engine_url="http://127.0.0.1:1",
+    model_id="m",
+    layout_json="{}",
+    layout_fingerprint="f" * 64,
+    max_model_len=4096,
+    boot_id="b",
+    version="1.0",
+)
+DECODE = Described(address="127.0.0.1:7003", info=INFO, load=NodeLoad(), took_s=0.002, ahead_s=0.0)
+PREFILL = replace(DECODE, address="127.0.0.1:7001", info=replace(INFO, node_id="p0", role="prefill"))
+WELL = Seen(described=(PREFILL, DECODE), ways=(Way("p0", "d0", 0.004, ""),), version="1.0")
+
+
+def bad(seen: Seen) -> list[Finding]:
+    return [each for each in findings(seen) if each.level is not Level.OK]
+
+
+def with_decode(**changes: object) -> Seen:
+    info = replace(INFO, **changes)  # type: ignore[arg-type]
+    return replace(WELL, described=(PREFILL, replace(DECODE, info=info)))
+
+
+def test_nothing_is_said_against_a_system_that_is_well() -> None:
+    assert bad(WELL) == []
+    assert worst(findings(WELL)) is Level.OK
+    assert worst([]) is Level.OK
+
+
+def test_who_does_not_answer_is_an_error_with_its_reason() -> None:
+    (found,) = bad(replace(WELL, silent=(Silent("10.0.0.9:7001", "unreachable", "refused"),)))
+    assert (found.level, found.about) == (Level.ERROR, "10.0.0.9:7001")
+    assert found.what == "no answer: unreachable (refused)"
+    assert "control_port" in found.remedy
+
+
+def test_a_gateway_without_decode_nodes_serves_nothing() -> None:
+    (found,) = bad(replace(WELL, described=(PREFILL,)))
+    assert (found.level, found.about) == (Level.ERROR, "roles")
+    (found,) = bad(replace(WELL, described=(DECODE,)))
+    assert (found.level, found.about) == (Level.WARNING, "roles")
+
+
+def test_states_are_explained_and_those_of_later_versions_are_no_error() -> None:
+    assert [each.about for each in bad(with_decode(state="engine_down")) if each.level is Level.ERROR] == [
+        "d0",
+        "roles",
+    ]
+    assert [each.level for each in bad(with_decode(state="dreaming"))] == [Level.WARNING]
+
+
+def test_nodes_of_one_name_are_told_apart_by_nobody() -> None:
+    (found,) = bad(with_decode(node_id="p0"))
+    assert (found.level, found.about) == (Level.ERROR, "p0")
+
+
+def test_who_has_another_layout_is_named() -> None:
+    third = replace(DECODE, info=replace(INFO, node_id="d1", layout_fingerprint="0" * 64))
+    (found,) = bad(replace(WELL, described=(PREFILL, DECODE, third)))
+    assert (found.level, found.about) == (Level.ERROR, "d1")
+
+
+def test_versions_and_lengths_that_differ_are_warnings() -> None:
+    (found,) = bad(with_decode(version=""))
+    assert (found.level, found.what) == (Level.WARNING, "runs version unknown, this is 1.0")
+    (found,) = bad(with_decode(max_model_len=2048))
+    assert found.what == "max_model_len differs: 2048, 4096"
+
+
+def test_a_clock_is_wrong_only_by_what_is_sure() -> None:
+    def seen(ahead_s: float, took_s: float) -> list[Finding]:
+        return bad(replace(WELL, described=(PREFILL, replace(DECODE, ahead_s=ahead_s, took_s=took_s))))
+
+    assert [each.level for each in seen(-2.0, 0.01)] == [Level.WARNING]
+    assert [each.level for each in seen(90.0, 0.01)] == [Level.ERROR]
+    assert "behind" in seen(-2.0, 0.01)[0].what
+    assert seen(2.0, 4.0) == []  # the answer was on its way for as long
+
+
+def test_a_closed_engine_port_is_worse_than_others() -> None:
+    ports = [Port("d0", name, "h:1", "Connection refused") for name in ("engine_port", "calls_port", "bootstrap_port")]
+    assert [each.level for each in bad(replace(WELL, ports=ports))] == [Level.ERROR, Level.WARNING, Level.WARNING]
+
+
+def test_a_way_without_an_answer_is_named_by_both_its_ends() -> None:
+    (found,) = bad(replace(WELL, ways=(Way("p0", "d0", 0.1, "path_failed"),)))
+    assert (found.level, found.about) == (Level.ERROR, "p0 -> d0")
+
+
+def test_certificates_are_told_before_they_end() -> None:
+    days = 86400.0
+    seen = replace(
+        WELL,
+        certificates=[
+            Certificate("a", 300 * days),
+            Certificate("b", 3 * days),
+            Certificate("c", -1.0),
+            Certificate("d", None, "cannot be read: gone"),
+        ],
+    )
+    assert [(each.about, each.level) for each in bad(seen)] == [
+        ("b", Level.WARNING),
+        ("c", Level.ERROR),
+        ("d", Level.ERROR),
+    ]
+
+
+def test_links_to_other_clusters_say_what_they_have_carried() -> None:
+    link = LinkLoad(
+        peer="west", available_bytes_per_s=1.25e9, utilisation=0.1, retransmit_ratio=0.02, rtt_s=0.03, min_rtt_s=0.03,
+        congested=False, queued_bytes=0, estimate_error=0.0, budget_bytes_per_s=2.5e9,
+    )  # fmt: skip
+    load = NodeLoad(links=(link, replace(link, peer="east", available_bytes_per_s=0.0)))
+    far = replace(PREFILL, info=replace(PREFILL.info, cluster="east", cluster_kind="prfaas"), load=load)
+    said = [each.what for each in findings(replace(WELL, described=(far, DECODE))) if each.about == "p0 -> west"]
+    assert said == ["gives 10.00 Gbit/s to who is busy, RTT 30.0 ms, budget 20.00 Gbit/s"]
+    load = NodeLoad(links=(replace(link, congested=True),))
+    (found,) = bad(replace(WELL, described=(replace(far, load=load), DECODE)))
+    assert found.what.startswith("congested: 2.00% retransmitted")
+
+
+def test_a_system_whose_only_decode_node_is_drained_serves_nothing() -> None:
+    for state in ("draining", "starting", "converting", "engine_down", "engine_silent"):
+        found = bad(with_decode(state=state))
+        assert worst(found) is Level.ERROR
+        (roles,) = (each for each in found if each.about == "roles")
+        assert roles.what == f"no decode node is ready (d0 {state}): every request is refused (no_decode_node)"
+    other = replace(DECODE, info=replace(INFO, node_id="d1"))
+    drained = with_decode(state="draining")
+    assert worst(findings(replace(drained, described=(*drained.described, other)))) is Level.WARNING
+    prefill = replace(PREFILL, info=replace(PREFILL.info, state="draining"))
+    assert "no prefill node is ready (p0 draining)" in str(bad(replace(WELL, described=(prefill, DECODE))))
+
+
+def test_other_code_of_the_same_version_is_told() -> None:
+    (found,) = bad(replace(with_decode(version="1.0+1111111111"), version="1.0+2222222222", described=(
+        replace(PREFILL, info=replace(PREFILL.info, version="1.0+2222222222")),
+        replace(DECODE, info=replace(INFO, version="1.0+1111111111")),
+    )))  # fmt: skip
+    assert (found.level, found.about) == (Level.WARNING, "d0")
+    assert found.what == "runs version 1.0+1111111111, this is 1.0+2222222222 (other code of the same version)"

@@ -1,0 +1,126 @@
+"""What `prfaas init` writes is what the programs that read it take."""
+
+from pathlib import Path
+
+import pytest
+
+from gateway.auth.keyring import Keyring
+from gateway.config.gateway import load as load_gateway
+from node.config import load_node_config
+from prfaas.commands.init import QUESTIONS, Site, asked, files, init, members, site_of
+from prfaas.errors import InitError
+from prfaas.system.topology import load_topology
+
+SEVERAL = Site(
+    model="models/m", gateway="10.0.0.1", remote=("10.1.0.1", "10.1.0.2"), prefill=("10.0.0.2",), decode=("10.0.0.2", "d.lan")
+)  # fmt: skip
+
+
+def write(site: Site, folder: Path) -> list[str]:
+    said: list[str] = []
+    init(site, folder, overwrite=False, say=said.append)
+    return said
+
+
+def test_one_machine_gets_one_file_that_up_takes(tmp_path: Path) -> None:
+    said = write(Site(model=str(tmp_path / "m"), tls=True), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["prfaas.toml"]
+    topology = load_topology(tmp_path / "prfaas.toml", tmp_path)
+    assert [node.node_id for node in topology.nodes] == ["remote-p0", "home-d0"]
+    assert topology.nodes[0].integrity == "aead"
+    assert topology.certificates is not None
+    assert any("prfaas model build" in line for line in said)
+
+
+def test_several_machines_get_a_file_for_each_process(tmp_path: Path) -> None:
+    said = write(SEVERAL, tmp_path)
+    gateway = load_gateway(tmp_path / "gateway.toml")
+    (key,) = [line.rpartition(" ")[2] for line in said if line.startswith("API key")]
+    keyring = Keyring(gateway.tenants, gateway.operator_keys)
+    assert keyring.tenant({"Authorization": f"Bearer {key}"}).name == "first"
+    assert keyring.is_operator({"Authorization": f"Bearer {key}"})
+    assert [node.agent for node in gateway.nodes] == [
+        "10.1.0.1:7001", "10.1.0.2:7001", "10.0.0.2:7001", "10.0.0.2:7002", "d.lan:7001",
+    ]  # fmt: skip
+    for member in members(SEVERAL):
+        node = load_node_config(tmp_path / f"{member.name}.toml")
+        assert (node.node_id, node.role, node.cluster_kind, node.host) == (
+            member.name, member.role, member.kind, member.host,
+        )  # fmt: skip
+        assert node.model == str(tmp_path / "models/m")
+    start = (tmp_path / "START.md").read_text()
+    assert all(f"prfaas node -c {member.name}.toml" in start for member in members(SEVERAL))
+
+
+def test_certificates_are_made_for_all_and_named_in_their_files(tmp_path: Path) -> None:
+    site = Site(model="m", remote=("10.1.0.1",), tls=True)
+    write(site, tmp_path)
+    gateway = load_gateway(tmp_path / "gateway.toml")
+    assert gateway.identity is not None
+    gateway.identity.check()
+    assert [node.name for node in gateway.nodes] == ["remote-p0", "home-d0"]
+    node = load_node_config(tmp_path / "remote-p0.toml")
+    assert node.identity is not None
+    node.identity.check()
+
+
+def test_two_nodes_of_a_machine_have_ports_of_their_own() -> None:
+    texts = files(SEVERAL)
+    assert "control_port = 7001" in texts["home-p0.toml"]
+    assert "control_port = 7002" in texts["home-d0.toml"]
+
+
+def test_files_that_are_there_are_kept_unless_somebody_says_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "gateway.toml").write_text("mine")
+    with pytest.raises(InitError, match=r"gateway\.toml: already there; --overwrite"):
+        write(SEVERAL, tmp_path)
+    assert (tmp_path / "gateway.toml").read_text() == "mine"
+    assert not (tmp_path / "START.md").exists()
+    init(SEVERAL, tmp_path, overwrite=True, say=lambda _: None)
+    assert load_gateway(tmp_path / "gateway.toml").host == "10.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ({"decode": "-"}, "no decode node"),
+        ({"engine": "llama"}, "engine 'llama': must be one of embedded, vllm, sglang"),
+        ({"engine": "sglang", "remote": "-"}, "engine 'sglang': its decode nodes compute no prompts"),
+        ({"remote": "10.0.0.1,,x"}, "host ''"),
+        ({"gateway": "a b"}, "host 'a b'"),
+    ],
+)
+def test_answers_that_make_no_system_are_named(answers: dict[str, str], message: str) -> None:
+    with pytest.raises(InitError, match=message):
+        site_of(asked(answers, lambda _, default: default), tls=False)
+
+
+def test_an_sglang_site_has_a_port_where_decode_nodes_ask(tmp_path: Path) -> None:
+    site = Site(model="m", engine="sglang", gateway="10.0.0.1", remote=("10.0.0.2",), decode=("10.0.0.3",))
+    write(site, tmp_path)
+    ports = {member.role: load_node_config(tmp_path / f"{member.name}.toml").bootstrap_port for member in members(site)}
+    assert ports == {"prefill": 7501, "decode": 0}
+    with pytest.raises(InitError, match="no TLS"):
+        Site(model="m", engine="sglang", tls=True)
+
+
+def test_only_what_is_not_known_is_asked() -> None:
+    questions: list[str] = []
+
+    def ask(question: str, default: str) -> str:
+        questions.append(question)
+        return ""
+
+    site = site_of(asked({"model": "m", "remote": "-"}, ask), tls=False)
+    assert len(questions) == len(QUESTIONS) - 2
+    assert (site.model, site.remote, site.is_one_machine) == ("m", (), True)
+
+
+def test_addresses_of_ipv6_are_in_brackets_beside_ports(tmp_path: Path) -> None:
+    write(
+        Site(model="models/m", gateway="2001:db8::9", remote=("2001:db8::2",), decode=("2001:db8::1", "d.lan")),
+        tmp_path,
+    )
+    gateway = load_gateway(tmp_path / "gateway.toml")
+    assert {node.agent for node in gateway.nodes} == {"[2001:db8::1]:7001", "[2001:db8::2]:7001", "d.lan:7001"}
+    assert load_node_config(tmp_path / "home-d0.toml").host == "2001:db8::1"

@@ -1,0 +1,42 @@
+"""What `prfaas key` prints is what a gateway's file takes."""
+
+import tomllib
+
+import pytest
+
+from gateway.auth.keyring import Keyring, TenantConfig, digest_of
+from prfaas.commands.keys import PREFIX, make_and_tell, new_key
+from prfaas.errors import KeyNameError
+
+
+def told(name: str) -> tuple[str, dict[str, object]]:
+    """The key, and the tables to write."""
+    said: list[str] = []
+    make_and_tell(name, said.append)
+    (text,) = said  # at once: `head -1` closes the pipe after a line
+    key, _, rest = text.partition("\n")
+    return key, tomllib.loads(rest)["gateway"]
+
+
+def test_a_tenants_key_opens_what_is_its_own() -> None:
+    key, tables = told("acme.1")
+    keys = tables["tenants"]["acme.1"]["keys"]  # type: ignore[index]
+    assert Keyring({"acme.1": TenantConfig(keys=tuple(keys))}, ()).tenant({"x-api-key": key}).name == "acme.1"
+    assert key not in str(tables)
+
+
+def test_an_operators_key_is_an_operators() -> None:
+    key, tables = told("operator")
+    assert tables == {"operator_keys": [digest_of(key)]}
+
+
+def test_no_two_keys_are_equal_and_all_can_be_told_from_words() -> None:
+    keys = {new_key() for _ in range(100)}
+    assert len(keys) == 100
+    assert all(key.startswith(PREFIX) and len(key) > 50 for key in keys)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "x" * 65])
+def test_who_has_no_name_gets_no_key(name: str) -> None:
+    with pytest.raises(KeyNameError):
+        make_and_tell(name, print)

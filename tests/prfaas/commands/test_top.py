@@ -1,0 +1,150 @@
+import asyncio
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from prfaas.cli import main
+from prfaas.commands.asking import Gateway
+from prfaas.commands.flows import Wanted, follow, line
+from prfaas.commands.top import Screen, once, rate, watch
+from prfaas.errors import AskError
+from tests.gateway.admission.test_slo import LONG
+from tests.gateway.worlds import on_loop, until, world
+from transport.control.proto import node_pb2 as pb
+
+
+def shown(page: Any) -> str:
+    text = io.StringIO()
+    Console(file=text, width=180).print(page)
+    return text.getvalue()
+
+
+@on_loop
+async def test_a_page_has_links_clusters_and_nodes_and_a_link_that_fails_shows() -> None:
+    async with world(remote=1, local=1, decode=1) as w:
+        (remote,) = w.nodes.remote
+        remote.load = pb.Load(links=[pb.Link(peer="west", available_bytes_per_s=2e6, utilisation=0.7)])
+        await until(lambda: w.gateway.links.status()[0].utilisation > 0)
+        gateway = Gateway(w.gateway.url)
+        page = shown(await asyncio.to_thread(once, gateway))
+        assert "scripted  in flight 0 of 1024, in line 0  t = 100, no plan" in page
+        (way,) = [line for line in page.splitlines() if line.startswith("east → west")]
+        assert way.split()[3:8] == ["closed", "70%", "busy", "1.4", "MB/s"]
+        assert all(any(line.startswith(f"{node} ") for line in page.splitlines()) for node in ("r0", "p0", "d0"))
+        remote.load, remote.script.path_is_down = pb.Load(), True
+        await w.complete(LONG)
+        await w.idle()
+        page = shown(await asyncio.to_thread(once, gateway))
+        (way,) = [line for line in page.splitlines() if line.startswith("east → west")]
+        assert "DOWN" in way
+        assert "open (1 of 1)" in way
+        assert "last minute: 1 requests, 0% remote" in page
+
+
+@on_loop
+async def test_flows_are_followed_from_where_the_last_answer_ended() -> None:
+    async with world(decode=1) as w:
+        for i in range(2):
+            await w.complete(f"{i} {LONG}")
+        await w.complete("hello there")
+        await w.idle()
+        gateway = Gateway(w.gateway.url)
+
+        def seen(wanted: Wanted) -> list[dict[str, Any]]:
+            return list(follow(gateway, wanted, once=True))
+
+        crossing = await asyncio.to_thread(seen, Wanted())
+        assert [flow["source"] for flow in crossing] == ["r0", "r0"]
+        assert len(await asyncio.to_thread(seen, Wanted(all_of_them=True))) == 3
+        assert len(await asyncio.to_thread(seen, Wanted(link=("west", "west")))) == 1
+        assert not await asyncio.to_thread(seen, Wanted(kinds=frozenset({"move"})))
+        assert "east → west" in line(crossing[0])
+        assert "request" in line(crossing[0])
+        assert "long · req-" in line(crossing[0])
+
+
+def test_following_asks_after_the_last_number() -> None:
+    asked: list[int] = []
+
+    class Told:
+        def lines(self, path: str, since: int) -> list[dict[str, Any]]:
+            asked.append(since)
+            flow = {"source_cluster": "a", "destination_cluster": "b", "kind": "request"}
+            return [{**flow, "seq": since + 1}, {**flow, "seq": since + 2}]
+
+    found: Iterator[dict[str, Any]] = follow(Told(), Wanted(), once=False, sleep=lambda _: None)  # type: ignore[arg-type]
+    assert [next(found)["seq"] for _ in range(5)] == [1, 2, 3, 4, 5]
+    assert asked == [0, 2, 4]
+
+
+SNAPSHOT: dict[str, Any] = {
+    "boot": "a", "at": 10.0, "clock_s": 5.0, "model": "m", "workers": {"ready": 2}, "in_flight": 0, "max_in_flight": 9,
+    "waiting": 0, "threshold_tokens": 7.0, "plan": {"version": 3}, "links": [], "last_seq": 0, "requests": [],
+}  # fmt: skip
+
+
+def node(name: str, **fields: Any) -> dict[str, Any]:
+    known = {"node": name, "cluster": "east", "kind": "prfaas", "role": "prefill", "state": "ready", "egress_bytes": 0,
+        "running": 0, "waiting": 0, "slots": 1, "queued_tokens": 0, "pending_tokens": 0, "step_s": 0.0,
+        "pages_total": 0, "pages_free": 0, "pages_evictable": 0}  # fmt: skip
+    return known | fields
+
+
+def test_rates_are_differences_and_whoever_needs_looking_at_comes_first() -> None:
+    screen = Screen()
+    screen.take({**SNAPSHOT, "nodes": [node("r0", egress_bytes=1000)]})
+    nodes = [node("r0", egress_bytes=5000), *(node(f"n{i}") for i in range(5)), node("gone", state="down")]
+    screen.take({**SNAPSHOT, "at": 12.0, "nodes": nodes})
+    page = shown(screen.page(max_nodes=3))
+    assert "2.0 kB/s" in page
+    assert "m, 2 workers" in page
+    assert "plan 3" in page
+    lines = page.splitlines()
+    assert lines[lines.index(next(each for each in lines if each.startswith("node "))) + 1].startswith("gone")
+    assert "… and 4 more" in page
+    assert rate(None) == "–"
+
+
+def test_a_gateway_that_goes_away_is_asked_again() -> None:
+    answers: list[Any] = [{**SNAPSHOT, "nodes": []}, AskError("no gateway answers"), {**SNAPSHOT, "nodes": []}]
+
+    class Told:
+        def get(self, path: str, since: int) -> Any:
+            answer = answers.pop(0)
+            if isinstance(answer, AskError):
+                raise answer
+            return answer
+
+    def stop_at_the_end(_: float) -> None:
+        if not answers:
+            raise KeyboardInterrupt
+
+    text = io.StringIO()
+    with pytest.raises(KeyboardInterrupt):
+        watch(Told(), Console(file=text, force_terminal=True, width=160, height=40), 1.0, stop_at_the_end)  # type: ignore[arg-type]
+    assert "no gateway answers" in text.getvalue()
+
+
+@on_loop
+async def test_the_commands_print_what_scripts_read(capsys: pytest.CaptureFixture[str]) -> None:
+    async with world(decode=1) as w:
+        await w.complete(LONG)
+        await w.idle()
+        assert await asyncio.to_thread(main, ["flows", "-u", w.gateway.url, "--once", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["kind"] == "request"
+        assert await asyncio.to_thread(main, ["top", "-u", w.gateway.url, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["model"] == "scripted"
+        assert await asyncio.to_thread(main, ["top", "-u", w.gateway.url, "--once"]) == 0
+        assert "east → west" in capsys.readouterr().out
+        assert await asyncio.to_thread(main, ["drain", "east:west", "-u", w.gateway.url]) == 0
+        assert capsys.readouterr().out == "east → west: drained\n"
+        assert await asyncio.to_thread(main, ["top", "-u", w.gateway.url, "--once"]) == 0
+        assert "0% drained" in capsys.readouterr().out
+        assert await asyncio.to_thread(main, ["drain", "east:west", "--undo", "-u", w.gateway.url, "--json"]) == 0
+        assert [link["up"] for link in json.loads(capsys.readouterr().out)] == [True]
+        assert await asyncio.to_thread(main, ["drain", "east:nowhere", "-u", w.gateway.url]) == 1
+        assert "There is no link from 'east' to 'nowhere'" in capsys.readouterr().err
