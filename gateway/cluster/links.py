@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from gateway.cluster.agent_client import LinkLoad
 from gateway.cluster.node import Node
-from gateway.request.request import PrefillOutcome
+from gateway.cluster.prefill_outcome import PrefillOutcome
 from planner.decisions.coding import CodingEstimate
 from planner.decisions.lines import BOUND, shared_line
 from planner.decisions.paths import PATH_FAILED, Paths

@@ -14,6 +14,7 @@ from gateway.admission.slo import Refusals
 from gateway.cluster.inflight_load import Booking
 from gateway.cluster.links import Links, is_path_failure
 from gateway.cluster.node import Node
+from gateway.cluster.prefill_outcome import PrefillOutcome
 from gateway.cluster.registry import Clusters
 from gateway.errors import (
     ApiError,
@@ -27,7 +28,7 @@ from gateway.errors import (
 )
 from gateway.pipeline.retries import Retries
 from gateway.pipeline.ticketed import Attempt, cancel, hang_up, has_killed
-from gateway.request.request import PrefillOutcome, Request
+from gateway.request.request import Request
 from gateway.routing.router import Decider
 from gateway.tasks import TaskSet
 from gateway.telemetry.recorder import Accounts

@@ -15,11 +15,12 @@ from gateway.admission.slo import Refusals
 from gateway.cluster.inflight_load import Booking
 from gateway.cluster.links import Links, is_path_failure
 from gateway.cluster.node import Node
+from gateway.cluster.prefill_outcome import PrefillOutcome
 from gateway.cluster.registry import Clusters
 from gateway.errors import ApiError, DecodeFailed, InternalError, KillsEngines, NodeError, NodeFailure, PrefillFailed
 from gateway.pipeline.reservations import Hold
 from gateway.pipeline.retries import Retries
-from gateway.request.request import PrefillOutcome, Request
+from gateway.request.request import Request
 from gateway.routing.prefix_transfers import OK, Move, Moves, prefix_of
 from gateway.routing.router import Decider
 from gateway.tasks import TaskSet

@@ -9,6 +9,7 @@ from gateway.api.openai import Call
 from gateway.api.usage import Details
 from gateway.auth.keyring import EVERYBODY, Tenant
 from gateway.cluster.node import Node
+from gateway.cluster.prefill_outcome import PrefillOutcome
 from gateway.cluster.registry import ServedModel
 from gateway.prompt.prompt import Model, Prompt
 from gateway.prompt.tokenizer_trust import Reading
@@ -49,23 +50,6 @@ class Timeline:
         """Seconds after arrival of every step that was reached."""
         steps = {name: getattr(self, name) for name in self.__slots__}
         return {name: round(at - self.arrived, 6) for name, at in steps.items() if at is not None}
-
-
-class PrefillOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """`kv_transfer_params` of a prefill leg's answer. Times are seconds since the start of the job on its node."""
-
-    delivered: bool = False
-    num_tokens: int = 0
-    cached_tokens: int = 0
-    bytes_total: int = 0
-    bytes_before_prefill_end: int | None = 0  # None: nobody knows
-    bytes_saved: int = 0
-    codecs: dict[str, int] = {}
-    prefill_start_s: float = 0.0
-    prefill_end_s: float = 0.0
-    delivered_s: float = 0.0
-    link: str = ""
-    reason: str = ""
 
 
 class BrokenOff(msgspec.Struct, frozen=True):

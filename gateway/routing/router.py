@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from gateway.cluster.links import Links
 from gateway.cluster.node import Node
+from gateway.cluster.prefill_outcome import PrefillOutcome
 from gateway.cluster.registry import Clusters
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import NoDecodeNode, NodeError, NoPrefillNode, Unavailable
-from gateway.request.request import PrefillOutcome, Request
+from gateway.request.request import Request
 from gateway.routing.prefix_transfers import Move
 from hybrid_cache.index.index import NOTHING
 from planner.decisions.accuracy import Accuracy, Error

@@ -8,8 +8,9 @@ from typing import Final
 from gateway.api.usage import recompute_reason
 from gateway.auth.keyring import Tenant
 from gateway.cluster.node import Node
+from gateway.cluster.prefill_outcome import PrefillOutcome
 from gateway.errors import ApiError, TenantLimited
-from gateway.request.request import PrefillOutcome, Request, RequestRecord
+from gateway.request.request import Request, RequestRecord
 from gateway.telemetry.load_report import Offered
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.record_ring import Records
