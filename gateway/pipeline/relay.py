@@ -11,12 +11,13 @@ from typing import Final, Protocol
 
 from aiohttp import web
 
+from gateway.api.sse import DONE, ERROR
 from gateway.api.usage import MARK, RECOMPUTED, UsagePatch, completion_tokens, with_cached_tokens, with_details
 from gateway.errors import ApiError, DecodeFailed, LegFailed
 from gateway.http.response import Date, Reply
 from gateway.pipeline.dispatcher import Answering
 from gateway.pipeline.fanout import Part, PartReply
-from gateway.pipeline.stream_resume import DONE, ERROR, MAX_TOLD_BYTES, Seam, names_tokens, why_not
+from gateway.pipeline.stream_resume import MAX_TOLD_BYTES, Seam, names_tokens, why_not
 from gateway.pipeline.ticketed import Attempt
 from gateway.request.request import BrokenOff, Request
 from gateway.request.request import cached_tokens as known_cached_tokens

@@ -15,13 +15,10 @@ from typing import Any, Final
 import msgspec
 
 from gateway.api.openai import NOT_JSON, Call
+from gateway.api.sse import DATA, DONE, ERROR, EVENT_END
 from gateway.errors import LegFailed
 
 IDS: Final = b',"token_ids":['  # cannot stand inside a JSON string: its quotes would be escaped there
-ERROR: Final = b'data: {"error"'
-EVENT_END: Final = b"\n\n"
-DATA: Final = b"data: "
-DONE: Final = b"data: [DONE]\n\n"
 MAX_HELD_BYTES: Final = 1 << 20  # of an event whose end has not come
 MAX_TOLD_BYTES: Final = 512  # of an error
 

@@ -19,11 +19,11 @@ from msgspec.structs import replace
 
 from gateway.api.bodies import Body
 from gateway.api.openai import NOT_JSON
+from gateway.api.sse import DATA, ERROR
 from gateway.cluster.node import Node
 from gateway.cluster.prefill_outcome import PrefillOutcome
 from gateway.config.gateway import Timeouts
 from gateway.errors import DecodeFailed, LegFailed, NodeFailure, PrefillFailed
-from gateway.pipeline.stream_resume import DATA, ERROR
 from gateway.request.request import Request
 from gateway.upstream.http1 import NODE_SILENT, Answer
 from gateway.upstream.pool import EnginePool

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.api.sse import DONE
 from gateway.errors import LegFailed
-from gateway.pipeline.stream_resume import DONE, Seam
+from gateway.pipeline.stream_resume import Seam
 
 HEAD = {"id": "chatcmpl-7", "object": "chat.completion.chunk", "created": 1_700_000_000, "model": "tiny"}
 ERROR = b'data: {"error":{"message":"EngineCore encountered an issue.","type":"InternalServerError","code":500}}\n\n'
