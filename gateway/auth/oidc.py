@@ -22,10 +22,10 @@ import msgspec
 from yarl import URL
 
 from gateway.api.openai import NOT_JSON
+from gateway.config.oidc import OidcConfig
 from gateway.errors import ConfigError, Unauthorised, Unavailable
 from gateway.tasks import BACKOFF_S
 from transport.control.bounded import BodyTooLong, read_bounded
-from transport.control.settings import require
 
 if TYPE_CHECKING:
     from jwt import PyJWK
@@ -52,39 +52,7 @@ MAX_TRIED: Final = 8  # keys of one name, or of none, that a token is tried with
 REFRESH_S: Final = 600.0
 SOONEST_S: Final = 10.0  # between two questions, however many tokens name keys that nobody knows
 TIMEOUT_S: Final = 10.0
-THIS_MACHINE: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 LEEWAY_S: Final = 30.0  # that two clocks may differ
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OidcConfig:
-    """`[gateway.oidc]`: tokens of `issuer` for `audience` name tenants by `tenant_claim`; none do without an issuer.
-
-    `jwks_url` is where its keys are, if not where its discovery document says.
-    """
-
-    issuer: str = ""
-    audience: str = ""
-    tenant_claim: str = "azp"
-    jwks_url: str = ""
-
-    def __post_init__(self) -> None:
-        require(not self.issuer or bool(self.audience), "oidc.audience", self.audience, "whom tokens must be for")
-        require(bool(self.tenant_claim), "oidc.tenant_claim", self.tenant_claim, "the name of a claim")
-        for name in ("issuer", "jwks_url"):
-            url = getattr(self, name)
-            require(not url or _is_safe(url), f"oidc.{name}", url, "an https URL; http on this machine only")
-
-
-def _is_safe(url: str) -> bool:
-    """Whether only the host that `url` names can answer."""
-    try:
-        parsed = URL(url)
-    except ValueError:
-        return False
-    if parsed.scheme == "https":
-        return bool(parsed.host)
-    return parsed.scheme == "http" and parsed.host in THIS_MACHINE
 
 
 @dataclass(frozen=True, slots=True)

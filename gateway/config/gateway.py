@@ -18,13 +18,13 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final, Self
 
-from gateway.admission.service_classes import AdmissionConfig, ClassConfig, check_classes, names_of
-from gateway.auth.keyring import TenantConfig, check_digest, check_tenants
-from gateway.auth.oidc import OidcConfig
+from gateway.config.classes import AdmissionConfig, ClassConfig, check_classes, names_of
+from gateway.config.oidc import OidcConfig
+from gateway.config.plan import PlanConfig
+from gateway.config.request_log import RequestLogConfig
+from gateway.config.tenants import TenantConfig, check_digest, check_tenants
+from gateway.config.traces import TracesConfig
 from gateway.errors import ConfigError
-from gateway.routing.plan_follower import PlanConfig
-from gateway.telemetry.otlp import TracesConfig
-from gateway.telemetry.request_log import RequestLogConfig
 from planner.decisions.placement import PLACERS
 from transport.control.settings import (
     SettingsError,

@@ -18,7 +18,8 @@ from typing import Final
 
 import numpy as np
 
-from gateway.auth.keyring import MAX_TENANTS, Tenant
+from gateway.auth.keyring import Tenant
+from gateway.config.tenants import MAX_TENANTS
 from gateway.errors import TenantLimited
 from planner.decisions.limits import Left, Limit, Limits, Refusal, Used, entered, left, read, settled, solvent
 

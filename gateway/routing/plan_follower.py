@@ -11,53 +11,23 @@ leaders of a term one goes before the other, so that two services with a memory 
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Protocol
 
 import aiohttp
 import msgspec
 
 from gateway.api.openai import NOT_JSON
-from gateway.errors import ConfigError
+from gateway.config.plan import PlanConfig
 from gateway.tasks import BACKOFF_S
 from planner.decisions.plan import LivePlan, refusal_of
 from transport.control.bounded import BodyTooLong, read_bounded
 from transport.control.durable import write_durably
-from transport.control.settings import require
 
 log = logging.getLogger("prfaas.gateway.plan")
 
 MAX_PLAN_BYTES: Final = 1 << 20
 GRACE_S: Final = 10.0  # of an answer, beyond the time that the question is held open
 _DECODER: Final = msgspec.json.Decoder(LivePlan)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanConfig:
-    """`[gateway.plan]`: the plan service that is followed; an empty `url` follows none.
-
-    `token_file` holds the secret that the service asks for, `plan_file` keeps the last plan over a restart. A question to the
-    service is held open for `wait_s`.
-    """
-
-    url: str = ""
-    token_file: Path | None = None
-    plan_file: Path | None = None
-    wait_s: float = 20.0
-
-    def __post_init__(self) -> None:
-        require(not self.url or self.url.startswith(("http://", "https://")), "url", self.url, "an http(s) URL")
-        require(0 < self.wait_s <= 60, "wait_s", self.wait_s, "a number of seconds above 0, at most 60")
-
-    def headers(self) -> dict[str, str]:
-        """With the secret. Raises ConfigError."""
-        if self.token_file is None:
-            return {}
-        try:
-            return {"Authorization": f"Bearer {self.token_file.read_text().strip()}"}
-        except OSError as exc:
-            raise ConfigError(f"[gateway.plan]: token_file: {exc}") from exc
 
 
 class Counted(Protocol):

@@ -21,8 +21,8 @@ from typing import Final
 
 import msgspec
 
+from gateway.config.request_log import RequestLogConfig
 from gateway.request.request import Request, RequestRecord
-from transport.control.settings import require
 
 log = logging.getLogger("prfaas.gateway.request_log")
 
@@ -34,17 +34,6 @@ BLOCK_TOKENS: Final = 512  # of the blocks that a line names, as in Mooncake's t
 NAME_BITS: Final = 53  # of a block's hash: whatever reads JSON holds them exactly
 PATTERN: Final = "requests-*.jsonl"
 ATTEMPTS: Final = 100  # to find a name that nobody has, in one second
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestLogConfig:
-    """`[gateway.request_log]`: nothing is written without a `directory`, and at most `max_bytes` are kept in it."""
-
-    directory: Path | None = None
-    max_bytes: int = 1 << 30
-
-    def __post_init__(self) -> None:
-        require(self.max_bytes >= 1 << 20, "request_log.max_bytes", self.max_bytes, "at least 1048576 bytes")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ import secrets
 from collections.abc import Callable
 from typing import Final
 
-from gateway.auth.keyring import NAME, digest_of
+from gateway.auth.keyring import digest_of
+from gateway.config.tenants import NAME
 from prfaas.errors import KeyNameError
 
 PREFIX: Final = "sk-prfaas-"  # so that scanners of leaked secrets know what they have found

@@ -7,7 +7,7 @@ import pytest
 
 from gateway.config.gateway import GatewayConfig, RoutingConfig, Strangers, Timeouts
 from gateway.config.gateway import NodeConfig as Agent
-from gateway.routing.plan_follower import PlanConfig
+from gateway.config.plan import PlanConfig
 from node.config import NodeConfig
 from planner.service.config import ServiceConfig
 from planner.solve.controller import ControllerConfig

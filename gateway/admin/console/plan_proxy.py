@@ -11,8 +11,8 @@ import aiohttp
 import msgspec
 
 from gateway.api.openai import NOT_JSON
+from gateway.config.plan import PlanConfig
 from gateway.errors import ApiError, BadRequest
-from gateway.routing.plan_follower import PlanConfig
 from transport.control.bounded import BodyTooLong, read_bounded
 
 TIMEOUT_S: Final = 5.0

@@ -16,10 +16,11 @@ import pytest
 from aiohttp import web
 
 from gateway.admin.console.static import FOLDER, POLICY, all_files
-from gateway.admission.service_classes import ClassConfig
-from gateway.auth.keyring import TenantConfig, digest_of
+from gateway.auth.keyring import digest_of
 from gateway.cluster.drained_links import SharedDrained
-from gateway.routing.plan_follower import PlanConfig
+from gateway.config.classes import ClassConfig
+from gateway.config.plan import PlanConfig
+from gateway.config.tenants import TenantConfig
 from tests.gateway.admission.test_slo import LONG
 from tests.gateway.worlds import World, on_loop, until, world
 from transport.control.proto import node_pb2 as pb

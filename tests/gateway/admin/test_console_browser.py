@@ -14,7 +14,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.auth.keyring import TenantConfig, digest_of
+from gateway.auth.keyring import digest_of
+from gateway.config.tenants import TenantConfig
 from tests.gateway.admission.test_slo import LONG
 from tests.gateway.worlds import PATIENCE_S, on_loop, world
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from gateway.admin.reload import Change, Reloads, changes
-from gateway.auth.keyring import TenantConfig, digest_of
+from gateway.auth.keyring import digest_of
 from gateway.config.gateway import GatewayConfig
+from gateway.config.tenants import TenantConfig
 from gateway.errors import ConfigError, Unavailable
 from tests.gateway.worlds import World, on_loop, world
 from transport.control.settings import build

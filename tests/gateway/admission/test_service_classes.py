@@ -6,8 +6,9 @@ from math import inf
 
 import pytest
 
-from gateway.admission.service_classes import AdmissionConfig, ClassConfig, Classes, check_classes
-from gateway.auth.keyring import TenantConfig
+from gateway.admission.service_classes import Classes
+from gateway.config.classes import AdmissionConfig, ClassConfig, check_classes
+from gateway.config.tenants import TenantConfig
 from gateway.errors import ApiError
 from planner.decisions.admission import AdmissionPolicy
 from planner.decisions.classes import ServiceClass

@@ -9,10 +9,10 @@ import aiohttp
 import pytest
 from msgspec.structs import replace
 
-from gateway.admission.service_classes import AdmissionConfig, ClassConfig
 from gateway.admission.slo import Refusals
 from gateway.api.openai import Endpoint
 from gateway.cluster.registry import Clusters, ServedModel
+from gateway.config.classes import AdmissionConfig, ClassConfig
 from gateway.config.gateway import GatewayConfig, NodeConfig, RoutingConfig
 from gateway.prompt.prompt import Hashing, PromptMemory, read_call
 from gateway.request.request import Request, Timeline

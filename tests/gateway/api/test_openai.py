@@ -10,7 +10,8 @@ import pytest
 from gateway.api.dialects import anthropic_request as messages
 from gateway.api.dialects import responses_request as responses
 from gateway.api.openai import Endpoint, parse, request_id_or
-from gateway.auth.keyring import TenantConfig, digest_of
+from gateway.auth.keyring import digest_of
+from gateway.config.tenants import TenantConfig
 from gateway.errors import BadRequest
 from gateway.prompt.cache_breakpoints import unmarked
 from tests.gateway.worlds import on_loop, world

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from gateway.auth.keyring import EVERYBODY, Keyring, TenantConfig, digest_of
+from gateway.auth.keyring import EVERYBODY, Keyring, digest_of
 from gateway.config.gateway import GatewayConfig
+from gateway.config.tenants import TenantConfig
 from gateway.errors import BadRequest, Unauthorised
 from transport.control.settings import SettingsError, build
 

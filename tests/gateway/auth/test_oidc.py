@@ -16,8 +16,10 @@ from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from gateway.auth.keyring import Keyring, TenantConfig, digest_of
-from gateway.auth.oidc import OidcConfig, Provider, Tokens, looks_like_a_token
+from gateway.auth.keyring import Keyring, digest_of
+from gateway.auth.oidc import Provider, Tokens, looks_like_a_token
+from gateway.config.oidc import OidcConfig
+from gateway.config.tenants import TenantConfig
 from gateway.errors import ApiError
 from tests.gateway.worlds import on_loop, until, world
 from transport.control.settings import SettingsError

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from gateway.auth.keyring import TenantConfig, digest_of
+from gateway.auth.keyring import digest_of
+from gateway.config.tenants import TenantConfig
 from gateway.prompt.prompt import Hashing
 from hybrid_cache.hashing.block_hash import namespaced
 from tests.gateway.worlds import World, on_loop, world

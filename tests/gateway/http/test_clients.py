@@ -8,9 +8,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.admission.service_classes import ClassConfig
 from gateway.api.openai import Endpoint
 from gateway.cluster.registry import ServedModel
+from gateway.config.classes import ClassConfig
 from gateway.config.gateway import RoutingConfig, Strangers
 from gateway.http.response import Reply
 from gateway.pipeline.relay import pass_on

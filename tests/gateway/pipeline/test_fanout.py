@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from gateway.api.openai import Endpoint, parse
-from gateway.auth.keyring import TenantConfig, digest_of
+from gateway.auth.keyring import digest_of
 from gateway.config.gateway import Strangers
+from gateway.config.tenants import TenantConfig
 from gateway.errors import BadRequest
 from gateway.pipeline.fanout import bodies_of, calls_of
 from planner.decisions.waiting import Share

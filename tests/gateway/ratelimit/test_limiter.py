@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.auth.keyring import EVERYBODY, Keyring, Tenant, TenantConfig, digest_of
+from gateway.auth.keyring import EVERYBODY, Keyring, Tenant, digest_of
+from gateway.config.tenants import TenantConfig
 from gateway.errors import TenantLimited
 from gateway.ratelimit.limiter import ROWS, UNLIMITED, Allowances, span
 from planner.decisions.limits import Bucket, Limits

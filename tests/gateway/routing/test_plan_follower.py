@@ -13,8 +13,8 @@ import pytest
 from aiohttp import web
 
 from gateway.config.gateway import RoutingConfig
+from gateway.config.plan import PlanConfig
 from gateway.errors import ConfigError
-from gateway.routing.plan_follower import PlanConfig
 from planner.decisions.offered import GatewayLoad
 from planner.decisions.plan import LivePlan, Mode, Setting
 from tests.gateway.worlds import World, on_loop, until, world

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.api.openai import OPTIONS, Endpoint
-from gateway.auth.keyring import TenantConfig, digest_of
+from gateway.auth.keyring import digest_of
+from gateway.config.tenants import TenantConfig
 from gateway.server.openapi import PATH, document
 from tests.gateway.worlds import World, on_loop, world
 

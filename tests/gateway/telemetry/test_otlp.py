@@ -14,9 +14,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from gateway.config.traces import TracesConfig
 from gateway.request.request import RequestRecord
 from gateway.request.trace_context import Trace
-from gateway.telemetry.otlp import TracesConfig
 from gateway.telemetry.otlp_spans import CLOSE_S, Spans
 from tests.gateway.worlds import on_loop, until, world
 from transport.control.settings import SettingsError

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.config.request_log import RequestLogConfig
 from gateway.errors import ConfigError
 from gateway.request.request import RequestRecord
-from gateway.telemetry.request_log import FILES, PATTERN, Entry, RequestLog, RequestLogConfig, line_of
+from gateway.telemetry.request_log import FILES, PATTERN, Entry, RequestLog, line_of
 from planner.model.workload import infinite_cache_hits, read_trace
 from tests.gateway.worlds import on_loop, until, world
 from transport.control.settings import SettingsError

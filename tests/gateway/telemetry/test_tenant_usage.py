@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.auth.keyring import TenantConfig, digest_of
+from gateway.auth.keyring import digest_of
 from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.node import Node
+from gateway.config.tenants import TenantConfig
 from gateway.errors import NodeError
 from gateway.routing.prefix_transfers import Move, Moves
 from gateway.tasks import TaskSet

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gateway.auth.keyring import TenantConfig, digest_of
+from gateway.auth.keyring import digest_of
+from gateway.config.tenants import TenantConfig
 from prfaas.cli import main
 from prfaas.commands.asking import KEY_VARIABLE, Gateway
 from prfaas.commands.explain import Wish, ask, show

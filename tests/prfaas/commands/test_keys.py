@@ -4,7 +4,8 @@ import tomllib
 
 import pytest
 
-from gateway.auth.keyring import Keyring, TenantConfig, digest_of
+from gateway.auth.keyring import Keyring, digest_of
+from gateway.config.tenants import TenantConfig
 from prfaas.commands.keys import PREFIX, make_and_tell, new_key
 from prfaas.errors import KeyNameError
 

@@ -1,0 +1,34 @@
+"""`[gateway.plan]`: the plan service that is followed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gateway.errors import ConfigError
+from transport.control.settings import require
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """`[gateway.plan]`: the plan service that is followed; an empty `url` follows none.
+
+    `token_file` holds the secret that the service asks for, `plan_file` keeps the last plan over a restart. A question to the
+    service is held open for `wait_s`.
+    """
+
+    url: str = ""
+    token_file: Path | None = None
+    plan_file: Path | None = None
+    wait_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        require(not self.url or self.url.startswith(("http://", "https://")), "url", self.url, "an http(s) URL")
+        require(0 < self.wait_s <= 60, "wait_s", self.wait_s, "a number of seconds above 0, at most 60")
+
+    def headers(self) -> dict[str, str]:
+        """With the secret. Raises ConfigError."""
+        if self.token_file is None:
+            return {}
+        try:
+            return {"Authorization": f"Bearer {self.token_file.read_text().strip()}"}
+        except OSError as exc:
+            raise ConfigError(f"[gateway.plan]: token_file: {exc}") from exc
