@@ -5,7 +5,6 @@ import logging
 
 from aiohttp import web
 
-from gateway.admin.console.endpoints import Page
 from gateway.api.dialects.translation import error_told
 from gateway.api.openai import request_id_or
 from gateway.auth.keyring import EVERYBODY
@@ -15,7 +14,7 @@ from gateway.http.connections import CONTINUE, Connection, error_response, http_
 from gateway.routing.router import tie_of
 from gateway.server import openapi
 from gateway.server.app import REQUEST_ID, FrontDoor, Handler
-from gateway.server.handlers.operators import Pages
+from gateway.server.handlers.operators import Page, Pages
 from gateway.server.handlers.tokens import Desk
 
 log = logging.getLogger("prfaas.gateway.http")

@@ -1,6 +1,6 @@
 """What operators see and do beyond metrics and records: the console, and the questions that it asks."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from ipaddress import ip_address
 from typing import Final
@@ -16,12 +16,10 @@ from gateway.admin.explain import Explanations
 from gateway.admin.reload import Reloads
 from gateway.errors import ApiError
 from gateway.http.body import Receiver, too_large
+from gateway.server.handlers.operators import News, Page
 
 JSON: Final = "application/json"
 MAX_CHANGE_BYTES: Final = 4096
-
-Page = Callable[[web.Request], Awaitable[web.StreamResponse]]
-News = Callable[[int], Awaitable[tuple[list[bytes], list[bytes]]]]
 
 
 class Console:

@@ -1,13 +1,12 @@
 """What is no generation: the model list and health for clients, metrics and records for operators."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 from aiohttp import web
 
-from gateway.admin.console.endpoints import Console, Page
 from gateway.admission.concurrency import Admission
 from gateway.auth.keyring import Keyring
 from gateway.cluster.links import Links
@@ -24,6 +23,16 @@ from gateway.workers.peers import Kept, Siblings, lines_of
 from gateway.workers.process_scope import Alone, Seat
 from gateway.workers.shared_counters import State
 from planner.decisions.plan import LivePlan
+
+Page = Callable[[web.Request], Awaitable[web.StreamResponse]]
+News = Callable[[int], Awaitable[tuple[list[bytes], list[bytes]]]]
+
+
+class OperatorPages(Protocol):
+    """Further pages for operators, by path."""
+
+    def to_get(self, news: News, sequence: Callable[[web.Request, str], int]) -> dict[str, Page]: ...
+    def to_post(self) -> dict[str, Page]: ...
 
 
 class _Identified(msgspec.Struct, frozen=True):
@@ -50,7 +59,7 @@ class Pages:
         plan: Callable[[], LivePlan | None],
         seat: Alone | Seat,
         siblings: Siblings | None,
-        console: Console,
+        console: OperatorPages,
         clock: Callable[[], float],
         keyring: Keyring,
         started_at: int,
