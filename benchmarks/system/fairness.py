@@ -41,7 +41,6 @@ ARCH: Final = "llama"  # 4 KiB of KVCache a token
 HEAVY, LIGHT = "sk-heavy", "sk-light"
 IN_FLIGHT: Final = 48
 WARM_UP: Final = 3  # requests of the light tenant that are not counted
-EVERY_S: Final = 1.0  # the light tenant's period
 SETTLE_S: Final = 3.0  # until the heavy one's backlog stands
 IDLE_S: Final = 1.0  # until what it has left is gone
 
@@ -54,6 +53,7 @@ class Kind:
     heavy: tuple[int, int]
     light: tuple[int, int]
     prefill_s_per_token: float
+    every_s: float = 1.0  # the light tenant's period
     step_s: float = 0.002
     is_remote: bool = True
     max_running: int = 64
@@ -71,7 +71,7 @@ KINDS: Final = (
         name="rooms", heavy=(2048, 250), light=(1536, 4), prefill_s_per_token=1.5e-4, step_s=0.008, max_running=6,
         decode_cache_bytes=96 << 20,
     ),
-    Kind(name="line", heavy=(2048, 1), light=(640, 1), prefill_s_per_token=1e-5, line_bytes_per_s=8e6),
+    Kind(name="line", heavy=(2048, 1), light=(1280, 1), prefill_s_per_token=1e-5, every_s=1.6, line_bytes_per_s=8e6),
 )  # fmt: skip
 
 
@@ -180,7 +180,7 @@ async def measure(kind: Kind, samples: int, seed: int, state_dir: Path) -> Row:
         load = Load(kind, system, session, seed)
         await load.light(WARM_UP, 0.0)
         async with load.heavy():
-            beside = await load.light(samples, EVERY_S)
+            beside = await load.light(samples, kind.every_s)
         await asyncio.sleep(IDLE_S)
         alone = await load.light(samples, 0.1)
     return Row(
@@ -227,7 +227,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", nargs="+", choices=[kind.name for kind in KINDS], default=[])
-    parser.add_argument("--samples", type=int, default=14, help="of the light tenant (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=12, help="of the light tenant (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     kinds = [kind for kind in KINDS if not args.only or kind.name in args.only]

@@ -1,9 +1,10 @@
 """Whose turn it is among tenants of one urgency: by bytes sent lately, per weight."""
 
+from itertools import islice
 from typing import Final, TypeAlias
 
 from transport.send.spec import Urgency
-from transport.turns import Turns
+from transport.turns import LATELY_S, Turns
 
 HALF_LIFE_S: Final = 10.0  # some transfers of a usual length
 
@@ -28,6 +29,12 @@ class Fairness:
     def charge(self, flow: Flow, size: int, weight: float) -> None:
         """The flow has sent so many bytes."""
         self._turns.charge(flow, size / weight, self._now)
+
+    @property
+    def among_several(self) -> bool:
+        """Whether more than one tenant has sent something lately: the next one may come at any time."""
+        last = islice(self._turns.latest(), len(Urgency) + 1)  # one tenant has a flow of each
+        return len({tenant for (_, tenant), at_s in last if self._now - at_s <= LATELY_S}) > 1
 
     def rank(self, flow: Flow) -> float:
         """Of flows of one urgency, who has the least is first."""

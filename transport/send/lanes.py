@@ -28,6 +28,9 @@ LEAST_CHUNK_BYTES: Final = 8 << 10
 ENDING_S: Final = 0.3  # before the end of what is queued: longer than what a slow lane has taken takes to leave
 MAX_BATCH_CHUNKS: Final = 64
 CHUNK_S: Final = 0.1  # how long a chunk may take
+CHUNK_AMONG_SEVERAL_S: Final = (
+    0.025  # where tenants share the line: what waits on lanes is what a light one's transfer waits for
+)
 MAX_UNDECODED_CHUNKS: Final = 4096  # all that may be on its way when the receiver says that it takes none coded
 
 
@@ -106,6 +109,7 @@ class LaneScheduler:
         self.window_bytes = window_bytes  # sent but not acknowledged, per lane
         self.lane_bytes_per_s = float("inf")  # what a lane carries, where known, and nothing is known of this one
         self.eager_bytes = 0  # of a transfer that may leave before the receiver has said what it misses
+        self.budget_bytes_per_s = float("inf")  # of all lanes together
         self.burst_bytes = float("inf")  # what the egress budget lets leave at once
         self._lanes: dict[int, _Lane] = {}
         self._transfers: dict[int, Transfer] = {}
@@ -295,8 +299,9 @@ class LaneScheduler:
 
         And on slow lanes: a chunk is what an urgent transfer has to wait for, and what a lost connection costs.
         """
-        rate = lane.bytes_per_s or self.lane_bytes_per_s
-        limit = min(share_bytes / 2, rate * CHUNK_S, self.burst_bytes)
+        rate = min(lane.bytes_per_s or self.lane_bytes_per_s, self.budget_bytes_per_s / len(self._lanes))
+        chunk_s = CHUNK_AMONG_SEVERAL_S if self._fairness.among_several else CHUNK_S
+        limit = min(share_bytes / 2, rate * chunk_s, self.burst_bytes)
         least = min(MIN_CHUNK_BYTES, max(LEAST_CHUNK_BYTES, rate * LEAST_CHUNK_S))
         return int(min(self.chunk_bytes, max(limit, least)))
 

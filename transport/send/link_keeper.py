@@ -88,6 +88,7 @@ class LinkKeeper:
         budget = self._egress.bytes_per_s
         with self._transfers.lock:
             changed, self._budget = self._budget != budget, budget
+            self._transfers.scheduler.budget_bytes_per_s = float("inf") if budget is None else budget
             self._transfers.scheduler.burst_bytes = self._egress.burst_bytes
         if changed:
             self.share(lanes)

@@ -8,6 +8,7 @@ from transport.errors import RemoteProtocolError
 from transport.send.fairness import HALF_LIFE_S
 from transport.send.lanes import LaneScheduler, Transfer
 from transport.send.spec import Urgency
+from transport.turns import LATELY_S
 from transport.wire.frames import Abort, Accept, Ack, Cancel, Nack
 from transport.wire.manifest import Manifest, Outbox
 from transport.wire.outcome import MAX_REJECTED_CHUNKS
@@ -114,6 +115,32 @@ def test_a_tenant_that_has_just_sent_as_much_is_not_first_again_by_a_new_transfe
     scheduler.abort(first, "over")
     second = transfer(scheduler, 2, 100, tenant="b")
     assert sent_by_two(scheduler, old, second) == [10, 10]
+
+
+def test_chunks_of_a_slow_lane_are_shorter_where_another_tenant_may_come() -> None:
+    scheduler = scheduler_with()
+    scheduler.on_rates({0: 4e6})
+    transfer(scheduler, 0, 100, tenant="a")
+    transfer(scheduler, 1, 1, tenant="a", urgency=Urgency.URGENT)
+    while 1 in served(scheduler, 1):
+        pass
+    assert scheduler.next_batch(0).num_bytes == 400_000
+    transfer(scheduler, 2, 1, tenant="b")
+    while 2 in served(scheduler, 1):
+        pass
+    assert scheduler.next_batch(0).num_bytes == 100_000
+    scheduler.expire(LATELY_S + 1.0)
+    served(scheduler, 1)
+    assert scheduler.next_batch(0).num_bytes == 400_000
+
+
+def test_all_lanes_together_take_no_more_than_a_moment_of_the_budget_where_another_tenant_may_come() -> None:
+    scheduler = scheduler_with(lanes=4)
+    scheduler.budget_bytes_per_s = 16e6
+    transfer(scheduler, 0, 100, tenant="a")
+    transfer(scheduler, 1, 1, tenant="b")
+    served(scheduler, 20)
+    assert [scheduler.next_batch(lane).num_bytes for lane in range(4)] == [100_000] * 4
 
 
 def test_what_was_sent_long_ago_is_forgotten() -> None:
