@@ -41,7 +41,7 @@ ARCH: Final = "llama"  # 4 KiB of KVCache a token
 HEAVY, LIGHT = "sk-heavy", "sk-light"
 IN_FLIGHT: Final = 48
 WARM_UP: Final = 3  # requests of the light tenant that are not counted
-SETTLE_S: Final = 3.0  # until the heavy one's backlog stands
+SETTLE_S: Final = 2.0  # until the heavy one's backlog stands
 IDLE_S: Final = 1.0  # until what it has left is gone
 
 
@@ -227,7 +227,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", nargs="+", choices=[kind.name for kind in KINDS], default=[])
-    parser.add_argument("--samples", type=int, default=12, help="of the light tenant (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=10, help="of the light tenant (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     kinds = [kind for kind in KINDS if not args.only or kind.name in args.only]
