@@ -28,7 +28,7 @@ from tests.gateway.worlds import PATIENCE_S, on_loop
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 MIB = 1 << 20
 WORD = "x" * 50_000
-WORDS = 400  # 20 MB, more than all buffers on the way
+WORDS = 1000  # 50 MB, more than all buffers on the way: a receiving one may grow to 32 MiB
 SLOW = 8
 STREAMS_OF_A_WORKER = 4000  # two descriptors each
 HELD_BYTES = 2 * MIB  # for each slow client at most: what was read of the engine, what waits to be sent
