@@ -40,8 +40,8 @@ from prfaas.system.topology import Topology, parse_topology
 ARCH: Final = "llama"  # 4 KiB of KVCache a token
 HEAVY, LIGHT = "sk-heavy", "sk-light"
 IN_FLIGHT: Final = 48
-WARM_UP: Final = 3  # requests of the light tenant that are not counted
-SETTLE_S: Final = 2.0  # until the heavy one's backlog stands
+WARM_UP: Final = 2  # requests of the light tenant that are not counted
+SETTLE_S: Final = 4.0  # until its backlog stands, and it has had more than the warm-up of the light one
 IDLE_S: Final = 1.0  # until what it has left is gone
 
 
