@@ -13,11 +13,11 @@ from typing import Any, Final
 import msgspec
 
 from gateway.api.openai import NOT_JSON
+from gateway.api.sse import DATA
 
 MARK: Final = b'"prompt_tokens"'  # cannot stand inside a JSON string: its quotes would be escaped there
 RECOMPUTED: Final = b'"recomputed"'
 EVENT_END: Final = b"\n\n"
-DATA: Final = b"data: "
 MAX_HELD_BYTES: Final = 1 << 20
 
 _COMPLETION_TOKENS: Final = re.compile(rb'"completion_tokens":\s*(\d+)')
