@@ -1,16 +1,16 @@
-"""Whose turn it is, and who may have a place of those that all want. Pure: `now` is given, in seconds, up to 1e9 and beyond.
+"""Which flow is served next, and which one may take a place. Pure: `now` is given, in seconds, up to 1e9 and beyond.
 
 served   what a flow was charged; half of it is forgotten every half-life
-turn     the flow with the least; below one, all are alike, and who is named first comes first
-places   while others are about, a flow has at most LEFT_FREE times as many as it leaves free (Choudhury and Hahne's dynamic
-         threshold, 1998): whoever comes next finds one, be there one flow that wants all of them, or several
+turn     the flow with the least goes next; flows below one unit are equal, and the first that is named goes next
+places   while other flows are active, a flow takes at most LEFT_FREE times the places that it leaves free (Choudhury and
+         Hahne's dynamic threshold, 1998): the next flow finds a place, even if several flows want all of them
 
-A flow that is served nothing is alike with newcomers at last, and before all that come later: nobody waits for ever. Of two
-that get the same it has its turn once the other has had as much lately: after a half-life at most. One that wants little is
-always first: who waits for a turn gives up none, and who was away has not saved any up for longer than is remembered.
+No flow starves: a flow that is not served becomes equal to newcomers and goes before flows that come later. Of two flows with
+equal weights, the one that has had more goes next after a half-life at most. A flow that wants little goes first. Credit does
+not outlast a few half-lives.
 
-What is kept is the logarithm of what a flow has been served, plus the half-lives since time 0. Fading takes the same from
-all, so it changes by service only, and flows are compared without a look at the clock:
+Each flow keeps one number, the logarithm of its service plus the half-lives since time 0. All flows fade alike, so the number
+changes only with service, and flows compare without a clock:
 
     rank = log2(served at t) + t / half_life_s
 """

@@ -1,7 +1,7 @@
-"""Whose pages are reserved, and who may have more: a tenant with many requests leaves some to others.
+"""Pages that each tenant has reserved: a tenant with many requests leaves some pages to other tenants.
 
-Only while others are about: they hold pages, wait for some, or have asked within LATELY_S. What is reserved for nobody in
-particular is counted, and neither bound nor a reason to bind others. Pure: `now` is given, in seconds.
+The rule binds only while another tenant is active: it holds pages, waits for some, or has asked within LATELY_S. Reservations
+without a tenant are counted; the rule neither binds them nor counts them as another tenant. Pure: `now` is given, in seconds.
 """
 
 from collections import Counter
@@ -9,7 +9,7 @@ from itertools import chain, islice
 
 from transport.turns import LATELY_S, leaves_room
 
-MAX_FLOWS = 1024  # of whom it is remembered when they asked; beyond, the longest ago is forgotten
+MAX_FLOWS = 1024  # with a remembered time of asking; beyond it, the oldest is dropped
 NOBODY = ""
 TENANTS_PART = "tenants_part"  # the reason of a refusal: there is room, but for others
 

@@ -28,9 +28,7 @@ LEAST_CHUNK_BYTES: Final = 8 << 10
 ENDING_S: Final = 0.3  # before the end of what is queued: longer than what a slow lane has taken takes to leave
 MAX_BATCH_CHUNKS: Final = 64
 CHUNK_S: Final = 0.1  # how long a chunk may take
-CHUNK_AMONG_SEVERAL_S: Final = (
-    0.025  # where tenants share the line: what waits on lanes is what a light one's transfer waits for
-)
+CHUNK_AMONG_SEVERAL_S: Final = 0.025  # while tenants share a line: a light one waits behind such a chunk
 MAX_UNDECODED_CHUNKS: Final = 4096  # all that may be on its way when the receiver says that it takes none coded
 
 
