@@ -117,6 +117,19 @@ def any_ticket(rng: random.Random) -> pb.Ticket:
     )
 
 
+def sound_ticket() -> TicketInfo:
+    """One that a sender believes, at a port where nobody listens."""
+    return ticket_info(
+        pb.Ticket(
+            transfer_id="sound",
+            secret=bytes(32),
+            num_tokens=1,
+            ttl_s=1.0,
+            endpoints=[pb.Endpoint(kind="tcp", address="127.0.0.1:1")],
+        )
+    )
+
+
 def any_answer(rng: random.Random, number: int) -> pb.CallAnswer:
     answer = pb.CallAnswer(id=rng.choice((number, number, number, 0, number + 1, 1)))
     match rng.randrange(4):
@@ -161,6 +174,19 @@ async def strange_caller(rng: random.Random, port: int) -> None:
             writer.transport.abort()
             with suppress(OSError):
                 await writer.wait_closed()
+
+
+async def silent_caller(port: int) -> None:
+    """Greets, begins a frame, and says no more until it is hung up on."""
+    with suppress(OSError, HUNG_UP):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(CALLER + (1 << 20).to_bytes(4, "little") + bytes(1000))
+            async with asyncio.timeout(PATIENCE_S):
+                while await reader.read(1 << 16):
+                    pass
+        finally:
+            writer.transport.abort()
 
 
 async def strange_agent(rng: random.Random, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -269,11 +295,15 @@ async def fuzz(num_inputs: int, seed: int) -> Counter[str]:
             _, *told = await asyncio.gather(
                 honest(port),
                 *(asked(rng, agent_port, counts) for _ in range(CONNECTIONS)),
+                _nothing(silent_caller(port)),
                 *(_nothing(strange_caller(rng, port)) for _ in range(CONNECTIONS)),
             )
             tickets = [ticket for tickets in told for ticket in tickets][:6]
-            for ticket in [*tickets, any_ticket(rng)]:
-                info = structs.replace(ticket_info(ticket), weight=rng.choice(WEIGHTS), tenant=any_text(rng))
+            strange = [
+                structs.replace(ticket_info(ticket), weight=rng.choice(WEIGHTS), tenant=any_text(rng))
+                for ticket in [*tickets, any_ticket(rng)]
+            ]
+            for info in [sound_ticket(), *strange]:
                 await asyncio.to_thread(sent_to, client, rng, info, counts)
             assert not overheard.records, f"seed {seed}: {overheard.records[0]}"
         async with asyncio.timeout(PATIENCE_S):

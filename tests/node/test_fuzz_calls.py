@@ -10,7 +10,7 @@ import uvloop
 from tests.node.fuzz_calls import fuzz
 from transport.send.spec import TransferSpec
 
-NUM_INPUTS = 800
+NUM_INPUTS = 2000
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
