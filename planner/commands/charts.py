@@ -21,7 +21,7 @@ WIDTH_IN, HEIGHT_IN = 5.8, 3.5
 SERIES: Final = ("#2563a8", "#d9822b", "#3d8f5f", "#8b4f9f")  # told apart on a light and on a dark page
 INK, SOFT, PAGE = "#1b2430", "#5b6776", "#ffffff"
 FROM_PAGE: Final = {INK: "var(--ink)", SOFT: "var(--soft)", PAGE: "var(--page)"}
-STYLE: Final = {
+STYLE: Final[dict[Any, Any]] = {
     "axes.axisbelow": True,
     "axes.edgecolor": SOFT,
     "axes.labelcolor": INK,
