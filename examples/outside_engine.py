@@ -61,6 +61,8 @@ def prefill(pipe: Connection) -> None:
         wait(engine, batch)
         pipe.send((own, bytes(memory)))  # the bytes only so that the other process can compare them
         pipe.recv()  # the decode engine has read what it wanted
+        while engine.serving:  # and has said so
+            time.sleep(0.001)
 
 
 def main() -> None:

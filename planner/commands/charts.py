@@ -18,7 +18,7 @@ except ImportError as exc:
     raise InputError(f"charts need the plots extra (pip install 'prfaas[plots]'): {exc}") from exc
 
 WIDTH_IN, HEIGHT_IN = 5.8, 3.5
-SERIES: Final = ("#2563a8", "#d9822b", "#3d8f5f", "#8b4f9f")  # told apart on a light and on a dark page
+SERIES: Final = ("#3a7fc8", "#d9822b", "#3d8f5f", "#8b4f9f")  # told apart on a light and on a dark page
 INK, SOFT, PAGE = "#1b2430", "#5b6776", "#ffffff"
 FROM_PAGE: Final = {INK: "var(--ink)", SOFT: "var(--soft)", PAGE: "var(--page)"}
 STYLE: Final[dict[Any, Any]] = {
@@ -99,7 +99,7 @@ def line_chart(
         axes.set_xlim(x_low, x_high)
         axes.set_ylim(y_low, y_high)
         axes.grid(axis="y")
-        figure.legend(loc="outside lower center", ncols=2)
+        figure.legend(loc="outside lower center", ncols=4)
         return _svg(figure, title)
 
 
@@ -134,7 +134,7 @@ def tornado(swings: Sequence[Swing], centre: float, *, x_label: str, title: str)
         axes.set_yticks(range(len(swings)), [swing.name for swing in swings])
         axes.invert_yaxis()
         axes.grid(axis="x")
-        figure.legend(loc="outside lower center", ncols=2)
+        figure.legend(loc="outside lower center", ncols=4)
         return _svg(figure, title)
 
 
