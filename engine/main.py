@@ -340,7 +340,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_positive,
         default=1,
         metavar="N",
-        help="processes that share the layers, of an emulated engine computers (default: %(default)s)",
+        help="processes that share the layers (experimental), of an emulated engine computers (default: %(default)s)",
     )
     parser.add_argument("--max-running", type=_positive, default=MAX_RUNNING, metavar="N")
     parser.add_argument("--max-requests", type=_positive, default=MAX_REQUESTS, metavar="N", help="more get a 503")

@@ -66,7 +66,7 @@ class NodeConfig:
     `egress_bytes_per_s` limits what leaves for each destination cluster; 0 is no limit.
     `coding` makes KVCache smaller on its way, by kind of group (see `node.coding`); an empty table does nothing.
     `stages` is how many share the layers, so that chunks of a prompt follow each other through them: of vLLM the size of its
-    pipeline, of the embedded engine processes, of an emulated engine how it counts. SGLang has one.
+    pipeline, of the embedded engine processes (experimental), of an emulated engine how it counts. SGLang has one.
     `eviction` is the policy that says which cached block leaves when room is needed, by name; the default one remembers the
     last uses of `eviction_history_blocks` blocks, up to 480 bytes each.
     `ssd_dir` is where blocks go that leave memory, up to `ssd_bytes`, in a directory named after the node; empty: nowhere.

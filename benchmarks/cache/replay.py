@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from benchmarks.cache.traces import Row, Trace, categories
-from hybrid_cache.eviction import POLICIES, Use
-from hybrid_cache.eviction.base import EvictionPolicy
+from benchmarks.eviction.choice import COMPARED
+from benchmarks.eviction.pools import ChainPool, FlatPool, leading
+from hybrid_cache.eviction.base import EvictionPolicy, Use
 from hybrid_cache.eviction.workload import WorkloadAware, fit_offline
-from hybrid_cache.pools import ChainPool, FlatPool, leading
 
 NEVER = 1 << 60
 
@@ -59,20 +59,20 @@ def run(name: str, trace: Trace, capacity: int, replay: Replay) -> Result:
 
 def flat_replays() -> dict[str, Replay]:
     """A hit is any cached block. The stream is every request's blocks in order, no warm-up."""
-    names = [name for name in POLICIES if name != "default"]
+    names = [name for name in COMPARED if name != "default"]
     return {
-        "default": lambda trace, capacity: _chains(trace, capacity, POLICIES["default"](capacity)),
-        **{name: _flat(POLICIES[name]) for name in names},
+        "default": lambda trace, capacity: _chains(trace, capacity, COMPARED["default"](capacity)),
+        **{name: _flat(COMPARED[name]) for name in names},
         "belady": _flat_belady,
     }
 
 
 def prefix_replays() -> dict[str, Replay]:
     """A hit is a cached block all of whose predecessors are cached; a request uses its blocks tail first, no warm-up."""
-    names = [name for name in POLICIES if name not in ("default", "wa")]
+    names = [name for name in COMPARED if name not in ("default", "wa")]
     return {
-        "default": lambda trace, capacity: _chains(trace, capacity, POLICIES["default"](capacity)),
-        **{name: _passive(POLICIES[name]) for name in names},
+        "default": lambda trace, capacity: _chains(trace, capacity, COMPARED["default"](capacity)),
+        **{name: _passive(COMPARED[name]) for name in names},
         "wa": lambda trace, capacity: _workload(trace, capacity, WorkloadAware(), FlatPool),
         "wa-joint-offline": lambda trace, capacity: _workload(trace, capacity, _literal(trace), FlatPool),
         "wal": lambda trace, capacity: _workload(trace, capacity, WorkloadAware(), ChainPool),

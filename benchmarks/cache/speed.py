@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from benchmarks.eviction.pools import ChainPool
 from hybrid_cache.cache.events import BlocksStored
 from hybrid_cache.cache.pool import PagePool
 from hybrid_cache.eviction.base import Use
@@ -14,7 +15,6 @@ from hybrid_cache.hashing.block_hash import block_hashes
 from hybrid_cache.index.index import PrefixIndex
 from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.layout.spec import FullAttention, LinearState
-from hybrid_cache.pools import ChainPool
 
 BLOCK_SIZE = 64
 PROMPT_TOKENS = 131_072

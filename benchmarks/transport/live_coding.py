@@ -31,6 +31,7 @@ from typing import Any, Final
 
 import aiohttp
 import numpy as np
+import tomli_w
 
 from engine.byte_tokenizer import SPECIAL_TOKENS, VOCAB_SIZE
 from engine.emulated.emulated import emulated_tokens
@@ -38,7 +39,6 @@ from prfaas.demo.client import complete
 from prfaas.system.models import ensure_model
 from prfaas.system.standin import Scale
 from prfaas.system.system import System
-from prfaas.system.toml import dump_toml
 from prfaas.system.topology import Topology, parse_topology
 
 PROFILE: Final = Path(__file__).parents[2] / "configs" / "profiles" / "internal-1t.json"
@@ -110,7 +110,7 @@ class Live:
         """The sender's budget is what such a line carries, from now on: its file is read again."""
         document, before = tomllib.loads(self._file.read_text()), await self._reloads()
         document["node"]["egress_bytes_per_s"] = {"pd": SCALE.bytes_per_s(gbps)}
-        self._file.write_text(dump_toml(document))
+        self._file.write_text(tomli_w.dumps(document))
         os.kill(self._system.nodes[SENDER].process.pid, signal.SIGHUP)
         async with asyncio.timeout(PATIENCE_S):
             while await self._reloads() == before:  # noqa: ASYNC110 a node tells nobody

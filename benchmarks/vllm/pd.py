@@ -31,13 +31,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tomli_w
 
 from benchmarks.lib.processes import End
 from benchmarks.lib.wanem import ADDRESSES, Wan, why_not
 from engine.torch.tiny import build_model
 from engine.vllm.launch import ServerOptions, environment, installed_version, server_command
 from node.process.children import ending_with_us
-from prfaas.system.toml import dump_toml
 from tests.e2e.harness import free_port
 
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
@@ -317,7 +317,7 @@ def our_pair(model: Path, scratch: Path, place: Place, client: End, stack: conte
             "run_dir": str(scratch),
         }
         path = scratch / f"{role}.toml"
-        path.write_text(dump_toml({"node": config}))
+        path.write_text(tomli_w.dumps({"node": config}))
         argv = place.command(side, [sys.executable, "-m", f"{kind}_cluster", "-c", str(path)])
         nodes.append(started(Child(argv, scratch / f"{role}.log"), stack))
     agents = [{"agent": node.says("node listening ")["agent"]} for node in nodes]
@@ -325,7 +325,7 @@ def our_pair(model: Path, scratch: Path, place: Place, client: End, stack: conte
         node.says("node ready ")
     table = {"host": place.host("b"), "port": 0, "threshold_tokens": 1, "tokenizer_dir": str(model), "nodes": agents}
     path = scratch / "gateway.toml"
-    path.write_text(dump_toml({"gateway": table}))
+    path.write_text(tomli_w.dumps({"gateway": table}))
     argv = place.command("b", [sys.executable, "-m", "gateway", "-c", str(path)])
     gateway = started(Child(argv, scratch / "gateway.log"), stack)
     url = gateway.says("gateway ready ")["url"]

@@ -239,21 +239,15 @@ class AgentLink:
 
     def offer_answer(self, request_id: str, hashes: bytes, num_tokens: int) -> AgentJob:
         """Asks for pages for what a prompt and its answer left in the model. Raises AgentGone when there is no agent."""
-        job = self._new_job()
-        self.send(
-            BeginPrefill(
-                job=job.job,
-                request_id=request_id,
-                hashes=hashes,
-                num_tokens=num_tokens,
-                tokens_digest=b"",  # for tickets
-                computed=True,
-            )
-        )
-        return job
+        return self._borrow(request_id, hashes, num_tokens, computed=True)
 
     def look_up(self, request_id: str, hashes: bytes, num_tokens: int) -> AgentJob:
         """Asks for pages of what is cached of a prompt, to read. Raises AgentGone when there is no agent."""
+        return self._borrow(request_id, hashes, num_tokens, cached_only=True)
+
+    def _borrow(
+        self, request_id: str, hashes: bytes, num_tokens: int, *, computed: bool = False, cached_only: bool = False
+    ) -> AgentJob:
         job = self._new_job()
         self.send(
             BeginPrefill(
@@ -262,7 +256,8 @@ class AgentLink:
                 hashes=hashes,
                 num_tokens=num_tokens,
                 tokens_digest=b"",  # for tickets
-                cached_only=True,
+                computed=computed,
+                cached_only=cached_only,
             )
         )
         return job

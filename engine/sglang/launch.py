@@ -9,7 +9,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from engine.sglang.servable import NotServable, complaint_about_flags, config_of
 from engine.sglang.settings import REVISION, SOCKET
 from engine.sglang.version import is_tested, untested
 from transport.control.last_words import CANNOT_SERVE
+from transport.path.tcp import free_port
 
 ROLES: Final = ("prefill", "decode")
 PAGE_TOKENS: Final = 64  # pages are blocks here; SGLang's own default of 1 is a message and a name for every token
@@ -131,8 +131,8 @@ def _options(parsed: argparse.Namespace, max_model_len: int, sglang_flags: Seque
         served_name=parsed.model_name or Path(parsed.model).name,
         role=parsed.role,
         host=parsed.host,
-        port=parsed.port or _free_port(parsed.host),
-        bootstrap_port=parsed.bootstrap_port or _free_port(parsed.host),
+        port=parsed.port or free_port(parsed.host),
+        bootstrap_port=parsed.bootstrap_port or free_port(parsed.host),
         agent_socket=parsed.agent_socket,
         chunk_tokens=parsed.chunk_tokens,
         block_size=parsed.block_size,
@@ -140,13 +140,6 @@ def _options(parsed: argparse.Namespace, max_model_len: int, sglang_flags: Seque
         model_revision=parsed.model_revision,
         sglang_flags=tuple(sglang_flags),
     )
-
-
-def _free_port(host: str) -> int:
-    """SGLang wants a number. Another process may take it first: then the server ends, and is started again with another."""
-    with socket.create_server((host, 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _parser() -> argparse.ArgumentParser:

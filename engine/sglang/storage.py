@@ -1,4 +1,4 @@
-"""The agent's pages as SGLang's storage: what its hierarchical cache writes out is in them, and what lands in them it prefetches.
+"""Experimental: the agent's pages as SGLang's storage, written and read ahead by its hierarchical cache.
 
     --enable-hierarchical-cache --hicache-mem-layout layer_first --hicache-storage-backend dynamic
     --hicache-storage-backend-extra-config '{"backend_name": "prfaas", "module_path": "engine.sglang.storage",

@@ -9,7 +9,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Final
 from engine.vllm.server.servable import complaint_about_model, complaint_about_parallelism
 from engine.vllm.version import is_tested, untested
 from transport.control.last_words import CANNOT_SERVE
-from transport.path.tcp import format_address
+from transport.path.tcp import format_address, free_port
 
 CONNECTOR: Final = "PrfaasConnector"
 CONNECTOR_MODULE: Final = "engine.vllm.connector"
@@ -196,7 +195,7 @@ def _options(parsed: argparse.Namespace, vllm_flags: Sequence[str]) -> ServerOpt
         model=parsed.model,
         served_name=parsed.model_name or Path(parsed.model).name,
         host=parsed.host,
-        port=parsed.port or _free_port(parsed.host),
+        port=parsed.port or free_port(parsed.host),
         agent_socket=parsed.agent_socket,
         chunk_tokens=parsed.chunk_tokens,
         threads=parsed.threads,
@@ -206,13 +205,6 @@ def _options(parsed: argparse.Namespace, vllm_flags: Sequence[str]) -> ServerOpt
         model_revision=parsed.model_revision,
         vllm_flags=tuple(vllm_flags),
     )
-
-
-def _free_port(host: str) -> int:
-    """vLLM wants a number. Another process may take it first: then the server ends, and is started again with another."""
-    with socket.create_server((host, 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,7 +6,7 @@ from the client's own raw fields, so nothing the client wrote is lost or re-form
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Final, Literal
@@ -274,6 +274,21 @@ def _without_tools(fields: dict[str, Raw]) -> dict[str, Raw]:
     is_moot = bytes(fields.get("tool_choice", b"")) in (b'"auto"', b'"none"')
     left_out = ("tools", "tool_choice") if is_moot else ("tools",)
     return {name: raw for name, raw in fields.items() if name not in left_out}
+
+
+def field_of(fields: Mapping[str, Raw], name: str, decoder: msgspec.json.Decoder[Any]) -> Any:
+    """One field of a body, decoded alone; None where it is missing. Raises BadRequest."""
+    raw = fields.get(name)
+    if raw is None:
+        return None
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise bad_field(error, name) from error
+    except NOT_JSON as error:
+        raise BadRequest(
+            f"The body is not valid JSON: in '{name}': {error}", param=name, code="invalid_json"
+        ) from error
 
 
 def bad_field(error: msgspec.ValidationError, within: str = "") -> BadRequest:

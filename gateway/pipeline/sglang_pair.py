@@ -27,7 +27,7 @@ from gateway.errors import (
     Unavailable,
 )
 from gateway.pipeline.retries import Retries
-from gateway.pipeline.ticketed import Attempt, cancel, hang_up, has_killed
+from gateway.pipeline.ticketed import Attempt, cancel, hang_up, noting_death
 from gateway.request.request import Request
 from gateway.routing.router import Decider
 from gateway.tasks import TaskSet
@@ -119,17 +119,16 @@ class Pairing:
     async def _deliver(
         self, request: Request, way: Route, node: Node, decode: Node, room: Room, booking: Booking
     ) -> PrefillOutcome:
-        engine, receiver = node.engine, decode.engine
+        receiver = decode.engine
         # Its answer says nothing of a queue: only what had none tells how long computing takes.
         has_no_queue = node.pending_requests <= 1
-        try:
-            outcome = await self._legs.prefill_in(node, request, room)
-        except PrefillFailed as error:
-            if is_path_failure(error.reason, node, decode, receiver):
-                self._links.failed(node, decode)
-            if await has_killed(self._clusters, request, node, engine, error.reason):
-                raise PrefillFailed(node.id, "engine_died") from error
-            raise
+        async with noting_death(self._clusters, request, node):
+            try:
+                outcome = await self._legs.prefill_in(node, request, room)
+            except PrefillFailed as error:
+                if is_path_failure(error.reason, node, decode, receiver):
+                    self._links.failed(node, decode)
+                raise
         booking.prefilled()
         self._links.arrived(node, decode)
         if has_no_queue:
@@ -140,13 +139,8 @@ class Pairing:
         return outcome
 
     async def _ask(self, request: Request, decode: Node, room: Room) -> DecodeAnswer:
-        engine = decode.engine
-        try:
+        async with noting_death(self._clusters, request, decode):
             return await self._legs.decode_in(decode, request, room)
-        except DecodeFailed as error:
-            if await has_killed(self._clusters, request, decode, engine, error.reason):
-                raise DecodeFailed(decode.id, "engine_died") from error
-            raise
 
     def _next_way(
         self, request: Request, chosen: Route, failing: str, error: PrefillFailed, failed: dict[str, Failure]

@@ -106,13 +106,8 @@ class Runner:
             yield Attempt(await _unless_it_fails(delivery, asking), decode, engine, delivery, hold)
 
     async def _ask(self, decode: Node, request: Request, transfer_id: str | None) -> DecodeAnswer:
-        engine = decode.engine
-        try:
+        async with noting_death(self._clusters, request, decode):
             return await self._legs.decode(decode, request, transfer_id)
-        except DecodeFailed as error:
-            if await has_killed(self._clusters, request, decode, engine, error.reason):
-                raise DecodeFailed(decode.id, "engine_died") from error
-            raise
 
     # The prefill's side
 
@@ -150,23 +145,22 @@ class Runner:
     async def _prefill(self, way: Route, request: Request, hold: Hold, booking: Booking) -> PrefillOutcome:
         assert way.prefill_node is not None
         node, decode = self._clusters.by_id(way.prefill_node), hold.nodes[0]
-        engine, receiver = node.engine, decode.engine
+        receiver = decode.engine
         hold.nodes.append(node)
         booking.prefill(node, way)
         self._accounts.prefilling(request, node)
-        try:
-            outcome = await self._legs.prefill(node, request, hold.ticket)
-            self._links.arrived(node, decode)
-            self._links.learn_coding(node, decode, outcome)
-            self._decider.learn(node, outcome)
-            self._decider.learn_arrival(request, way, node, decode)
-            return outcome
-        except PrefillFailed as error:
-            if is_path_failure(error.reason, node, decode, receiver):
-                self._links.failed(node, decode)
-            if await has_killed(self._clusters, request, node, engine, error.reason):
-                raise PrefillFailed(node.id, "engine_died") from error
-            raise
+        async with noting_death(self._clusters, request, node):
+            try:
+                outcome = await self._legs.prefill(node, request, hold.ticket)
+            except PrefillFailed as error:
+                if is_path_failure(error.reason, node, decode, receiver):
+                    self._links.failed(node, decode)
+                raise
+        self._links.arrived(node, decode)
+        self._links.learn_coding(node, decode, outcome)
+        self._decider.learn(node, outcome)
+        self._decider.learn_arrival(request, way, node, decode)
+        return outcome
 
     def _next_way(
         self, request: Request, chosen: Route, failing: str, error: NodeFailure, failed: dict[str, Failure]
@@ -229,12 +223,17 @@ class Runner:
             log.warning("id=%s decode node could not be told to recompute: %s", request.id, error)
 
 
-async def has_killed(clusters: Clusters, request: Request, node: Node, engine: tuple[str, int], reason: str) -> bool:
-    """Whether the engine that failed has died; that is kept with the request."""
-    if not may_have_died(reason) or not await clusters.has_died(node, engine):
-        return False
-    request.deaths.append(node.id)
-    return True
+@asynccontextmanager
+async def noting_death(clusters: Clusters, request: Request, node: Node) -> AsyncIterator[None]:
+    """A leg at `node`. If it fails because the engine died, the request keeps that, and the failure says `engine_died`."""
+    engine = node.engine
+    try:
+        yield
+    except (DecodeFailed, PrefillFailed) as error:
+        if not may_have_died(error.reason) or not await clusters.has_died(node, engine):
+            raise
+        request.deaths.append(node.id)
+        raise type(error)(node.id, "engine_died") from error
 
 
 async def _unless_it_fails(

@@ -12,7 +12,7 @@ otherwise when more follows it leaves nothing to keep; then the request is refus
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Annotated, Any, Final, Literal, TypeVar, cast
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,7 +31,7 @@ from gateway.api.cache_control import (
     Ttl,
 )
 from gateway.api.dialects.cache_marks import check_number
-from gateway.api.openai import NOT_JSON, Call, Endpoint, bad_field
+from gateway.api.openai import Call, Endpoint, bad_field, field_of
 from gateway.errors import BadRequest
 from prompts.errors import BadPrompt
 from prompts.reading import Chat
@@ -110,17 +110,17 @@ def unmarked(call: Call, *, may_be_marked: bool = True) -> tuple[Call, Marks]:
     is_borne = may_be_marked and any(_bears(call, name) for name in _WITH_MARKS)
     if not (is_borne or any(name in fields for name in (OPTIONS, KEY, CONTROL))):
         return call, NO_MARKS
-    options = _decoded(_OPTIONS, fields, OPTIONS)
-    key = _decoded(_KEY, fields, KEY) or ""
+    options = field_of(fields, OPTIONS, _OPTIONS)
+    key = field_of(fields, KEY, _KEY) or ""
     if len(key) > MAX_KEY_CHARS:
         raise _invalid(KEY, f"it has more than {MAX_KEY_CHARS} characters")
     kept = {name: raw for name, raw in fields.items() if name not in (OPTIONS, CONTROL)}
-    control = _decoded(_CONTROL, fields, CONTROL)
+    control = field_of(fields, CONTROL, _CONTROL)
     ttl = options.ttl if options is not None else DEFAULT_TTL
     taken = _taken if call.dialect is None else _taken_of_dialect
     marks: list[Mark] = []
     if _bears(call, "tools"):
-        tools = _decoded(_TOOLS, fields, "tools")
+        tools = field_of(fields, "tools", _TOOLS)
         for number, tool in enumerate(tools):
             end = Mark("", ttl, tools=number + 1)
             for where, bearer in ((f"tools[{number}]", tool), (f"tools[{number}].function", tool.get("function"))):
@@ -129,7 +129,7 @@ def unmarked(call: Call, *, may_be_marked: bool = True) -> tuple[Call, Marks]:
     implicit = options is not None and options.mode == "implicit"
     last = 0
     if call.endpoint is Endpoint.CHAT and (implicit or control is not None or _bears(call, "messages")):
-        messages = _decoded(_MESSAGES, fields, "messages")
+        messages = field_of(fields, "messages", _MESSAGES)
         for number, message in enumerate(messages):
             marks += _in_message(message, number, ttl, taken)
         kept["messages"] = Raw(msgspec.json.encode(messages))
@@ -256,19 +256,6 @@ def _common(first: TokenArray, second: TokenArray) -> int:
 
 
 _WITH_MARKS: Final = ("messages", "tools")
-
-
-def _decoded(decoder: msgspec.json.Decoder[Any], fields: dict[str, Raw], name: str) -> Any:
-    if name not in fields:
-        return None
-    try:
-        return cast(Any, decoder.decode(fields[name]))
-    except msgspec.ValidationError as error:
-        raise bad_field(error, name) from error
-    except NOT_JSON as error:
-        raise BadRequest(
-            f"The body is not valid JSON: in '{name}': {error}", param=name, code="invalid_json"
-        ) from error
 
 
 def _invalid(param: str, what: str) -> BadRequest:

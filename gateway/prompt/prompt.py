@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from gateway.api.cache_control import NO_CACHING, Breakpoint, Caching
 from gateway.api.dialects.translation import call_in
-from gateway.api.openai import NOT_JSON, Call, ChatOptions, Endpoint, bad_field
+from gateway.api.openai import Call, ChatOptions, Endpoint, field_of
 from gateway.api.validation import MAX_ANSWERS, Tools, check_tools, too_many
 from gateway.errors import BadRequest, unknown_model
 from gateway.prompt.cache_breakpoints import NO_MARKS, Marks, breakpoints, unmarked
@@ -270,7 +270,7 @@ def _caching(call: Call, marks: Marks, tokens: TokenArray, memory: PromptMemory,
     if call.endpoint is not Endpoint.CHAT:  # a text has no parts: its end is all that can be marked
         places = tuple(Breakpoint(mark.field, mark.ttl, len(tokens), len(tokens)) for mark in marks.marks)
     elif marks.marks:
-        chat = replace(_said(call), messages=_field(call, "messages", _MESSAGES))
+        chat = replace(_said(call), messages=field_of(call.fields, "messages", _MESSAGES))
         read = partial(chat_tokens, tokenizer=memory.tokenizer, tenant=tenant)
         places = breakpoints(marks.marks, chat, tokens, read)
     else:
@@ -289,12 +289,12 @@ def _said(call: Call) -> Chat:
     options = cast(ChatOptions, call.options)
     return Chat(
         messages=(),
-        tools=_field(call, "tools", _LIST),
-        documents=_field(call, "documents", _LIST),
+        tools=field_of(call.fields, "tools", _LIST),
+        documents=field_of(call.fields, "documents", _LIST),
         add_generation_prompt=options.add_generation_prompt,
         continue_final_message=options.continue_final_message,
         add_special_tokens=options.add_special_tokens,
-        chat_template_kwargs=_field(call, "chat_template_kwargs", _OBJECT),
+        chat_template_kwargs=field_of(call.fields, "chat_template_kwargs", _OBJECT),
         reasoning_effort=options.reasoning_effort,
     )
 
@@ -302,7 +302,7 @@ def _said(call: Call) -> Chat:
 def _chat(call: Call, memory: PromptMemory, tenant: bytes, most_new: int | None) -> tuple[TokenArray, str]:
     options = cast(ChatOptions, call.options)
     if options.tool_choice is not None or "tools" in call.fields:
-        check_tools(_field(call, "tools", _TOOLS), options.tool_choice)
+        check_tools(field_of(call.fields, "tools", _TOOLS), options.tool_choice)
     chat = _said(call)
     raw = call.fields.get("messages")
     said = {name: bytes(call.fields[name]) for name in SAID if name in call.fields}
@@ -311,7 +311,7 @@ def _chat(call: Call, memory: PromptMemory, tenant: bytes, most_new: int | None)
         return read.tokens, read.how
     if most_new is not None:
         raise TakesLonger
-    chat = replace(chat, messages=_field(call, "messages", _MESSAGES))
+    chat = replace(chat, messages=field_of(call.fields, "messages", _MESSAGES))
     return chat_tokens(chat, memory.tokenizer, tenant), read.how
 
 
@@ -319,7 +319,7 @@ def _completion(call: Call, tokenizer: TextTokenizer, tenant: bytes) -> TokenArr
     raw = bytes(call.fields.get("prompt", b""))
     if len(raw) > MANY_IDS_BYTES and (ids := flat_ids(raw)) is not None:
         return _known(ids, tokenizer)
-    prompt = _field(call, "prompt", _PROMPT)
+    prompt = field_of(call.fields, "prompt", _PROMPT)
     if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
         if len(prompt) > MAX_ANSWERS:
             raise too_many(len(prompt), "prompt")
@@ -352,17 +352,3 @@ def _truncated(call: Call, tokens: TokenArray, tokenizer: TextTokenizer, max_mod
 
 def _invalid(param: str, what: str) -> BadRequest:
     return BadRequest(f"Invalid value for '{param}': {what}.", param=param, code="invalid_value")
-
-
-def _field(call: Call, name: str, decoder: msgspec.json.Decoder[Any]) -> Any:
-    raw = call.fields.get(name)
-    if raw is None:
-        return None
-    try:
-        return decoder.decode(raw)
-    except msgspec.ValidationError as error:
-        raise bad_field(error, name) from error
-    except NOT_JSON as error:
-        raise BadRequest(
-            f"The body is not valid JSON: in '{name}': {error}", param=name, code="invalid_json"
-        ) from error

@@ -5,11 +5,7 @@ and by worker its requests under way, and tokens that it is about to have kept f
 that has died: what it had under way is no more. One that starts clears its own, too.
 """
 
-import fcntl
-import mmap
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from math import ceil
 from pathlib import Path
@@ -21,12 +17,12 @@ import numpy as np
 from gateway.auth.keyring import Tenant
 from gateway.config.tenants import MAX_TENANTS
 from gateway.errors import TenantLimited
+from gateway.shared_array import SharedArray
 from planner.decisions.limits import Left, Limit, Limits, Refusal, Used, entered, left, read, settled, solvent
 
 ROWS: Final = 4 * MAX_TENANTS  # those of tenants that are no more are used again when they say nothing any more
 NAME, REQUESTS, TOKENS, OWN_CELLS = range(4)
 NAME_BYTES: Final = 6  # as a number, exact in a float
-CELL_BYTES: Final = 8
 
 MESSAGES: Final = {
     Limit.REQUESTS: "more requests per minute than its limit of {}",
@@ -67,28 +63,24 @@ class Allowances:
         self._workers = workers
         self._pins = slice(OWN_CELLS + workers, OWN_CELLS + 2 * workers)
         width = OWN_CELLS + 2 * workers
-        self._fd = -1 if path is None else os.open(path, os.O_RDWR)
-        self._map = mmap.mmap(self._fd, 0 if path else ROWS * width * CELL_BYTES)
-        self._cells = np.frombuffer(self._map, np.float64).reshape(ROWS, width)
+        self._array = SharedArray(path, np.float64, num_cells=ROWS * width)
+        self._cells = self._array.cells.reshape(ROWS, width)
         self.clear(own)
 
     def clear(self, worker: int) -> None:
         """What this worker had under way is no more."""
-        with self._locked():
+        with self._array.locked():
             self._cells[:, [OWN_CELLS + worker, OWN_CELLS + self._workers + worker]] = 0
 
     @staticmethod
     def create(path: Path, workers: int) -> None:
         """A file for so many. Raises OSError."""
-        with path.open("xb") as file:
-            file.truncate(ROWS * (OWN_CELLS + 2 * workers) * CELL_BYTES)
+        SharedArray.create(path, ROWS * (OWN_CELLS + 2 * workers))
 
     def close(self) -> None:
         """Lets go of the file; nobody may ask any more."""
         del self._cells
-        self._map.close()
-        if self._fd >= 0:
-            os.close(self._fd)
+        self._array.close()
 
     def enter(self, tenant: Tenant) -> Allowance:
         """Lets a request of this tenant in. Raises TenantLimited."""
@@ -112,7 +104,7 @@ class Allowances:
 
     def about_to_pin(self, tenant: str, tokens: int) -> int:
         """This worker is about to have so many more tokens kept for a tenant, or fewer; returns what others are about to."""
-        with self._locked():
+        with self._array.locked():
             row = self._cells[self._row(tenant, self._clock())]
             row[self._own + self._workers] += tokens
             return int(row[self._pins].sum() - row[self._own + self._workers])
@@ -121,7 +113,7 @@ class Allowances:
         self, tenant: str, change: Callable[[Used, float], Used | Refusal], now: float
     ) -> tuple[Used, Used | Refusal]:
         """Used before and after. A frame of its own: an exception would keep the map open for as long as it is kept."""
-        with self._locked():
+        with self._array.locked():
             row = self._cells[self._row(tenant, now)]
             used = Used(float(row[REQUESTS]), float(row[TOKENS]), int(row[OWN_CELLS : self._pins.start].sum()))
             changed = change(used, now)
@@ -148,17 +140,6 @@ class Allowances:
             self._rows.clear()
         self._rows[tenant] = int(found[0])
         return int(found[0])
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        if self._fd < 0:
-            yield
-            return
-        fcntl.lockf(self._fd, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
 
 class _Limited(Allowance):

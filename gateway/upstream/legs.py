@@ -151,18 +151,17 @@ class Legs:
             values["truncate_prompt_tokens"] = request.asked.num_tokens
         body = request.call.written(values, drop=NOT_FOR_PREFILL)
         with _sent(request):
-            return await self._prefill(node, request, body)
+            return _outcome(node, *await self._prefill(node, request, body))
 
-    async def _prefill(self, node: Node, request: Request, body: Body) -> PrefillOutcome:
+    async def _prefill(self, node: Node, request: Request, body: Body) -> tuple[int, bytes]:
         try:
             answer = await self._post(node, request, body, self.timeouts.prefill_s)
             try:
-                told = await answer.whole()
+                return answer.status, await answer.whole()
             finally:
                 answer.close()
         except LegFailed as error:
             raise PrefillFailed(node.id, error.reason, str(error)) from error
-        return _outcome(node, answer.status, told)
 
     async def decode(self, node: Node, request: Request, transfer_id: str | None) -> DecodeAnswer:
         """The answer of `node`, to be closed, from its first token on. Raises DecodeFailed if none comes.
@@ -201,18 +200,11 @@ class Legs:
         return _paired_outcome(node, request, told, self._clock() - began)
 
     async def _prefill_paired(self, node: Node, request: Request, body: Body) -> bytes:
-        try:
-            answer = await self._post(node, request, body, self.timeouts.prefill_s)
-            try:
-                told = await answer.whole()
-            finally:
-                answer.close()
-        except LegFailed as error:
-            raise PrefillFailed(node.id, error.reason, str(error)) from error
-        if answer.status != 200:
+        status, told = await self._prefill(node, request, body)
+        if status != 200:
             failed = _error(told)
-            others_too = answer.status not in RETRYABLE
-            reason = _told_by_us(failed, answer.status) or _label(failed, answer.status)
+            others_too = status not in RETRYABLE
+            reason = _told_by_us(failed, status) or _label(failed, status)
             raise PrefillFailed(node.id, reason, failed.message, Failure.REQUEST if others_too else None)
         return told
 

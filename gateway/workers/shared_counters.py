@@ -9,11 +9,7 @@ exactly is the file locked, for microseconds; the lock goes with its process. Th
 parent, so nothing of it stays.
 """
 
-import fcntl
-import mmap
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from enum import IntEnum
 from hashlib import blake2b
 from math import exp
@@ -23,9 +19,9 @@ from typing import Final
 import numpy as np
 
 from gateway.cluster.node import Node, Work
+from gateway.shared_array import SharedArray
 from planner.decisions.estimates import PREFILL_SHARE_S, PrefillShare
 
-CELL_BYTES: Final = 8
 HEAD_CELLS: Final = 8
 WORKERS, NODES, LAST_SEQ, RESTARTS = range(4)
 MORE_CLUSTERS: Final = 8  # than nodes: names that were once a cluster's keep their column
@@ -47,12 +43,10 @@ class Board:
 
     def __init__(self, path: Path, number: int | None = None) -> None:
         """Maps a board that has been created. Raises OSError."""
-        self._fd = os.open(path, os.O_RDWR)
-        self._map = mmap.mmap(self._fd, 0)
-        self._head = np.frombuffer(self._map, np.int64, HEAD_CELLS)
+        self._array = SharedArray(path, np.int64)
+        self._head, rest = np.split(self._array.cells, [HEAD_CELLS])
         self.workers, nodes = int(self._head[WORKERS]), int(self._head[NODES])
         clusters = nodes + MORE_CLUSTERS
-        rest = np.frombuffer(self._map, np.int64, offset=HEAD_CELLS * CELL_BYTES)
         self._clusters, cells = rest[:clusters], rest[clusters:]
         self._rows = cells.reshape(self.workers, -1)
         # By worker and node: requests and tokens; share of prompts and when, in seconds; promised bytes by cluster.
@@ -68,15 +62,13 @@ class Board:
         """An empty board for so many. Raises OSError."""
         clusters = nodes + MORE_CLUSTERS
         row = OWN_CELLS + 4 * nodes + nodes * clusters
-        with path.open("xb") as file:
-            file.write(np.array([workers, nodes], np.int64).tobytes())
-            file.truncate(CELL_BYTES * (HEAD_CELLS + clusters + workers * row))
+        head = np.array([workers, nodes], np.int64).tobytes()
+        SharedArray.create(path, HEAD_CELLS + clusters + workers * row, head)
 
     def close(self) -> None:
         """Lets go of the file; nobody may ask any more."""
         del self._head, self._clusters, self._rows, self._work, self._share, self._promised
-        self._map.close()
-        os.close(self._fd)
+        self._array.close()
 
     # Workers
 
@@ -104,7 +96,7 @@ class Board:
 
     def clear(self, number: int) -> None:
         """The parent's: a worker has ended, and with it all that it had."""
-        with self._locked():
+        with self._array.locked():
             self._rows[number] = 0
 
     def restarted(self) -> None:
@@ -115,13 +107,13 @@ class Board:
 
     def next_seq(self) -> int:
         """A number for a record, which no other worker's record gets."""
-        with self._locked():
+        with self._array.locked():
             self._head[LAST_SEQ] += 1
             return int(self._head[LAST_SEQ])
 
     def last_seq(self) -> int:
         """The number given out last."""
-        with self._locked():
+        with self._array.locked():
             return int(self._head[LAST_SEQ])
 
     def taken(self, kind: int) -> int:
@@ -130,7 +122,7 @@ class Board:
 
     def take(self, kind: int, limit: int) -> bool:
         """Takes a place for this worker, unless all of them have `limit` already."""
-        with self._locked():
+        with self._array.locked():
             if self.taken(kind) >= limit:
                 return False
             self._rows[self._own, kind] += 1
@@ -139,14 +131,6 @@ class Board:
     def give_back(self, kind: int) -> None:
         """This worker's place is free."""
         self._rows[self._own, kind] -= 1
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        fcntl.lockf(self._fd, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
     # Work on nodes
 
@@ -192,7 +176,7 @@ class Board:
         digest = _digest(cluster)
         if (known := np.flatnonzero(self._clusters == digest)).size:
             return int(known[0])
-        with self._locked():
+        with self._array.locked():
             free = np.flatnonzero((self._clusters == 0) | (self._clusters == digest))
             if not free.size:
                 return None

@@ -1,14 +1,11 @@
-"""The policies by name, and the one that a cache takes if nobody chooses."""
+"""The policies that a node may choose, by name, and its default."""
 
 from collections.abc import Callable
 from typing import Final
 
-from hybrid_cache.eviction.arc import ARC
 from hybrid_cache.eviction.base import EvictionPolicy
 from hybrid_cache.eviction.density import ReuseDensity
-from hybrid_cache.eviction.ranked import FIFO, GDSF, LFU, LRU
-from hybrid_cache.eviction.s3fifo import S3FIFO
-from hybrid_cache.eviction.sieve import SIEVE
+from hybrid_cache.eviction.ranked import LRU
 from hybrid_cache.eviction.snapshot_density import SnapshotDensity
 from hybrid_cache.eviction.workload import WorkloadAware
 from hybrid_cache.layout.layout import ModelLayout
@@ -17,12 +14,6 @@ from hybrid_cache.layout.layout import ModelLayout
 POLICIES: Final[dict[str, Callable[[int], EvictionPolicy]]] = {
     "default": lambda capacity: ReuseDensity(max_history=max(1_000_000, 4 * capacity)),
     "lru": lambda _: LRU(),
-    "fifo": lambda _: FIFO(),
-    "lfu": lambda _: LFU(),
-    "gdsf": lambda _: GDSF(),
-    "sieve": lambda _: SIEVE(),
-    "s3fifo": S3FIFO,
-    "arc": ARC,
     "wa": lambda _: WorkloadAware(),
 }
 

@@ -1,4 +1,4 @@
-"""Policies that give each item a rank when it is touched and evict the lowest: LRU, FIFO, LFU, GDSF."""
+"""Policies that give each item a rank when it is touched and evict the lowest; the simplest is LRU."""
 
 import heapq
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from hybrid_cache.eviction.base import EvictionPolicy, Key, Use
 Rank = TypeVar("Rank", bound=int | tuple[Any, ...])
 
 
-class _Ranked(EvictionPolicy, Generic[Rank]):
+class Ranked(EvictionPolicy, Generic[Rank]):
     """A heap over ranks. Stale entries are dropped when they surface or outnumber the live ones.
 
     Ranks are, or contain, the number of the touch, so no two are equal and keys are never compared.
@@ -75,7 +75,7 @@ class _Ranked(EvictionPolicy, Generic[Rank]):
             heapq.heapify(self._heap)
 
 
-class LRU(_Ranked[int]):
+class LRU(Ranked[int]):
     """Least recently used first; of one prompt, its tail first."""
 
     def next_rank(self, previous: int | None) -> int:
@@ -85,27 +85,3 @@ class LRU(_Ranked[int]):
         first = self._touches + 1
         self._touches += len(keys)
         self._ranks.update(zip(keys, range(first, first + len(keys)), strict=True))
-
-
-class FIFO(_Ranked[int]):
-    """First stored, first out."""
-
-    def next_rank(self, previous: int | None) -> int:
-        return previous or self._touches
-
-
-class LFU(_Ranked[tuple[int, int]]):
-    """Least often used first, the least recently used among equals. Counts start at 1 and are lost on eviction."""
-
-    def next_rank(self, previous: tuple[int, int] | None) -> tuple[int, int]:
-        return (previous[0] + 1 if previous else 1, self._touches)
-
-
-class GDSF(_Ranked[tuple[int, int, int]]):
-    """Greedy-dual-size-frequency (Cherkasova 1998) for equal sizes and costs: LFU whose counts age with the clock L."""
-
-    def next_rank(self, previous: tuple[int, int, int] | None) -> tuple[int, int, int]:
-        # (priority, touch, count): touches are unique, so the count is never compared.
-        count = previous[2] + 1 if previous else 1
-        clock = self._last_rank[0] if self._last_rank else 0
-        return (clock + count, self._touches, count)

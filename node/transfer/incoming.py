@@ -23,8 +23,9 @@ from hybrid_cache.layout.layout import transfer_ranges
 from node.control.holders import Holders, checked_name
 from node.errors import NodeRefusal
 from node.kvcache.pages import Pages, split_hashes
-from node.transfer.links import Landing, LandingResult, Links
+from node.transfer.links import Landing, Links
 from transport.control.proto import node_pb2 as pb
+from transport.receive.landing import LandingResult
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,6 +39,7 @@ from transport.receive.options import ServerOptions
 from transport.receive.server import TransferServer
 from transport.send import client
 from transport.send.client import ClientOptions, TransferClient
+from transport.send.push import PushResult
 from transport.send.spec import TransferSpec, Urgency, Via
 from transport.wire.frames import Code
 
@@ -50,27 +51,6 @@ SHM, RDMA, TCP = "shm", "rdma", "tcp"
 SMALL_S: Final = 0.025
 URGENT_S: Final = 0.1
 PROBE_TIMEOUT_S: Final = 10.0  # twice what a sender waits for a connection
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushResult:
-    """How a push ended; `reason` is empty when it arrived."""
-
-    ok: bool
-    reason: str
-    bytes_sent: int
-    bytes_saved: int = 0  # of those sent, by coding
-    codecs: Mapping[str, int] = field(default_factory=dict)  # bytes sent, by what they were coded with
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LandingResult:
-    """How a landing ended; `reason` is empty when everything is there."""
-
-    ok: bool
-    reason: str
-    bytes_landed: int
-    lossy_bytes: int = 0  # that were quantised on their way
 
 
 def spec_of(
@@ -214,16 +194,7 @@ class Links:
             push = self._client.open(
                 spec,
                 source,
-                on_done=lambda result: self._on_loop(
-                    pushed,
-                    PushResult(
-                        ok=result.ok,
-                        reason=result.reason,
-                        bytes_sent=result.stats.bytes_sent,
-                        bytes_saved=result.stats.bytes_saved,
-                        codecs=result.stats.bytes_by_codec,
-                    ),
-                ),
+                on_done=lambda result: self._on_loop(pushed, result),
             )
         except (TransportError, ValueError, OSError) as exc:
             raise NodeRefusal("push_failed", str(exc)) from exc
@@ -268,7 +239,7 @@ class Links:
         secret: bytes,
         sizes: Sequence[int],
         target: Callable[[int], Sequence[memoryview]],
-        on_done: Callable[[LandingResult], None],
+        on_done: Callable[[landings.LandingResult], None],
         *,
         exact: bool = True,
     ) -> Landing:
@@ -280,15 +251,7 @@ class Links:
                 sizes,
                 target,
                 exact=exact,
-                on_done=lambda result: self._on_loop(
-                    on_done,
-                    LandingResult(
-                        ok=result.ok,
-                        reason=result.reason,
-                        bytes_landed=result.bytes_landed,
-                        lossy_bytes=result.lossy_bytes,
-                    ),
-                ),
+                on_done=lambda result: self._on_loop(on_done, result),
             )
         except Closed as exc:
             raise NodeRefusal("draining", "the node ends") from exc

@@ -19,9 +19,10 @@ from node.coding import formats_of
 from node.errors import NodeRefusal
 from node.kvcache.pages import Pages, split_hashes
 from node.transfer.job_replies import OK, Answers, JobKey, Reply, job_pages, noting_refusals
-from node.transfer.links import Links, Push, PushResult
+from node.transfer.links import Links, Push
 from transport.control import messages as m
 from transport.path.shm import ArenaSource
+from transport.send.push import PushResult
 from transport.send.spec import Urgency
 
 log = logging.getLogger(__name__)
@@ -409,9 +410,9 @@ class Producer:
                 job=job.job,
                 ok=result.ok,
                 reason=result.reason,
-                bytes_total=result.bytes_sent,
-                bytes_saved=result.bytes_saved,
-                codecs=dict(result.codecs),
+                bytes_total=result.stats.bytes_sent,
+                bytes_saved=result.stats.bytes_saved,
+                codecs=dict(result.stats.bytes_by_codec),
                 bytes_before_prefill_end=job.bytes_before_prefill_end,
                 prefill_end_s=job.prefill_end_s or 0.0,
                 delivered_s=job.pushed_s,
@@ -461,7 +462,7 @@ class Producer:
             raise
         if not result.ok:
             raise NodeRefusal("push_failed", result.reason)
-        return ticket.num_tokens, result.bytes_sent
+        return ticket.num_tokens, result.stats.bytes_sent
 
     def _prefix_pushed(self, done: "asyncio.Future[PushResult]", reservation: Reservation) -> None:
         self._prefixes.remove(done)

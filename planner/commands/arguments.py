@@ -191,14 +191,19 @@ def _serve(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _steer(command: argparse.ArgumentParser) -> None:
+    _live(command)
+    command.set_defaults(module="steer")
+
+
 def _apply(command: argparse.ArgumentParser) -> None:
     command.add_argument("--version", type=at_least_one, help="only if the proposal is this one")
-    _live(command)
+    _steer(command)
 
 
 def _history(command: argparse.ArgumentParser) -> None:
     command.add_argument("--limit", type=at_least_one, default=20, help="how many (default: %(default)s)")
-    _live(command)
+    _steer(command)
 
 
 def _whatif(command: argparse.ArgumentParser) -> None:
@@ -232,7 +237,7 @@ def _report(command: argparse.ArgumentParser) -> None:
     command.add_argument("-o", "--output", type=Path, required=True, help="HTML file to write")
 
 
-# What each command is for, and its arguments. Its module in this package has the same name, and a `run(args)`.
+# What each command is for, and its arguments. `run(args)` is in the module of the same name, or in the default `module`.
 COMMANDS: Final = MappingProxyType[str, tuple[str, Callable[[argparse.ArgumentParser], None]]](
     {
         "solve": ("threshold and split of highest rate (or least cost, or within an SLO)", _solve),
@@ -248,11 +253,11 @@ COMMANDS: Final = MappingProxyType[str, tuple[str, Callable[[argparse.ArgumentPa
         "compare": ("plans or policies side by side, simulated", _compare),
         "report": ("one self-contained HTML page", _report),
         "serve": ("watch running gateways, propose plans, publish the one in force", _serve),
-        "show": ("how a running plan service stands", _live),
+        "show": ("how a running plan service stands", _steer),
         "apply": ("a running service's proposal comes into force", _apply),
-        "rollback": ("what was in force before is so again; then nothing changes by itself until resume", _live),
+        "rollback": ("what was in force before is so again; then nothing changes by itself until resume", _steer),
         "history": ("the last changes of plans, with reasons", _history),
-        "pause": ("a running service proposes and changes nothing by itself", _live),
-        "resume": ("a running service goes on", _live),
+        "pause": ("a running service proposes and changes nothing by itself", _steer),
+        "resume": ("a running service goes on", _steer),
     }
 )

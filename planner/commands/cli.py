@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         # By name: a command loads what it needs, and no command loads what another one does.
-        return int(import_module(f"planner.commands.{args.command}").run(args))
+        return int(import_module(f"planner.commands.{args.module}").run(args))
     except BrokenPipeError:
         # Whoever read has seen enough; the interpreter's last flush must not complain about it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -44,7 +44,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, (text, add_arguments) in COMMANDS.items():
-        add_arguments(commands.add_parser(name, help=text, description=text))
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(module=name)
+        add_arguments(command)
     return top
 
 

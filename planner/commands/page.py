@@ -17,28 +17,19 @@ from planner.solve.sweeps import heat_map as rate_grid
 from planner.version import tool_version
 
 STYLE: Final = """
-:root{--ink:#1b2430;--soft:#5b6776;--line:#d8dde4;--page:#fff;--card:#f7f8fa;--c0:#2563a8;--c1:#d9822b;--c2:#3d8f5f;
---c3:#8b4f9f}
-@media(prefers-color-scheme:dark){:root{--ink:#e6e9ee;--soft:#9aa5b3;--line:#3a4350;--page:#14181e;--card:#1c222a;
---c0:#6aa9ea;--c1:#eba55a;--c2:#74c295;--c3:#c08ad4}}*{box-sizing:border-box}
+:root{--ink:#1b2430;--soft:#5b6776;--line:#d8dde4;--page:#fff;--card:#f7f8fa}
+@media(prefers-color-scheme:dark){:root{--ink:#e6e9ee;--soft:#9aa5b3;--line:#3a4350;--page:#14181e;--card:#1c222a}}
+*{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
 main{max-width:1220px;margin:0 auto;padding:28px 22px 60px}h1{font-size:25px;margin:0 0 2px}
-h2{font-size:17px;margin:0 0 4px}p{margin:4px 0 10px}.soft,.tick{color:var(--soft)}
+h2{font-size:17px;margin:0 0 4px}p{margin:4px 0 10px}.soft{color:var(--soft)}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(172px,1fr));gap:12px;margin:18px 0}
 .tile{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:10px 14px}
 .tile b{display:block;font-size:22px;font-variant-numeric:tabular-nums}.tile span{color:var(--soft);font-size:13px}
 .grid2{display:grid;grid-template-columns:repeat(auto-fit,minmax(440px,1fr));gap:18px}
 figure{margin:0;background:var(--card);border:1px solid var(--line);border-radius:8px;padding:14px 16px}
 figcaption{color:var(--soft);font-size:13px;margin-top:6px}svg{width:100%;height:auto;display:block}
-svg text{font:11px system-ui,sans-serif;fill:var(--soft)}
-svg text.label,svg text.note{fill:var(--ink);font-size:12px}.grid{stroke:var(--line)}.axis{stroke:var(--soft)}
-.line{fill:none;stroke-width:2}.s0{stroke:var(--c0)}.s1{stroke:var(--c1)}.s2{stroke:var(--c2)}.s3{stroke:var(--c3)}
-.b0{background:var(--c0);fill:var(--c0)}.b1{background:var(--c1);fill:var(--c1)}
-.b2{background:var(--c2);fill:var(--c2)}.b3{background:var(--c3);fill:var(--c3)}
-.mark{fill:var(--page);stroke:var(--ink);stroke-width:2}.cell{fill:var(--c0)}
-.legend{display:flex;flex-wrap:wrap;gap:4px 16px;font-size:13px;margin-top:4px}.key{white-space:nowrap}
-.swatch{display:inline-block;width:18px;height:4px;margin-right:6px;vertical-align:middle;border-radius:2px}
-.dashed{opacity:.55}table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
+table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
 th,td{text-align:right;padding:4px 10px;border-bottom:1px solid var(--line)}
 th:first-child,td:first-child{text-align:left}th{color:var(--soft);font-weight:500}td.text{text-align:left}
 ul{margin:6px 0;padding-left:20px}section{margin-top:26px}.scroll{overflow-x:auto}
@@ -154,7 +145,7 @@ def _heat(site: Site, options: Options, plan: Plan) -> str:
     best = (plan.threshold_tokens, plan.num_prefill) if plan.num_prfaas else None
     return heat_map(
         grid["thresholds_tokens"], grid["num_prefill"], grid["rates"], x_label="threshold t, tokens",
-        y_label="PD prefill instances", title="Λ over threshold and split", best=best,
+        y_label="PD prefill instances", value_label="Λ, requests/s", title="Λ over threshold and split", best=best,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import aiohttp
 import grpc.aio
+import tomli_w
 
 from node.config import IDENTITY_KEYS, NodeConfig
 from node.kvcache.arena import SHM_DIR
@@ -24,7 +25,6 @@ from prfaas.errors import StartError, TopologyError
 from prfaas.system.certificates import GATEWAY_NAME, Holder, issue
 from prfaas.system.process import Process
 from prfaas.system.stages import Progress
-from prfaas.system.toml import dump_toml
 from prfaas.system.topology import Topology
 from prfaas.system.upkeep import first_start, keep_up
 from transport.control.credentials import channel_credentials, channel_options
@@ -162,7 +162,7 @@ class System:
         """Starts one node and waits for its engine. Raises StartError."""
         path = self._run_dir / f"{config.node_id}.toml"
         config = dataclasses.replace(config, run_dir=str(self._run_dir))
-        path.write_text(dump_toml({"node": _without_defaults(config)}))
+        path.write_text(tomli_w.dumps({"node": _without_defaults(config)}))
         process = Process(
             config.node_id,
             ["-m", NODE_MODULES[config.cluster_kind], "-c", str(path)],
@@ -198,7 +198,7 @@ class System:
             "nodes": [_agent(node) for node in self.nodes.values()],
         }
         path = self._run_dir / "gateway.toml"
-        path.write_text(dump_toml({"gateway": table}))
+        path.write_text(tomli_w.dumps({"gateway": table}))
         self.gateway = Process("gateway", ["-m", "gateway", "-c", str(path)], self._run_dir / "gateway.log")
         await self.gateway.start()
         self.api_url = (await self.gateway.line("gateway ready ", GATEWAY_START_S, self._report))["url"]
@@ -230,7 +230,7 @@ class System:
         if self.api_url:
             table["gateways"] = [self._operators_url()]
         path = self._run_dir / "plan.toml"
-        path.write_text(dump_toml({"plan": table}))
+        path.write_text(tomli_w.dumps({"plan": table}))
         return path
 
     def _tell_plan(self) -> None:

@@ -7,10 +7,10 @@ import pytest
 
 from benchmarks.cache.replay import categorised, flat_replays, prefix_replays
 from benchmarks.cache.traces import Trace, read_trace
-from hybrid_cache.eviction import POLICIES
+from benchmarks.eviction.choice import COMPARED
+from benchmarks.eviction.pools import ChainPool, FlatPool
 from hybrid_cache.eviction.base import Use
 from hybrid_cache.eviction.workload import WorkloadAware, fit_offline
-from hybrid_cache.pools import ChainPool, FlatPool
 
 FIXTURES = Path(__file__).parent / "fixtures"
 GOLDEN = json.loads((FIXTURES / "golden_mooncake_synthetic.json").read_text())
@@ -47,7 +47,7 @@ def test_block_hits_are_close(trace, name, label, tolerance):
 def test_block_hits_backwards(trace, name):
     golden = GOLDEN["flat"]["rev"]
     capacity = golden["caps"]["5%"]
-    pool = FlatPool(capacity, POLICIES[name.lower()](capacity))
+    pool = FlatPool(capacity, COMPARED[name.lower()](capacity))
     hits = sum(pool.access(key, row.now) for row in trace.rows for key in reversed(row.path))
     assert hits == golden["hits"][name]["5%"]
 
@@ -83,7 +83,7 @@ def test_workload_aware_hits(trace, name, tolerance):
 
 
 def test_one_category_is_lru(trace):
-    aware, lru = FlatPool(1617, WorkloadAware(conditional=True)), FlatPool(1617, POLICIES["lru"](1617))
+    aware, lru = FlatPool(1617, WorkloadAware(conditional=True)), FlatPool(1617, COMPARED["lru"](1617))
     for row in trace.rows:
         assert aware.request(Use(row.now, row.path)) == lru.request(Use(row.now, row.path))
 

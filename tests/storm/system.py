@@ -17,10 +17,10 @@ from typing import Any, Final, Self
 
 import aiohttp
 import grpc.aio
+import tomli_w
 
 from gateway.auth.keyring import digest_of
 from prfaas.commands.keys import new_key
-from prfaas.system.toml import dump_toml
 from tests.transport.proxy import Proxy
 from transport.control.proto import node_pb2 as pb
 from transport.control.proto import node_pb2_grpc as rpc
@@ -83,7 +83,7 @@ class StormSystem:
             self.relays[name] = self._stack.enter_context(Proxy(f"127.0.0.1:{self._ports[name].transfer}"))
         (self.home / "tmp").mkdir()
         (self.home / "ssd").mkdir()
-        (self.home / "topology.toml").write_text(dump_toml(self._document()))
+        (self.home / "topology.toml").write_text(tomli_w.dumps(self._document()))
         with (self.home / "up.log").open("wb") as log:
             self._up = await asyncio.create_subprocess_exec(
                 *self._command(), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,

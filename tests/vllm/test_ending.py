@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
-from prfaas.system.toml import dump_toml
 from tests.leaks import nothing_is_left_behind
 from tests.vllm.cases import build
 from tests.vllm.test_serving import ARCH
@@ -37,7 +37,7 @@ class Up:
     """A running `prfaas up`."""
 
     def __init__(self, folder: Path, model: Path) -> None:
-        (folder / "topology.toml").write_text(dump_toml(document(model)))
+        (folder / "topology.toml").write_text(tomli_w.dumps(document(model)))
         arguments = ["up", "-c", str(folder / "topology.toml"), "--port", "0", "--state-dir", str(folder)]
         self.process = subprocess.Popen(
             [sys.executable, "-c", MAIN, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -48,6 +48,13 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def free_port(host: str) -> int:
+    """A number for a process that asks for one. Another process may take it first: the process that got it then fails to bind."""
+    with socket.create_server((host, 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
 def family_of(host: str) -> socket.AddressFamily:
     """What a listener at this address, or name, is of."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -144,21 +144,8 @@ class WindowMachine(CacheMachine):
 
 
 class LruMachine(CacheMachine):
-    make_policy = staticmethod(lambda layout: POLICIES["lru"](45))
-
-
-class ArcMachine(CacheMachine):
-    specs = (FULL, WINDOW)
-    make_policy = staticmethod(lambda layout: POLICIES["arc"](45))
-
-
-class SieveMachine(CacheMachine):
     specs = (FULL,)
-    make_policy = staticmethod(lambda layout: POLICIES["sieve"](45))
-
-
-class S3FifoMachine(CacheMachine):
-    make_policy = staticmethod(lambda layout: POLICIES["s3fifo"](45))
+    make_policy = staticmethod(lambda layout: POLICIES["lru"](45))
 
 
 class WorkloadMachine(CacheMachine):
@@ -183,12 +170,6 @@ TestNoFullAttentionMachine = NoFullAttentionMachine.TestCase
 TestNoFullAttentionMachine.settings = LIMITS
 TestLruMachine = LruMachine.TestCase
 TestLruMachine.settings = LIMITS
-TestArcMachine = ArcMachine.TestCase
-TestArcMachine.settings = LIMITS
-TestSieveMachine = SieveMachine.TestCase
-TestSieveMachine.settings = LIMITS
-TestS3FifoMachine = S3FifoMachine.TestCase
-TestS3FifoMachine.settings = LIMITS
 TestWorkloadMachine = WorkloadMachine.TestCase
 TestWorkloadMachine.settings = LIMITS
 TestDensityMachine = DensityMachine.TestCase

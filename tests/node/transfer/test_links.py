@@ -13,11 +13,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from node.config import NodeConfig
 from node.errors import NodeRefusal
-from node.transfer.links import SMALL_S, URGENT_S, Links, PushResult, spec_of, urgency_of
+from node.transfer.links import SMALL_S, URGENT_S, Links, spec_of, urgency_of
 from tests.node.running import new_runner
 from transport.control.certificates import Authority
 from transport.control.messages import TicketInfo
 from transport.path.link import LinkState
+from transport.send.push import PushResult
 from transport.send.spec import Urgency
 
 SIZE = 200_000

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import subprocess
 import sys
 
@@ -288,9 +289,19 @@ def test_report_is_one_self_contained_page(capsys, tmp_path):
     assert run(capsys, "report", "-c", CASE, "--requests", "400", "-o", str(page))[0] == 0
     html = page.read_text()
     assert html.startswith("<!doctype html>")
-    assert html.count("<svg") >= 7
+    assert html.count("<svg") == 7
+    for text in ("PD prefill instances", "threshold t, tokens", "plan kept", "without PrfaaS", "homogeneous"):
+        assert f">{text}</text>" in html
     assert "src=" not in html
-    assert "http" not in html.replace("http://www.w3.org/2000/svg", "")
+    assert set(re.findall('http[^"< ]+', html)) == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+
+
+def test_a_report_without_matplotlib_names_the_extra_before_it_simulates(capsys, tmp_path, monkeypatch):
+    for name in ("charts", "page", "report"):
+        monkeypatch.delitem(sys.modules, f"planner.commands.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, _, err = run(capsys, "report", "-c", CASE, "-o", str(tmp_path / "report.html"))
+    assert (code, "charts need the plots extra (pip install 'prfaas[plots]')" in err) == (1, True)
 
 
 def site(tmp_path, text: str):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
+import tomli_w
 
 from planner.service.status import Status
-from prfaas.system.toml import dump_toml
 from tests.planner.conftest import CONFIGS
 from tests.planner.service.worlds import LAW, PATIENCE_S, FakeGateway, fake_gateway, on_loop
 
@@ -27,7 +27,7 @@ def config_file(directory: Path, gateway: FakeGateway) -> Path:
         "port": 0,
         "controller": {"tick_s": 0.05, "warmup_s": 0.0},
     }
-    path.write_text(dump_toml({"plan": table}))
+    path.write_text(tomli_w.dumps({"plan": table}))
     return path
 
 

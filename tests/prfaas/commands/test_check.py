@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import tomli_w
 from rich.console import Console
 
 from prfaas.commands.check import check
 from prfaas.errors import CheckError
-from prfaas.system.toml import dump_toml
 from tests.e2e.harness import free_port
 from tests.node.running import config, running_node
 
@@ -18,7 +18,7 @@ from tests.node.running import config, running_node
 def gateway_file(folder: Path, agents: list[str]) -> Path:
     file = folder / "gateway.toml"
     nodes = [{"agent": agent} for agent in agents]
-    file.write_text(dump_toml({"gateway": {"tokenizer_dir": ".", "nodes": nodes}}))
+    file.write_text(tomli_w.dumps({"gateway": {"tokenizer_dir": ".", "nodes": nodes}}))
     return file
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import tomli_w
 
 from planner.decisions.views import Role
 from prfaas.commands.convert import Wish, convert
 from prfaas.errors import ConversionError
-from prfaas.system.toml import dump_toml
 from tests.node.running import RunningNode, config, new_runner, running_node
 from tests.node.test_agent import reserve_request
 from transport.control.proto import node_pb2 as pb
@@ -52,7 +52,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
         nodes = [runner.run(start(name)) for name in ("d0", "d1")]
         agents = [{"agent": node.address} for node in nodes]
-        (home / "gateway.toml").write_text(dump_toml({"gateway": {"tokenizer_dir": ".", "nodes": agents}}))
+        (home / "gateway.toml").write_text(tomli_w.dumps({"gateway": {"tokenizer_dir": ".", "nodes": agents}}))
         yield Site(runner, nodes, home / "gateway.toml")
         runner.run(stack.aclose())
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from prfaas.cli import main
 from prfaas.commands.drain import Wish, drain_node
 from prfaas.errors import ConversionError
-from prfaas.system.toml import dump_toml
 from tests.node.running import alone, config, running_node
 from tests.node.test_agent import reserve_request
 from transport.control.proto import node_pb2 as pb
@@ -18,7 +18,7 @@ from transport.control.proto import node_pb2 as pb
 
 def file_for(folder: Path, *addresses: str) -> Path:
     nodes = [{"agent": address} for address in addresses]
-    (folder / "gateway.toml").write_text(dump_toml({"gateway": {"tokenizer_dir": ".", "nodes": nodes}}))
+    (folder / "gateway.toml").write_text(tomli_w.dumps({"gateway": {"tokenizer_dir": ".", "nodes": nodes}}))
     return folder / "gateway.toml"
 
 

@@ -5,8 +5,8 @@ T1 used once, T2 used again (both resident); B1, B2 ghosts of what left them; p 
 
 from collections import OrderedDict
 
+from benchmarks.eviction.parking import ParkingQueue
 from hybrid_cache.eviction.base import EvictionPolicy, Key, Use
-from hybrid_cache.eviction.parking import ParkingQueue
 
 
 class ARC(EvictionPolicy):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.transport.helpers import PATIENCE_S, random_bytes, wait_for
-from transport.batch.engine import BatchEngine, Read, TaskState, Write
+from transport.batch import BatchEngine, Read, TaskState, Write
 from transport.control.certificates import Authority
 from transport.errors import LocalProtocolError
 from transport.receive.landings import Landings
@@ -167,7 +167,7 @@ def test_an_owner_that_is_not_there_is_a_failed_read() -> None:
 
 
 def test_an_owner_whom_the_reader_does_not_let_in_is_a_failed_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transport.batch.engine.READ_ORPHAN_S", 0.5)
+    monkeypatch.setattr("transport.batch.READ_ORPHAN_S", 0.5)
     # The reader's listener takes nobody who does not check what he sends, and that is how the owner sends.
     careless = ClientOptions(integrity=Integrity.NONE, peer_timeout_s=0.3)
     with BatchEngine() as near, BatchEngine(client_options=careless) as far:

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
-from typing import Final, Generic, Protocol, TypeAlias, TypeVar
+from typing import Final, TypeAlias
 
 from transport.errors import LocalProtocolError, TransportError
 from transport.receive.landing import LandingResult
@@ -58,16 +58,12 @@ class TaskStatus:
 
 @dataclass(frozen=True, slots=True)
 class SegmentRef:
-    """Where registered memory is and what access takes; travels over a channel that is trusted.
-
-    `handle` is what a backend other than ours needs to know of the memory.
-    """
+    """Where registered memory is and what access takes; travels over a channel that is trusted."""
 
     address: str
     name: str
     num_bytes: int
     secret: bytes = field(repr=False)
-    handle: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,85 +101,6 @@ class Read:
 
 
 Request: TypeAlias = Write | Read
-
-
-class Task(Protocol):
-    """One request under way."""
-
-    def status(self) -> TaskStatus: ...
-
-
-class BatchTransfer(Protocol):
-    """What all backends offer: ours over TCP (BatchEngine), Mooncake's and NIXL's (see mooncake_batch and nixl_batch)."""
-
-    def register_memory(
-        self, name: str, memory: memoryview, *, remote_read: bool = False, remote_write: bool = True
-    ) -> SegmentRef: ...
-    def unregister_memory(self, name: str) -> None: ...
-    def allocate_batch(self, size: int) -> int: ...
-    def submit(self, batch_id: int, requests: Sequence[Request]) -> None: ...
-    def status(self, batch_id: int, task: int) -> TaskStatus: ...
-    def batch_status(self, batch_id: int) -> TaskState: ...
-    def free_batch(self, batch_id: int) -> None: ...
-    def close(self) -> None: ...
-
-
-T = TypeVar("T", bound=Task)
-
-
-class Batches(Generic[T]):
-    """The books that every backend keeps: which tasks belong to which batch. Any thread."""
-
-    def __init__(self) -> None:
-        self._batches: dict[int, tuple[int, list[T]]] = {}
-        self._ids = count(1)
-        self._lock = threading.Lock()  # held while tasks are submitted, too
-
-    def allocate_batch(self, size: int) -> int:
-        with self._lock:
-            batch_id = next(self._ids)
-            self._batches[batch_id] = (size, [])
-        return batch_id
-
-    def status(self, batch_id: int, task: int) -> TaskStatus:
-        """Raises LocalProtocolError for a batch that there is not."""
-        with self._lock:
-            return self._batch(batch_id)[1][task].status()
-
-    def batch_status(self, batch_id: int) -> TaskState:
-        """FAILED as soon as one task failed, COMPLETED when all are, else PENDING."""
-        with self._lock:
-            states = {task.status().state for task in self._batch(batch_id)[1]}
-        if TaskState.FAILED in states:
-            return TaskState.FAILED
-        return TaskState.PENDING if TaskState.PENDING in states else TaskState.COMPLETED
-
-    def free_batch(self, batch_id: int) -> None:
-        """Raises LocalProtocolError while a task is pending: its memory is still in use."""
-        with self._lock:
-            pending = [task for task in self._batch(batch_id)[1] if task.status().state is TaskState.PENDING]
-            if pending:
-                raise LocalProtocolError(f"batch {batch_id} has {len(pending)} pending tasks")
-            del self._batches[batch_id]
-
-    def _room(self, batch_id: int, requests: Sequence[Request]) -> list[T]:
-        """The tasks of a batch that has room for more, and for these. Raises LocalProtocolError, ValueError."""
-        for request in requests:
-            if request.offset < 0 or request.offset + request.local.nbytes > request.remote.num_bytes:
-                what = f"{type(request).__name__.lower()} at {request.offset} of {request.local.nbytes} bytes"
-                raise ValueError(f"{what} leaves segment {request.remote}")
-            if isinstance(request, Read) and request.target.readonly:
-                raise ValueError("a read into memory that cannot be written")
-        size, tasks = self._batch(batch_id)
-        if len(tasks) + len(requests) > size:
-            raise LocalProtocolError(f"batch {batch_id} holds {size} tasks at most")
-        return tasks
-
-    def _batch(self, batch_id: int) -> tuple[int, list[T]]:
-        try:
-            return self._batches[batch_id]
-        except KeyError:
-            raise LocalProtocolError(f"no batch {batch_id}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +142,14 @@ class _ReadTask:
         return TaskStatus(TaskState.FAILED, 0, self.reply.reason or result.reason)
 
 
-class BatchEngine(Batches[_WriteTask | _ReadTask]):
-    """Both ends in one object, as in Mooncake: what it registers others may write or read, and the other way round."""
+_Task: TypeAlias = _WriteTask | _ReadTask
+
+
+class BatchEngine:
+    """Both ends in one object, as in Mooncake: what it registers others may write or read, and the other way round.
+
+    Any thread may use it.
+    """
 
     def __init__(
         self,
@@ -236,7 +159,9 @@ class BatchEngine(Batches[_WriteTask | _ReadTask]):
         server_options: ServerOptions | None = None,
         client_options: ClientOptions | None = None,
     ) -> None:
-        super().__init__()
+        self._batches: dict[int, tuple[int, list[_Task]]] = {}
+        self._ids = count(1)
+        self._lock = threading.Lock()  # held while tasks are submitted, too
         self._client = TransferClient(options=client_options)
         self._server = TransferServer(host, port, options=server_options, on_read=self.serve).start()
         self._numbers = count()
@@ -285,11 +210,17 @@ class BatchEngine(Batches[_WriteTask | _ReadTask]):
         for push in pushes:
             push.wait()
 
+    def allocate_batch(self, size: int) -> int:
+        with self._lock:
+            batch_id = next(self._ids)
+            self._batches[batch_id] = (size, [])
+        return batch_id
+
     def submit(self, batch_id: int, requests: Sequence[Request]) -> None:
         """Raises LocalProtocolError when the batch is full, ValueError when a request leaves its segment."""
         with self._lock:
             batch = self._room(batch_id, requests)
-            tasks: dict[int, _WriteTask | _ReadTask] = {}
+            tasks: dict[int, _Task] = {}
             for remote, kind in {(request.remote, type(request)): None for request in requests}:
                 numbers = [i for i, each in enumerate(requests) if each.remote == remote and type(each) is kind]
                 for at in range(0, len(numbers), MAX_PLACEMENT):
@@ -299,6 +230,27 @@ class BatchEngine(Batches[_WriteTask | _ReadTask]):
                     submitted = self._write if kind is Write else self._read
                     tasks |= dict(zip(part, submitted(remote, views, placement), strict=True))
             batch += [tasks[i] for i in range(len(requests))]
+
+    def status(self, batch_id: int, task: int) -> TaskStatus:
+        """Raises LocalProtocolError for a batch that there is not."""
+        with self._lock:
+            return self._batch(batch_id)[1][task].status()
+
+    def batch_status(self, batch_id: int) -> TaskState:
+        """FAILED as soon as one task failed, COMPLETED when all are, else PENDING."""
+        with self._lock:
+            states = {task.status().state for task in self._batch(batch_id)[1]}
+        if TaskState.FAILED in states:
+            return TaskState.FAILED
+        return TaskState.PENDING if TaskState.PENDING in states else TaskState.COMPLETED
+
+    def free_batch(self, batch_id: int) -> None:
+        """Raises LocalProtocolError while a task is pending: its memory is still in use."""
+        with self._lock:
+            pending = [task for task in self._batch(batch_id)[1] if task.status().state is TaskState.PENDING]
+            if pending:
+                raise LocalProtocolError(f"batch {batch_id} has {len(pending)} pending tasks")
+            del self._batches[batch_id]
 
     def close(self) -> None:
         self._client.close()
@@ -310,12 +262,31 @@ class BatchEngine(Batches[_WriteTask | _ReadTask]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _room(self, batch_id: int, requests: Sequence[Request]) -> list[_Task]:
+        """The tasks of a batch that has room for more, and for these. Raises LocalProtocolError, ValueError."""
+        for request in requests:
+            if request.offset < 0 or request.offset + request.local.nbytes > request.remote.num_bytes:
+                what = f"{type(request).__name__.lower()} at {request.offset} of {request.local.nbytes} bytes"
+                raise ValueError(f"{what} leaves segment {request.remote}")
+            if isinstance(request, Read) and request.target.readonly:
+                raise ValueError("a read into memory that cannot be written")
+        size, tasks = self._batch(batch_id)
+        if len(tasks) + len(requests) > size:
+            raise LocalProtocolError(f"batch {batch_id} holds {size} tasks at most")
+        return tasks
+
+    def _batch(self, batch_id: int) -> tuple[int, list[_Task]]:
+        try:
+            return self._batches[batch_id]
+        except KeyError:
+            raise LocalProtocolError(f"no batch {batch_id}") from None
+
     def _number(self) -> str:
         return f"{self._unique}{next(self._numbers)}"
 
     def _write(
         self, target: SegmentRef, views: Sequence[memoryview], placement: Sequence[tuple[int, int]]
-    ) -> Sequence[_WriteTask | _ReadTask]:
+    ) -> Sequence[_Task]:
         spec = TransferSpec(
             target.address,
             write_id(target.name, self._number()),
@@ -329,7 +300,7 @@ class BatchEngine(Batches[_WriteTask | _ReadTask]):
 
     def _read(
         self, source: SegmentRef, views: Sequence[memoryview], placement: Sequence[tuple[int, int]]
-    ) -> Sequence[_WriteTask | _ReadTask]:
+    ) -> Sequence[_Task]:
         asked = read_id(source.name, self._number(), self.address)
         _, reply_id, _ = parse_read_id(asked)
         sizes, reply = [len(view) for view in views], _Reply()

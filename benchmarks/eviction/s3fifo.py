@@ -3,8 +3,8 @@
 from collections import OrderedDict
 from typing import Final
 
+from benchmarks.eviction.parking import ParkingQueue
 from hybrid_cache.eviction.base import EvictionPolicy, Key, Use
-from hybrid_cache.eviction.parking import ParkingQueue
 
 MAX_FREQUENCY: Final = 3
 PROMOTE_FREQUENCY: Final = 2
