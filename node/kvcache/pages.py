@@ -153,8 +153,10 @@ class Pages:
     ) -> Reservation:
         available, now = self._available, self._now()
         self._rooms.ask(tenant, now)
-        if not self._rooms.may_have(tenant, _attention_pages(self.layout, num_tokens), available, now):
-            raise NodeRefusal(TENANTS_PART, f"{available} pages left, which are for other tenants, too")
+        wanted = self.cache.attention_pages_wanted(hashes, num_tokens, purpose)
+        if not self._rooms.may_have(tenant, wanted, available, now):
+            reason = TENANTS_PART if self._rooms.has_its_part(tenant, wanted) else "no_capacity"
+            raise NodeRefusal(reason, f"{available} pages left, which are for other tenants, too")
         with contextlib.ExitStack() as unless_returned:
             try:
                 reservation = self.cache.reserve(
