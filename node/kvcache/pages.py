@@ -66,6 +66,7 @@ class Pages:
         self._rooms = Rooms()
         # A request uses blocks that were cached: their hashes from the prompt's beginning on.
         self.on_found: Callable[[Sequence[bytes]], None] = lambda hashes: None
+        self.pinned_tokens: Callable[[], int] = lambda: 0  # what contexts hold, whatever requests end
 
     async def open_ssd(self) -> None:
         """Opens the SSD tier, however long its directory cannot be used; what lies there can be matched from then on."""
@@ -190,6 +191,9 @@ class Pages:
         self._check(hashes, num_tokens)
         deadline = self._now() + timeout_s
         await self.bring_back(hashes, num_tokens)
+        unpinned = self.num_pages - _attention_pages(self.layout, self.pinned_tokens())
+        if self.cache.attention_pages_wanted(hashes, num_tokens, purpose) > unpinned:  # others would wait behind it
+            raise NodeRefusal("no_capacity", f"contexts leave {unpinned} pages")
         self._rooms.waits(tenant)
         try:
             while True:

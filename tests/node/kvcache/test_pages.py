@@ -1,5 +1,6 @@
 """What a tenant's part of the pages is held against: what a request takes, not what it finds."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from node.control.broadcast import Broadcast
 from node.errors import NodeRefusal
 from node.kvcache.arena import Arena
 from node.kvcache.pages import Pages
+from node.kvcache.pinned_contexts import Contexts
 from node.kvcache.tenant_pages import TENANTS_PART
-from tests.node.handover import LAYOUT
+from tests.node.handover import LAYOUT, run
+from transport.control.proto import node_pb2 as pb
 
 BLOCKS = 3000  # fit into the arena, about
 
@@ -57,3 +60,22 @@ def test_a_tenant_that_has_less_than_it_asks_for_lets_nobody_pass(pages: Pages, 
     with pytest.raises(NodeRefusal) as refused:
         reserve(pages, "wanted", "big", 1200)
     assert refused.value.label == reason
+
+
+def test_a_prompt_that_contexts_leave_no_room_for_keeps_nobody_waiting(pages: Pages) -> None:
+    async def scenario() -> None:
+        size = LAYOUT.block_size
+        hashes = block_hashes(range(1000 * size), size, b"")
+        pages.reserve("kept", hashes, 1000 * size, Purpose.PREFILL)
+        pages.commit("kept", 1000 * size)
+        pages.release("kept")
+        kept = pb.ContextRequest(context_id="c", block_hashes=b"".join(hashes), num_tokens=1000 * size, ttl_s=60.0)
+        await Contexts(pages, lambda: 0.0).create(kept)
+        reserve(pages, "other", "other", 10, first=10_000_000)
+        large = block_hashes(range(20_000_000, 20_000_000 + 2500 * size), size, b"")
+        with pytest.raises(NodeRefusal) as refused:
+            async with asyncio.timeout(10.0):
+                await pages.reserve_when_free("large", large, 2500 * size, Purpose.PREFILL, 60.0, tenant="large")
+        assert refused.value.label == "no_capacity"
+
+    run(scenario())
