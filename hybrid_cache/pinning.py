@@ -152,6 +152,11 @@ class ContextCache:
     def list(self) -> tuple[Context, ...]:
         return tuple(self._contexts.values())
 
+    @property
+    def pinned_tokens(self) -> int:
+        """What all contexts hold together, each block counted once."""
+        return self._all.num_tokens
+
     def owned_tokens(self, owner: str) -> int:
         """What an owner's contexts hold together."""
         held = self._owned.get(owner)

@@ -17,10 +17,12 @@ changes only with service, and flows compare without a clock:
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from math import log2
+from heapq import nlargest
+from math import inf, log2
 from typing import Final, Generic, TypeVar
 
 MAX_FLOWS: Final = 1024  # remembered; beyond, those that have been served least are forgotten
+KEPT_FLOWS: Final = MAX_FLOWS * 3 // 4  # then: room for as many more as make it worth to look for them
 MOST_LOG2: Final = 60.0  # a bound for exponents, far beyond what is computed or sent in some half-lives
 
 LEFT_FREE: Final = 7  # all but an eighth, for one flow
@@ -43,6 +45,9 @@ class Turns(Generic[Flow]):
     def __init__(self, half_life_s: float) -> None:
         self._half_life_s = half_life_s
         self._flows: dict[Flow, Served] = {}  # who has been served last stands last
+        # The highest rank that was forgotten. Unknown flows have it: were they newcomers, one that is served and forgotten
+        # at once would be the next again, for as long as it wants, before all that are remembered.
+        self._forgotten = -inf
 
     def __len__(self) -> int:
         return len(self._flows)
@@ -59,15 +64,14 @@ class Turns(Generic[Flow]):
 
     def served(self, flow: Flow, now: float) -> float:
         """What of it is remembered."""
-        known = self._flows.get(flow)
-        if known is None:
+        rank = self._rank_of(flow)
+        if rank == -inf:
             return 0.0
-        return float(2.0 ** max(-MOST_LOG2, min(MOST_LOG2, known.rank - self._newcomer(now))))
+        return float(2.0 ** max(-MOST_LOG2, min(MOST_LOG2, rank - self._newcomer(now))))
 
     def rank(self, flow: Flow, now: float) -> float:
         """Orders flows at one time: who has the least is first."""
-        known, newcomer = self._flows.get(flow), self._newcomer(now)
-        return newcomer if known is None or known.rank < newcomer else known.rank
+        return max(self._newcomer(now), self._rank_of(flow))
 
     def first(self, flows: Iterable[Flow], now: float) -> Flow:
         """Whose turn it is of `flows`, of which there is at least one; of equals, the first."""
@@ -81,12 +85,18 @@ class Turns(Generic[Flow]):
         """The rank of who has been served 1 now."""
         return now / self._half_life_s
 
+    def _rank_of(self, flow: Flow) -> float:
+        known = self._flows.get(flow)
+        return self._forgotten if known is None else known.rank
+
     def _forget(self, now: float) -> None:
-        """Those that are newcomers again, or if there are none, who has been served least."""
+        """Those that are newcomers again, or if those are few, who has been served least."""
         newcomer = self._newcomer(now)
         self._flows = {flow: served for flow, served in self._flows.items() if served.rank >= newcomer}
-        if len(self._flows) > MAX_FLOWS:
-            del self._flows[min(self._flows, key=lambda flow: self._flows[flow].rank)]
+        if len(self._flows) > KEPT_FLOWS:
+            kept = set(nlargest(KEPT_FLOWS, self._flows, key=self._rank_of))
+            self._forgotten = max(served.rank for flow, served in self._flows.items() if flow not in kept)
+            self._flows = {flow: served for flow, served in self._flows.items() if flow in kept}
 
 
 def leaves_room(held: int, free: int, wanted: int = 1) -> bool:

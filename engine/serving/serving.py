@@ -25,10 +25,11 @@ from engine.openai.api import Transfer
 from engine.runtime.runner import Runner
 from engine.runtime.sampling import SamplingParams
 from engine.runtime.scheduler import Event, Failed, Finished, NewToken, Prefilled, Work
+from engine.runtime.turns import HALF_LIFE_S, may_begin
 from engine.serving.keeping import AnswerKeeper
 from hybrid_cache.hashing.block_hash import block_hashes, tokens_digest
 from transport.control.messages import Delivered
-from transport.turns import leaves_room
+from transport.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ class Service:
         self.draining = False
         self._is_ending = False
         self._active: Counter[str] = Counter()  # requests by flow
+        self._asked: Turns[str] = Turns(HALF_LIFE_S)  # who has sent some lately
         self._keeper = AnswerKeeper(model, engine.layout.block_size, metrics)
         self._max_requests = max_requests
         self._idle = asyncio.Event()
@@ -344,12 +346,13 @@ class Service:
     # Bookkeeping
 
     def _admit(self, request: Request) -> None:
-        """A tenant takes no more places than leave some to others, unless they are as many as run at once."""
+        """While others are active, a tenant leaves some places to them, beyond as many as run at once."""
         if self.draining:
             raise RequestError("the engine is shutting down", status=503, kind="server_error", code="draining")
-        flow, free = request.transfer.part.flow, self._max_requests - self.active
-        held = self._active[flow]
-        if free <= 0 or (flow and held >= self.model.slots and not leaves_room(held, free)):
+        flow, free, now = request.transfer.part.flow, self._max_requests - self.active, self.clock()
+        self._asked.charge(flow, 1, now)
+        is_bound = flow and self._active[flow] >= self.model.slots
+        if free <= 0 or (is_bound and not may_begin(self._asked, [flow], self._active, free, now)):
             raise RequestError(
                 f"{self.active} requests are being served already", status=503, kind="server_error", code="queue_full"
             )

@@ -79,7 +79,7 @@ class WaitingLine:
     def must_wait(self, service: ServiceClass, share: Share = EVERYBODYS) -> bool:
         """Whether somebody would come before a request of that class and tenant that joined now."""
         now = self._clock()
-        return bool(len(self)) and self._line.ahead_of(service.priority, now + self.patience_s, now, share) > 0
+        return self._line.is_anyone_ahead(service.priority, now + self.patience_s, now, share)
 
     def hold_back(self, place: "Place") -> None:
         """The part of its tenant is full: others are asked for first, who may find room."""

@@ -82,6 +82,13 @@ class PrefixCache:
         """How much of a prompt's first `num_tokens` tokens is cached. Changes nothing."""
         return longest_common_hit(self.layout, self._tree.held, hashes, num_tokens)
 
+    def attention_pages_wanted(self, hashes: Sequence[bytes], num_tokens: int, purpose: Purpose) -> int:
+        """Pages of full attention that `reserve` would take of those that are free or evictable: none of what others hold."""
+        block_size = self.layout.block_size
+        cached = _cached(self.match(hashes, num_tokens), purpose)
+        blocks = -(-num_tokens // block_size) - self._tree.num_locked(hashes[: cached // block_size])
+        return blocks * sum(self.layout.pages_per_block(group) for group in self.layout.full_groups)
+
     def held(self, group: int) -> Container[bytes]:
         """The hashes that a group can be matched at."""
         return self._tree.held[group]
@@ -145,7 +152,7 @@ class PrefixCache:
             raise ValueError(f"num_tokens must be positive, not {num_tokens}")
         hashes = list(hashes[: num_tokens // self.layout.block_size])
         hit = self.match(hashes, num_tokens)
-        cached = hit.num_tokens if purpose is Purpose.PREFILL else hit.attention_tokens
+        cached = _cached(hit, purpose)
         hold = Hold(request_id, hashes, num_tokens)
         self._tree.lock_prefix(hold, cached, purpose)
         hit_end = hold.nodes[-1].hash if hold.nodes else None
@@ -272,3 +279,8 @@ class PrefixCache:
     def _allocate_for(self, hold: Hold, cached: int, lengths: Iterable[int], now: float) -> None:
         need = need_of(self.layout, hold, cached, lengths)
         deal(self.layout, hold, need, self._tree.allocate(need.num_pages(self.layout), now))
+
+
+def _cached(hit: PrefixHit, purpose: Purpose) -> int:
+    """Tokens of a hit that a request need not be given again."""
+    return hit.num_tokens if purpose is Purpose.PREFILL else hit.attention_tokens

@@ -4,6 +4,7 @@ A block with its locks is in blocks.py, what a request holds of the tree in rese
 what a cache spends its time on.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Container, Sequence
 from itertools import chain
 
@@ -97,6 +98,10 @@ class PrefixTree:
             self._eviction.withdraw(companion.key)
         companion.locks += 1
         hold.companions.append(companion)
+
+    def num_locked(self, hashes: Sequence[bytes]) -> int:
+        """Of a path of cached blocks, those that requests hold: who holds a block holds all before it."""
+        return bisect_left(hashes, True, key=lambda block_hash: not self._nodes[block_hash].locks)
 
     def unlock(self, hold: Hold, now: float) -> None:
         """Undoes all locks of a request."""

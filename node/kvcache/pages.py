@@ -66,6 +66,7 @@ class Pages:
         self._rooms = Rooms()
         # A request uses blocks that were cached: their hashes from the prompt's beginning on.
         self.on_found: Callable[[Sequence[bytes]], None] = lambda hashes: None
+        self.pinned_tokens: Callable[[], int] = lambda: 0  # what contexts hold, whatever requests end
 
     async def open_ssd(self) -> None:
         """Opens the SSD tier, however long its directory cannot be used; what lies there can be matched from then on."""
@@ -153,8 +154,10 @@ class Pages:
     ) -> Reservation:
         available, now = self._available, self._now()
         self._rooms.ask(tenant, now)
-        if not self._rooms.may_have(tenant, _attention_pages(self.layout, num_tokens), available, now):
-            raise NodeRefusal(TENANTS_PART, f"{available} pages left, which are for other tenants, too")
+        wanted = self.cache.attention_pages_wanted(hashes, num_tokens, purpose)
+        if not self._rooms.may_have(tenant, wanted, available, now):
+            reason = TENANTS_PART if self._rooms.has_its_part(tenant, wanted) else "no_capacity"
+            raise NodeRefusal(reason, f"{available} pages left, which are for other tenants, too")
         with contextlib.ExitStack() as unless_returned:
             try:
                 reservation = self.cache.reserve(
@@ -188,6 +191,9 @@ class Pages:
         self._check(hashes, num_tokens)
         deadline = self._now() + timeout_s
         await self.bring_back(hashes, num_tokens)
+        unpinned = self.num_pages - _attention_pages(self.layout, self.pinned_tokens())
+        if self.cache.attention_pages_wanted(hashes, num_tokens, purpose) > unpinned:  # others would wait behind it
+            raise NodeRefusal("no_capacity", f"contexts leave {unpinned} pages")
         self._rooms.waits(tenant)
         try:
             while True:

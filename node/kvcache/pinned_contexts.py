@@ -23,6 +23,7 @@ class Contexts:
         self._contexts = ContextCache(pages.cache)
         self._now = now
         pages.on_found = self._found
+        pages.pinned_tokens = lambda: self._contexts.pinned_tokens
 
     async def create(self, request: pb.ContextRequest) -> pb.Context:
         """Keeps the longest cached prefix of a prompt, read back from an SSD if need be. Raises NodeRefusal."""

@@ -41,6 +41,13 @@ class Rooms:
             return True
         return not self._are_others_about(tenant, now)
 
+    def has_its_part(self, tenant: str, wanted: int) -> bool:
+        """Whether one that may not have `wanted` pages lets others pass.
+
+        One that holds less than it wants does not: what becomes free would go to small requests of others, one by one.
+        """
+        return self._held[tenant] >= wanted
+
     def reserved(self, name: str, tenant: str, pages: int) -> None:
         """A reservation of that name holds so many."""
         self._reserved[name] = tenant, pages

@@ -155,6 +155,18 @@ class Line(Generic[Who]):
                 start += cost / self._flows[name].weight
         return ahead
 
+    def is_anyone_ahead(self, priority: int, due: float, now: float, share: Share = EVERYBODYS) -> bool:
+        """Whether `ahead_of` would count anybody. In a long line the first that is looked at nearly always says so."""
+        newcomer = -priority, self._start(share.flow)
+        for each in self._standing.values():
+            urgency = -each.level(now, self.ageing_s)
+            if each.flow == share.flow:
+                if (urgency, each.due) <= (-priority, due):
+                    return True
+            elif now >= self._flows[each.flow].back_until and (urgency, self._start(each.flow)) <= newcomer:
+                return True
+        return False
+
     def _start(self, flow: str) -> float:
         """Of the flow's next turn, if it has somebody in the line."""
         known = self._flows.get(flow)

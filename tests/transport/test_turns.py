@@ -76,6 +76,19 @@ def test_beyond_the_bound_those_that_have_had_most_are_remembered():
     assert turns.served("heavy", 1.0) > 9e5
 
 
+def test_a_flow_beyond_the_bound_takes_turns_too():
+    """It has had the least of all, and is forgotten: that makes it no newcomer each time."""
+    turns = new_turns()
+    names = [str(number) for number in range(MAX_FLOWS)]
+    for name in names:
+        turns.charge(name, 1e6, 0.0)
+    served = 0
+    while turns.first([*names, "late"], 0.0) == "late":
+        turns.charge("late", 1e5, 0.0)
+        served += 1
+        assert served <= 10
+
+
 flows = st.integers(2, 6)
 weights = st.sampled_from([0.01, 0.5, 1.0, 3.0, 100.0])
 

@@ -167,6 +167,7 @@ def test_a_tenant_leaves_places_to_others_beyond_those_that_run_at_once():
         async def post(tenant):
             return await node.post(prompt=[1, 2], max_tokens=1, kv_transfer_params={"tenant": tenant})
 
+        assert (await post("light"))[0] == 200
         more = {"max_tokens": 500, "kv_transfer_params": {"tenant": "heavy"}}
         heavy = [asyncio.create_task(node.post(prompt=[1, 2], **more)) for _ in range(70)]
         await until(lambda: node.service.active == 70)
@@ -174,6 +175,18 @@ def test_a_tenant_leaves_places_to_others_beyond_those_that_run_at_once():
         assert (status, answer["error"]["code"]) == (503, "queue_full")
         assert (await post("light"))[0] == 200
         assert (await post(""))[0] == 200
+        for task in heavy:
+            task.cancel()
+        await asyncio.gather(*heavy, return_exceptions=True)
+
+    serve(scenario, emulated(decode_step_s=0.02), max_requests=80)
+
+
+def test_a_tenant_that_is_alone_may_have_all_places():
+    async def scenario(node):
+        more = {"max_tokens": 500, "kv_transfer_params": {"tenant": "heavy"}}
+        heavy = [asyncio.create_task(node.post(prompt=[1, 2], **more)) for _ in range(80)]
+        await until(lambda: node.service.active == 80)
         for task in heavy:
             task.cancel()
         await asyncio.gather(*heavy, return_exceptions=True)

@@ -109,7 +109,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(tokens=TOKENS, keep=st.integers(0, 24), unused_s=st.sampled_from([0.0, 5.0]))
     def drop(self, tokens, keep, unused_s):
         hashes, before = hashes_of(tokens), self.cache.report()
-        kept = min(keep // BLOCK * BLOCK, self.cache.match(hashes, len(tokens)).attention_tokens)
+        kept = self.cache.match(hashes[: keep // BLOCK], min(keep, len(tokens))).attention_tokens
         freed = self.cache.drop(hashes, keep, unused_since=self.now - unused_s, now=self.now)
         after = self.cache.report()
         assert (after.pages_free - before.pages_free, after.pages_locked) == (freed, before.pages_locked)

@@ -236,6 +236,31 @@ def test_how_many_come_before_is_how_many_are_served_before(
     assert abs(expected - before) <= 2  # turns at the same virtual time go by due time, which is not foreseen
 
 
+@given(
+    waiting=st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.integers(1, 5), st.integers(1, 5)), max_size=8
+    ),
+    served_before=st.integers(0, 3),
+    held_back=st.sets(st.sampled_from("abc")),
+    priority=st.integers(0, 2),
+)
+def test_whether_anybody_comes_before_is_whether_any_are_counted(
+    waiting: list[tuple[str, int, int, int]], served_before: int, held_back: set[str], priority: int
+):
+    line: Line[int] = Line(20, ageing_s=2.0)
+    for number, (flow, rank, due, cost) in enumerate(waiting):
+        line.join(number, number / 4, priority=rank, due=due, share=Share(flow, WEIGHTS[flow]), cost=cost)
+    for _ in range(min(served_before, len(line))):
+        first = line.first(2.0)
+        assert first is not None
+        line.serve(first)
+    for flow in held_back:
+        line.hold_back(flow, 3.0)
+    for flow in WEIGHTS:
+        asked = priority, 3.0, 2.0, Share(flow, WEIGHTS[flow])
+        assert line.is_anyone_ahead(*asked) == (line.ahead_of(*asked) > 0)
+
+
 def test_a_flow_whose_own_part_is_full_holds_nobody_up():
     line: Line[str] = Line(10)
     line.join("a1", 0.0, share=Share("a"))
