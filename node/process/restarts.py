@@ -15,8 +15,9 @@ MAX_DOUBLINGS = 4  # after which it is MAX_BACKOFF_S; powers of any number of de
 class Restarts:
     """The deaths of one node's engine. `max_restarts`: how many may count before it is given up."""
 
-    def __init__(self, max_restarts: int) -> None:
+    def __init__(self, max_restarts: int, *, first_backoff_s: float = FIRST_BACKOFF_S) -> None:
         self._max_restarts = max_restarts
+        self._first_backoff_s = first_backoff_s
         self._recent: deque[float] = deque()
         self._since_ready = 0
 
@@ -38,4 +39,4 @@ class Restarts:
             self._recent.popleft()
         if self.deaths > self._max_restarts:
             return None
-        return min(FIRST_BACKOFF_S * 2.0 ** min(self.deaths - 1, MAX_DOUBLINGS), MAX_BACKOFF_S)
+        return min(self._first_backoff_s * 2.0 ** min(self.deaths - 1, MAX_DOUBLINGS), MAX_BACKOFF_S)
