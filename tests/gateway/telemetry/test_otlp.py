@@ -136,12 +136,16 @@ def of_one_step() -> RequestRecord:
 
 
 @pytest.mark.parametrize("result", SpanExportResult)
-def test_lost_spans_are_counted_with_a_reason(result: SpanExportResult, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.telemetry.otlp_spans.MAX_WAITING", 520)  # more than a batch of the library's
-    monkeypatch.setattr("gateway.telemetry.otlp_spans.INTERVAL_S", 3600.0)  # full batches only
-    monkeypatch.setattr("gateway.telemetry.otlp_spans.CLOSE_S", 30.0)
+def test_lost_spans_are_counted_with_a_reason(result: SpanExportResult) -> None:
     lost, exporter = Counter[str](), Held(result)
-    spans = Spans("", lambda reason, number: lost.update({reason: number}), exporter)
+    spans = Spans(
+        "",
+        lambda reason, number: lost.update({reason: number}),
+        exporter,
+        max_waiting=520,  # more than a batch of the library's
+        interval_s=3600.0,  # full batches only
+        close_s=30.0,
+    )
     for _ in range(256):  # two spans each, a batch
         spans.add(Trace(1, 2), of_one_step(), "m", 0.0)
     assert exporter.is_asked.wait(30)
@@ -153,13 +157,10 @@ def test_lost_spans_are_counted_with_a_reason(result: SpanExportResult, monkeypa
     assert lost == {"queue_full": 6} | ({} if result is SpanExportResult.SUCCESS else {"collector": kept})
 
 
-def test_a_stop_does_not_wait_for_a_collector_that_hangs(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stop_does_not_wait_for_a_collector_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
     assert CLOSE_S < 1
-    monkeypatch.setattr("gateway.telemetry.otlp_spans.CLOSE_S", 0.05)
     exporter = Held(SpanExportResult.SUCCESS)
-    spans = Spans("", lambda *_: None, exporter)
+    spans = Spans("", lambda *_: None, exporter, close_s=0.05)
     spans.add(Trace(1, 2), of_one_step(), "m", 0.0)
     spans.close()  # the exporter hangs for good: this would not come back
     assert "2 spans are lost" in caplog.text
