@@ -16,10 +16,12 @@ import uvloop
 from gateway.api.openai import Endpoint
 from gateway.assembly import Gateway, running
 from gateway.cluster.agent_client import AgentClient
-from gateway.cluster.registry import NODE_TIMES, NodeTimes
+from gateway.cluster.registry import NODE_TIMES, NodeTimes, ServedModel
 from gateway.config.gateway import GatewayConfig, NodeConfig, Timeouts
 from gateway.prompt.prompt import Hashing, Model, Prompt, PromptMemory, read_call
+from gateway.request.request import Request, Timeline
 from gateway.workers.process_scope import Alone
+from tests.gateway.layouts import LAYOUT
 from tests.gateway.scripted import ScriptedNode, Topology, topology
 from tests.prompts.builders import text_tokenizer
 
@@ -43,6 +45,16 @@ def prompt_of(endpoint: Endpoint, hashing: Hashing, **fields: Any) -> Prompt:
     """The prompt of a call with these fields, as the gateway reads it."""
     body = json.dumps({"model": "scripted", **fields}).encode()
     return read_call(endpoint, body, model_of(hashing), PromptMemory(text_tokenizer()))[1]
+
+
+def request_of(text: str, served: ServedModel, **fields: Any) -> Request:
+    """A plain request as the gateway holds it once it has read it."""
+    body = json.dumps({"model": served.name, "prompt": text}).encode()
+    call, prompt = read_call(Endpoint.COMPLETIONS, body, served.as_read(), PromptMemory(text_tokenizer()))
+    return Request("r", "r-1", call, prompt, served, Timeline(0.0), **fields)
+
+
+SERVED = ServedModel("scripted", "scripted", LAYOUT, 4096, Hashing(block_size=16, salt=b"salt"))
 
 
 def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:

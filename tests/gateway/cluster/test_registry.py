@@ -2,25 +2,21 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import pytest
 
-from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.links import Links
 from gateway.cluster.registry import Clusters, salt_of
 from gateway.errors import NodeError
 from gateway.prompt.prompt import Prompt
-from gateway.tasks import TaskSet
 from hybrid_cache.index.index import NOTHING
 from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.layout.spec import FullAttention
+from planner.decisions.routing import Reason
 from planner.decisions.views import Role
 from tests.gateway.layouts import LAYOUT
-from tests.gateway.scripted import Topology, topology
-from tests.gateway.worlds import PATIENCE_S, on_loop, until, world
+from tests.gateway.views import deciding, view_of, watched
+from tests.gateway.worlds import on_loop, until, world
 from transport.control.proto import node_pb2 as pb
 
 PROMPT = "the quick brown fox jumps over the lazy dog " * 6
@@ -33,34 +29,6 @@ def states(clusters: Clusters) -> dict[str, str]:
 def has_prefix(clusters: Clusters, node: str, block_hash: bytes) -> bool:
     """Whether the index knows the block; a snapshot is applied in pieces, a little after the node counts as ready."""
     return clusters.index is not None and clusters.index.match(node, [block_hash], 16).num_tokens == 16
-
-
-@dataclass
-class Watched:
-    """The view that a gateway has of these nodes, without the gateway; `errors` are those of its own."""
-
-    clusters: Clusters
-    nodes: Topology
-    errors: list[str]
-
-
-@asynccontextmanager
-async def view_of(nodes: Topology) -> AsyncIterator[Watched]:
-    errors: list[str] = []
-    agents = [AgentClient(node.agent_address, PATIENCE_S) for node in nodes.nodes]
-    clusters = Clusters(agents, time.monotonic, served_model="scripted", tasks=TaskSet(errors.append))
-    clusters.start()
-    try:
-        assert await clusters.wait_for(lambda: all(node.connected for node in clusters.nodes), PATIENCE_S)
-        yield Watched(clusters, nodes, errors)
-    finally:
-        await clusters.close()
-
-
-@asynccontextmanager
-async def watched(remote: int = 1, local: int = 1, decode: int = 2) -> AsyncIterator[Watched]:
-    async with topology(remote, local, decode) as nodes, view_of(nodes) as seen:
-        yield seen
 
 
 @on_loop
@@ -261,16 +229,15 @@ async def test_senders_share_one_line() -> None:
 
 @on_loop
 async def test_what_waits_for_an_egress_budget_keeps_requests_local() -> None:
-    async with world() as w:
-        (node,), links = w.nodes.remote, w.gateway.links
+    async with deciding() as d:
+        (node,), links = d.nodes.remote, Links(d.clusters.nodes, time.monotonic)
+        # No loss, no longer round trips: only the queue says it.
         link = pb.Link(peer="west", available_bytes_per_s=1e6, budget_bytes_per_s=1e6, queued_bytes=5_000_000)
-        node.load = pb.Load(links=[link])  # no loss, no longer round trips: only the queue says it
-        await until(lambda: links.views()[0].queued_bytes)
+        await d.reports(node, pb.Load(links=[link]))
         (view,) = links.views()
         assert (view.congested, view.budget_bytes_per_s, view.drain_s) == (False, 1e6, 5.0)
-        response = await w.complete("the quick brown fox jumps over the lazy dog " * 40)
-        assert response.headers["x-prfaas-route"].startswith("local; node=p0;")
-        assert response.headers["x-prfaas-route"].endswith("reason=congested")
+        way = d.route("the quick brown fox jumps over the lazy dog " * 40)
+        assert (way.prefill_node, way.reason) == ("p0", Reason.CONGESTED)
 
 
 @on_loop
@@ -365,19 +332,14 @@ async def test_work_under_way_counts_before_the_node_reports_it() -> None:
 
 @on_loop
 async def test_a_decode_node_without_memory_for_a_prompt_is_passed_over_while_another_has_some() -> None:
-    async with world(decode=2) as w:
-        full, roomy = w.nodes.decode
+    async with deciding(decode=2) as d:
+        full, roomy = d.nodes.decode
         for node, tokens in ((full, 16), (roomy, 1 << 20)):
-            node.load = pb.Load(room=pb.Room(pages_total=1 << 20, free_tokens=tokens, tokens=tokens))
-            node.tell(pb.NodeEvent(load=node.load))
-        await until(lambda: all(n.load.room for n in w.gateway.clusters.nodes if n.role == "decode"))
-        for _ in range(3):
-            await w.complete(PROMPT)
-        assert [len(full.bodies), len(roomy.bodies)] == [0, 3]
-        roomy.load = full.load
-        roomy.tell(pb.NodeEvent(load=roomy.load))
-        await until(lambda: all(n.load.room.tokens == 16 for n in w.gateway.clusters.nodes if n.load.room))
-        assert (await w.complete(PROMPT)).status == 200  # no node has room: one is asked all the same
+            room = pb.Room(pages_total=1 << 20, free_tokens=tokens, tokens=tokens)
+            await d.reports(node, pb.Load(room=room))
+        assert [d.route(PROMPT).decode_node for _ in range(3)] == ["d1"] * 3
+        await d.reports(roomy, full.load)
+        assert d.route(PROMPT).decode_node in ("d0", "d1")  # no node has room: one is asked all the same
 
 
 @on_loop

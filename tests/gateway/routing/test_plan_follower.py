@@ -19,6 +19,8 @@ from gateway.errors import ConfigError
 from gateway.routing.plan_follower import Follower
 from planner.decisions.offered import GatewayLoad
 from planner.decisions.plan import LivePlan, Mode, Setting
+from planner.decisions.routing import Target
+from tests.gateway.views import deciding
 from tests.gateway.worlds import World, on_loop, until, world
 
 PROMPT = "hello there the quick brown fox"
@@ -228,15 +230,13 @@ async def test_a_reload_leaves_the_plan_in_force() -> None:
         assert (await load(w)).threshold_tokens == 3.0
 
 
+@pytest.mark.parametrize(("share", "target"), [(0.0, Target.REMOTE), (1.0, Target.LOCAL)])
 @on_loop
-async def test_a_tie_share_can_be_set_without_a_plan() -> None:
-    async with world(threshold_tokens=7.0, routing=RoutingConfig(tie_share=0.0)) as w:
-        assert (await load(w)).tie_share == 0.0
-        first = await w.complete()
-        num_tokens = int(first.headers["x-prfaas-route"].partition("uncached=")[2].partition(";")[0])
-    for share, target in ((0.0, "remote"), (1.0, "local")):
-        async with world(threshold_tokens=float(num_tokens), routing=RoutingConfig(tie_share=share)) as w:
-            assert (await w.complete()).headers["x-prfaas-route"].startswith(f"{target};")
+async def test_a_tie_share_can_be_set_without_a_plan(share: float, target: Target) -> None:
+    async with deciding(routing=RoutingConfig(tie_share=share)) as d:
+        uncached = d.route(PROMPT).uncached_tokens
+        d.decider.configure(replace(d.config, threshold_tokens=float(uncached)))
+        assert (d.decider.setting.tie_share, d.route(PROMPT).target) == (share, target)
 
 
 @on_loop

@@ -11,17 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.openai import Endpoint
-from gateway.cluster.registry import ServedModel
 from gateway.config.request_log import RequestLogConfig
 from gateway.errors import ConfigError
-from gateway.prompt.prompt import Hashing, PromptMemory, read_call
-from gateway.request.request import Request, RequestRecord, Timeline
+from gateway.request.request import RequestRecord
 from gateway.telemetry.request_log import FILES, PATTERN, Entry, RequestLog, line_of, name_of, new_file
 from planner.model.workload import infinite_cache_hits, read_trace
-from tests.gateway.layouts import LAYOUT
-from tests.gateway.worlds import model_of, on_loop, until, world
-from tests.prompts.builders import text_tokenizer
+from tests.gateway.worlds import SERVED, on_loop, request_of, until, world
 from transport.control.settings import SettingsError
 
 LONG = "the quick brown fox jumps over the lazy dog " * 100
@@ -63,26 +58,22 @@ def test_blocks_are_named_as_a_trace_wants_them(block_size: int, total: int) -> 
     assert all(0 <= each < 1 << 53 for each in line["hash_ids"])
 
 
-@on_loop
-async def test_the_oldest_files_go(tmp_path) -> None:
+def test_the_oldest_files_go(tmp_path) -> None:
     old = [tmp_path / f"requests-2026010{day}T000000Z-1.jsonl" for day in range(1, 10)]
     for age, path in enumerate(old):
         path.write_bytes(b"x" * (1 << 17))
         os.utime(path, (age, age))
     (tmp_path / "notes.txt").write_bytes(b"y" * (1 << 21))
-    async with world(request_log=RequestLogConfig(directory=tmp_path, max_bytes=1 << 20)):
-        kept = [path for path in old if path.exists()]
+    log = RequestLog(RequestLogConfig(directory=tmp_path, max_bytes=1 << 20), lambda *_: None)
+    kept = [path for path in old if path.exists()]
+    log.close()
     assert kept == old[-(FILES - 1) :]
     assert (tmp_path / "notes.txt").exists()
 
 
 def end(log: RequestLog) -> None:
     """A request is over."""
-    hashing = Hashing(block_size=16, salt=b"salt")
-    body = b'{"model":"scripted","prompt":"x"}'
-    call, prompt = read_call(Endpoint.COMPLETIONS, body, model_of(hashing), PromptMemory(text_tokenizer()))
-    served = ServedModel("scripted", "scripted", LAYOUT, 4096, hashing)
-    log.ended(Request("r", "r-1", call, prompt, served, Timeline(0.0)), record(total=7), 5.0)
+    log.ended(request_of("x", SERVED), record(total=7), 5.0)
 
 
 def test_a_file_that_somebody_deletes_is_begun_again(tmp_path) -> None:
