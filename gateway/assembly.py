@@ -27,7 +27,7 @@ from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.drained_links import Drained, SharedDrained
 from gateway.cluster.link_probes import Probes
 from gateway.cluster.links import Links
-from gateway.cluster.registry import Clusters
+from gateway.cluster.registry import NODE_TIMES, Clusters, NodeTimes
 from gateway.config.gateway import GatewayConfig
 from gateway.errors import ConfigError
 from gateway.http.body import Receiver
@@ -125,6 +125,9 @@ async def running(
     seat: Alone | Seat | None = None,
     read_again: Callable[[], GatewayConfig] | None = None,
     warm_s: float = 0.0,
+    *,
+    agent_client: type[AgentClient] = AgentClient,
+    node_times: NodeTimes = NODE_TIMES,
 ) -> AsyncIterator[Gateway]:
     """A gateway that answers inside the block, or the worker of one that has this seat.
 
@@ -139,7 +142,7 @@ async def running(
     chores, watches, afterwards, requests = (TaskSet(metrics.upkeep.unforeseen) for _ in range(4))
     holder = uuid.uuid4().hex  # a name for what this process reserves: no worker's and no other start's
     agents = [
-        AgentClient(
+        agent_client(
             node.agent, config.timeouts.rpc_s, config.identity, node.name, metrics.upkeep.called_by_grpc, holder
         )
         for node in config.nodes
@@ -162,6 +165,7 @@ async def running(
         on_silent=legs.give_up,
         on_renamed=on_renamed,
         catch_up=seat.catch_up,
+        times=node_times,
     )
     seat.join(clusters.nodes)
     refusals = Refusals(config, clusters, steps, clock)

@@ -25,11 +25,11 @@ from node.control.holders import Holders
 from node.draining import Draining
 from node.engine.http_status import follow_adapters, follow_loads, serves
 from node.engine.kv_events import events_endpoint, follow
-from node.engine.liveness import Vigil
+from node.engine.liveness import TIMES, LivenessTimes, Vigil
 from node.engine.prefix_cache import EngineCache
 from node.engine.sglang_teardown import end_headless
 from node.engine.socket import EngineConnection, EngineSocket
-from node.engine.supervisor import EngineSupervisor
+from node.engine.supervisor import EngineCommand, EngineSupervisor, engine_command
 from node.errors import ArenaError, ConfigError, EngineError, EngineRefused, LayoutMismatch, NodeRefusal, SecondEngine
 from node.kvcache.arena import SHM_DIR, Arena, arena_directory, arena_path
 from node.kvcache.paced_check import PacedCheck
@@ -49,7 +49,6 @@ log = logging.getLogger(__name__)
 
 VERSION: Final = release()
 HOUSEKEEPING_S = 0.5
-ENGINE_SILENCE_S = 120.0  # of one that is stopped or stuck, and may come back: its gateways go elsewhere meanwhile
 POLL_S = 0.02
 ENGINE_STOP_S = 20.0
 
@@ -57,7 +56,16 @@ ENGINE_STOP_S = 20.0
 class NodeAgent:
     """Owns everything of one node but its gRPC and metrics listeners."""
 
-    def __init__(self, config: NodeConfig, role: Role, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        config: NodeConfig,
+        role: Role,
+        now: Callable[[], float],
+        *,
+        engine_command: EngineCommand = engine_command,
+        liveness: LivenessTimes = TIMES,
+        pages: type[Pages] = Pages,
+    ) -> None:
         self.config = config
         self.role = role
         self.boot_id = uuid.uuid4().hex
@@ -71,7 +79,9 @@ class NodeAgent:
         self._socket_dir = OwnedDirectory(Path(tempfile.gettempdir()))
         self.socket = EngineSocket(self._socket_dir.path / "engine.sock", self)
         self.links = Links(config, use_shm=config.transport == "auto" and os.access(SHM_DIR, os.W_OK), rdma=rdma)
-        self.supervisor = EngineSupervisor(config, self.socket.path, self.engine_log, now, self.publish_description)
+        self.supervisor = EngineSupervisor(
+            config, self.socket.path, self.engine_log, now, self.publish_description, command=engine_command
+        )
         self.arena: Arena | None = None
         self._taking: asyncio.Future[Arena] | None = None
         self.pages: Pages | None = None
@@ -88,13 +98,14 @@ class NodeAgent:
         self._alone_since = now()
         self._engine: EngineConnection | None = None
         self._engine_serves = False
-        self.vigil = Vigil(now, self.publish_description)
+        self.vigil = Vigil(now, self.publish_description, times=liveness)
         self._adapters: tuple[str, ...] = ()  # that its engine serves
         self._engine_cache: EngineCache | None = None
         self.failures: Counter[str] = Counter()  # errors of our own that were survived, by what failed
         self.tasks = Tasks(self.failures)
         self._engine_tasks = Tasks(self.failures)  # end with the engine's connection
         self._integrity = PacedCheck(now)
+        self._make_pages = pages
         self._hello: m.Hello | None = None
         self.engine_load = m.LoadReport(running=0, waiting=0, queued_tokens=0)
         self.conversions = role.conversions(self, now)
@@ -183,7 +194,7 @@ class NodeAgent:
         """A process that runs but never takes requests, lost its connection for good, or is stopped or stuck, is no engine."""
         if self.supervisor.pid is None:
             return
-        if self.vigil.silent_s > ENGINE_SILENCE_S:
+        if self.vigil.is_lost:
             silence, silent_s = self.vigil.silence, self.vigil.silent_s
             log.error("engine killed node=%s: %s for %.0fs", self.config.node_id, silence, silent_s)
             self.supervisor.kill()
@@ -267,7 +278,7 @@ class NodeAgent:
         assert self.arena is not None  # no engine is started without
         try:
             layout = ModelLayout.from_json(hello.layout_json)
-            pages = self.pages or Pages(layout, self.arena, self.config, self.events, self._now)
+            pages = self.pages or self._make_pages(layout, self.arena, self.config, self.events, self._now)
         except (ValueError, KeyError, TypeError) as exc:
             reason = f"no arena for {hello.model_id} with cache_bytes = {self.config.cache_bytes}: {exc}"
             if self.pages is None:

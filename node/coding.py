@@ -47,7 +47,7 @@ class Coding:
         if self.reuse_quantised and not self.accept_quantised:
             raise SettingsError("reuse_quantised = true: allowed only with accept_quantised, which is false")
         for name in _KIND_OF.values():
-            _check_installed(name, getattr(self, name))
+            check_installed(name, getattr(self, name), has_zstd=zstd_module() is not None)
 
     @property
     def off(self) -> bool:
@@ -70,8 +70,9 @@ def coding_of(table: Any, where: str = "coding") -> Coding:
     return build(Coding, dict(table) if isinstance(table, Mapping) else table, where)
 
 
-def _check_installed(name: str, policy: CodingPolicy) -> None:
-    if policy.compression is not Compression.OFF and zstd_module() is None:
+def check_installed(name: str, policy: CodingPolicy, *, has_zstd: bool) -> None:
+    """Raises SettingsError for a policy that needs a package which is not there."""
+    if policy.compression is not Compression.OFF and not has_zstd:
         raise SettingsError(
             f'{name}: compression = "{policy.compression}": it needs the zstd extra (pip install "prfaas[zstd]")'
         )

@@ -54,9 +54,10 @@ PHASES: Final = {
 class Converter:
     """The role of a PD node. `counts` are commands by how they ended."""
 
-    def __init__(self, node: Convertible, now: Callable[[], float]) -> None:
+    def __init__(self, node: Convertible, now: Callable[[], float], *, write_s: float = WRITE_S) -> None:
         self._node = node
         self._now = now
+        self._write_s = write_s
         self._memory = RoleMemory(node.config)
         self._conversion = self._memory.recall()
         self._remembered = self._conversion.lasting
@@ -81,9 +82,9 @@ class Converter:
                 self._take(command)
         except StaleCommand as exc:
             raise NodeRefusal("stale_epoch", f"{self._node.config.node_id}: {exc}") from exc
-        await self._until(self._is_remembered, WRITE_S)
+        await self._until(self._is_remembered, self._write_s)
         await self._until(lambda: self._has_ended(command.epoch), min(request.wait_s, MAX_WAIT_S))
-        await self._until(self._is_remembered, WRITE_S)
+        await self._until(self._is_remembered, self._write_s)
         return self.report()
 
     def report(self) -> pb.Conversion:

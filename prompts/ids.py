@@ -14,7 +14,7 @@ _MARKS: Final = b"0123456789, \t\r\n"
 _MAY_BE: Final = np.isin(np.arange(256), np.frombuffer(_MARKS, np.uint8))
 
 
-def flat_ids(raw: bytes) -> TokenArray | None:
+def flat_ids(raw: bytes, *, piece_bytes: int = PIECE_BYTES) -> TokenArray | None:
     """The ids of a list, or of a list of one list; None for JSON that is anything else. Raises BadPrompt."""
     inner = _inside(_inside(raw.strip()) or b"")
     numbers = _inside(raw.strip()) if inner is None else inner
@@ -22,7 +22,7 @@ def flat_ids(raw: bytes) -> TokenArray | None:
         return None
     pieces, start = list[TokenArray](), 0
     while start <= len(numbers):
-        comma = numbers.find(b",", start + PIECE_BYTES)
+        comma = numbers.find(b",", start + piece_bytes)
         end = len(numbers) if comma < 0 else comma
         pieces.append(_ids(numbers[start:end]))
         start = end + 1

@@ -63,7 +63,7 @@ def _new_fds(before: set[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def nothing_is_left_behind() -> Iterator[set[str]]:
+def nothing_is_left_behind(patience_s: float = PATIENCE_S, look_s: float = LOOK_S) -> Iterator[set[str]]:
     """What is started inside has a directory for temporary files of its own (TMPDIR), by which it is known. After it no name in
     /dev/shm that it has had (what is yielded, and grows) is there and nobody's, and no socket and no directory of a node is in
     that directory.
@@ -71,7 +71,7 @@ def nothing_is_left_behind() -> Iterator[set[str]]:
     usual = os.environ.get("TMPDIR")
     with tempfile.TemporaryDirectory(prefix="t-") as place:  # a path of a socket has 107 bytes at most
         os.environ["TMPDIR"] = place
-        with _names_of(place) as names:
+        with _names_of(place, look_s) as names:
             try:
                 yield names
             finally:
@@ -79,7 +79,7 @@ def nothing_is_left_behind() -> Iterator[set[str]]:
         # What a node that was killed leaves is for the next one to take away, which none may have come to do.
         sweep_directories(Path(place))
         sweep_files(SHARED_MEMORY)
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + patience_s
         while left := [*sorted(names & abandoned()), *_sockets_and_nodes(Path(place))]:
             if time.monotonic() > deadline:
                 pytest.fail(f"left behind: {left}")
@@ -87,12 +87,12 @@ def nothing_is_left_behind() -> Iterator[set[str]]:
 
 
 @contextlib.contextmanager
-def _names_of(place: str) -> Iterator[set[str]]:
+def _names_of(place: str, look_s: float) -> Iterator[set[str]]:
     """Names in /dev/shm that processes with this TMPDIR have had, as far as looks now and then tell. Others may run beside."""
     names, ended = set[str](), threading.Event()
 
     def look() -> None:
-        while not ended.wait(LOOK_S):
+        while not ended.wait(look_s):
             names.update(_in_use(f"TMPDIR={place}".encode()))
 
     thread = threading.Thread(target=look, daemon=True)

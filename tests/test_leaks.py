@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -35,10 +36,9 @@ class Maker:
         self._process.communicate("\n", timeout=60.0)
 
 
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaks, "PATIENCE_S", 0.5)
-    monkeypatch.setattr(leaks, "LOOK_S", 0.05)
+def nothing_is_left_behind() -> AbstractContextManager[set[str]]:
+    """The same, found out soon."""
+    return leaks.nothing_is_left_behind(patience_s=0.5, look_s=0.05)
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def stranger() -> Iterator[Maker]:
 
 
 def leave_one() -> None:
-    with leaks.nothing_is_left_behind() as names:
+    with nothing_is_left_behind() as names:
         made = Maker("leaves")
         while made.path.name not in names:  # somebody looks while it lives
             pass
@@ -65,11 +65,11 @@ def test_a_name_that_is_nobodys_any_more_is_found() -> None:
 
 def test_a_socket_is_found() -> None:
     code = "import os, socket; socket.socket(socket.AF_UNIX).bind(os.environ['TMPDIR'] + '/x')"
-    with pytest.raises(pytest.fail.Exception, match=r"left behind: \['.*/x'\]"), leaks.nothing_is_left_behind():
+    with pytest.raises(pytest.fail.Exception, match=r"left behind: \['.*/x'\]"), nothing_is_left_behind():
         subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_what_is_taken_away_or_a_strangers_is_not(stranger: Maker) -> None:
-    with leaks.nothing_is_left_behind():
+    with nothing_is_left_behind():
         Maker("takes away").end()
         stranger.end()

@@ -10,7 +10,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -26,6 +26,8 @@ ROLES: Final = ("prefill", "decode")
 PAGE_TOKENS: Final = 64  # pages are blocks here; SGLang's own default of 1 is a message and a name for every token
 EVENTS_SOCKET: Final = "kv-events"  # beside the agent's own, which listens there
 EXIT_USAGE: Final = 2
+
+Become = Callable[[str, list[str], dict[str, str]], object]  # as os.execve, which does not return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,22 @@ class ServerOptions:
     sglang_flags: tuple[str, ...] = ()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def installed_version() -> str | None:
+    """The version of the SGLang that this Python would import, None if it would not."""
+    if importlib.util.find_spec("sglang") is None:
+        return None
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    version_of: Callable[[], str | None] = installed_version,
+    become: Become = os.execve,
+) -> int:
     """Replaces this process by the server; returns only if it cannot."""
     own, rest = _split(list(sys.argv[1:] if argv is None else argv))
     parsed = _parser().parse_args(own)
@@ -63,14 +80,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(f"chunk_tokens = {parsed.chunk_tokens}: less than a page, block_size = {parsed.block_size}")
     if ":" in (parsed.model_name or ""):
         return _refuse(f"served_model {parsed.model_name!r}: what follows a colon is an adapter's name to SGLang")
-    version = installed_version()
+    version = version_of()
     if version is None:
         return _refuse("SGLang is not installed here: see docs/sglang.md")
     if not is_tested(version):
         print(f"engine: {untested(version)}", file=sys.stderr)
     options = _options(parsed, longest, rest)
     sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, *server_command(options)], environment(options, os.environ))
+    become(sys.executable, [sys.executable, *server_command(options)], environment(options, os.environ))
+    return 0
 
 
 def server_command(options: ServerOptions) -> list[str]:
@@ -96,16 +114,6 @@ def environment(options: ServerOptions, inherited: Mapping[str, str]) -> dict[st
     wanted = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", "SGLANG_HOST_IP": options.host}
     ours = {SOCKET: str(options.agent_socket), REVISION: options.model_revision}
     return {**wanted, **inherited, **ours}
-
-
-def installed_version() -> str | None:
-    """The version of the SGLang that this Python would import, None if it would not."""
-    if importlib.util.find_spec("sglang") is None:
-        return None
-    try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _kv_events(options: ServerOptions) -> dict[str, object]:

@@ -10,7 +10,7 @@ Sizes are chosen so that a CPU core prefills thousands of tokens per second. Ran
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -143,6 +143,7 @@ def build_model(
     *,
     overwrite: bool = False,
     report: Callable[[str], None] = print,
+    save_tokenizer: Callable[[Path, int], None] = save_byte_tokenizer,
 ) -> BuiltModel:
     """Builds a tiny model of `arch` in `out_dir` and reports what it made.
 
@@ -161,7 +162,7 @@ def build_model(
         out.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as unfinished:
             model.save_pretrained(unfinished)
-            save_byte_tokenizer(Path(unfinished), CONTEXT_TOKENS)
+            save_tokenizer(Path(unfinished), CONTEXT_TOKENS)
             (Path(unfinished) / MARKER_FILE).write_text(json.dumps(marker))
             _move(Path(unfinished), out)
     except (OSError, SafetensorError) as exc:
@@ -196,10 +197,14 @@ def _check_destination(out: Path, marker: dict[str, Any], overwrite: bool) -> No
 
 
 def _move(unfinished: Path, out: Path) -> None:
-    """All files; what they are of first, and last the one by which a directory counts as a model. Raises OSError."""
-    inner = [path.name for path in unfinished.iterdir() if path.name not in (MARKER_FILE, CONFIG_FILE)]
-    for name in (MARKER_FILE, *inner, CONFIG_FILE):
+    """All files. Raises OSError."""
+    for name in moved_in_order(path.name for path in unfinished.iterdir()):
         (unfinished / name).replace(out / name)
+
+
+def moved_in_order(names: Iterable[str]) -> list[str]:
+    """What a model is of first, and last the file by which a directory counts as a model: interrupted, it is built again."""
+    return [MARKER_FILE, *(name for name in names if name not in (MARKER_FILE, CONFIG_FILE)), CONFIG_FILE]
 
 
 def _is_of(marker: Path, expected: dict[str, Any]) -> bool:

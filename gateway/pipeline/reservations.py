@@ -38,6 +38,20 @@ class Hold:
     settled: bool = False  # delivered and loaded: nothing is left to free
 
 
+async def until_landed(booking: Booking, held_blocks: int, patience_s: float) -> tuple[Shared[Landing] | None, bool]:
+    """What has landed at last of what a booked prompt shares beyond `held_blocks`, and whether more of it is late."""
+    landed = None
+    try:
+        async with asyncio.timeout(patience_s):
+            while (shared := booking.shared_with(held_blocks)) is not None:
+                await shared.first.over.wait()
+                if shared.first.has_landed:
+                    held_blocks, landed = shared.blocks, shared
+    except TimeoutError:
+        return landed, True
+    return landed, False
+
+
 class Reservations:
     """Makes reservations that are given back whatever happens to the request."""
 
@@ -85,14 +99,9 @@ class Reservations:
 
         Should it not land, the first prompt that has waited for it has all of it sent, and the others wait for that.
         """
-        held, landed = chosen.held_tokens // request.served.layout.block_size, None
-        try:
-            async with asyncio.timeout(LEAST_PATIENCE_S + PATIENCE * chosen.shared_s):
-                while (shared := booking.shared_with(held)) is not None:
-                    await shared.first.over.wait()
-                    if shared.first.has_landed:
-                        held, landed = shared.blocks, shared
-        except TimeoutError:
+        held_blocks = chosen.held_tokens // request.served.layout.block_size
+        landed, is_late = await until_landed(booking, held_blocks, LEAST_PATIENCE_S + PATIENCE * chosen.shared_s)
+        if is_late:
             self._accounts.fell_back(request, "landing_late")
         return landed
 

@@ -87,9 +87,18 @@ class Spans:
     """Makes spans and has them sent to `endpoint`, or by an `exporter`. What is lost is told to `on_lost`, from any thread."""
 
     def __init__(
-        self, endpoint: str, on_lost: Callable[[str, int], None], exporter: SpanExporter | None = None
+        self,
+        endpoint: str,
+        on_lost: Callable[[str, int], None],
+        exporter: SpanExporter | None = None,
+        *,
+        max_waiting: int = MAX_WAITING,
+        interval_s: float = INTERVAL_S,
+        close_s: float = CLOSE_S,
     ) -> None:
         self._on_lost = on_lost
+        self._max_waiting = max_waiting
+        self._close_s = close_s
         self._exporter = _Counted(exporter or OTLPSpanExporter(endpoint, timeout=TIMEOUT_S), on_lost)
         self._made = 0
         self._ids = _ChosenIds()
@@ -103,8 +112,8 @@ class Spans:
         self._provider.add_span_processor(
             BatchSpanProcessor(
                 self._exporter,
-                max_queue_size=MAX_WAITING,
-                schedule_delay_millis=INTERVAL_S * 1e3,
+                max_queue_size=max_waiting,
+                schedule_delay_millis=interval_s * 1e3,
             )
         )
         self._tracer = self._provider.get_tracer("prfaas.gateway")
@@ -112,7 +121,7 @@ class Spans:
     def add(self, trace: Trace, record: RequestRecord, model: str, arrived_unix_s: float) -> None:
         """The spans of a request to `model` that is over: all of them, or none where too many wait."""
         reached = [each for each in STEPS if each[1] in record.timeline and each[2] in record.timeline]
-        if self._made - self._exporter.taken > MAX_WAITING - MOST_OF_A_REQUEST:
+        if self._made - self._exporter.taken > self._max_waiting - MOST_OF_A_REQUEST:
             self._on_lost("queue_full", 1 + len(reached))
             return
         self._made += 1 + len(reached)
@@ -140,13 +149,13 @@ class Spans:
         request.end(began_ns + round(max(steps.values(), default=0.0) * 1e9))
 
     def close(self) -> None:
-        """Sends what waits, in CLOSE_S; what a collector has not taken by then is lost."""
+        """Sends what waits, in `close_s`; what a collector has not taken by then is lost."""
         # The library's own wait is half a minute, and cannot be told otherwise; its thread ends with the process.
         closing = threading.Thread(target=self._provider.shutdown, name="traces close", daemon=True)
         closing.start()
-        closing.join(CLOSE_S)
+        closing.join(self._close_s)
         if closing.is_alive() and (waiting := self._made - self._exporter.done):
-            log.warning("%d spans are lost: the collector did not take them in %g s", waiting, CLOSE_S)
+            log.warning("%d spans are lost: the collector did not take them in %g s", waiting, self._close_s)
 
 
 def _below(trace: int, span: int) -> Context:

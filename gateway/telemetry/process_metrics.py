@@ -11,14 +11,15 @@ M = TypeVar("M", bound=MetricWrapperBase)
 
 
 class Children(dict[tuple[str, ...], M]):
-    """The children of a metric by the values of its labels, each looked up once; from `MOST_SERIES` on one for all."""
+    """The children of a metric by the values of its labels, each looked up once; from `most` on one for all."""
 
-    def __init__(self, metric: M) -> None:
+    def __init__(self, metric: M, *, most: int = MOST_SERIES) -> None:
         super().__init__()
         self._metric = metric
+        self._most = most
 
     def __missing__(self, values: tuple[str, ...]) -> M:
-        if len(self) >= MOST_SERIES:
+        if len(self) >= self._most:
             values = ("other",) * len(values)
         child = self[values] = self._metric.labels(*values)
         return child

@@ -72,15 +72,38 @@ def _name(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "big") >> (64 - NAME_BITS)
 
 
+def name_of(began: time.struct_time, host: str, pid: int) -> str:
+    """What a file is named that a process begins then."""
+    return f"requests-{time.strftime('%Y%m%dT%H%M%SZ', began)}-{host}-{pid}"
+
+
+def new_file(directory: Path, name: str) -> FileIO:
+    """A file of that name, or one with a number behind it: none that was there before. Raises OSError."""
+    for attempt in range(ATTEMPTS):
+        path = directory / (f"{name}-{attempt}.jsonl" if attempt else f"{name}.jsonl")
+        with suppress(FileExistsError):
+            return FileIO(path, "ab", opener=_new_for_the_owner)
+    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+
+
 class RequestLog:
     """Writes lines by a thread of its own; nobody waits for it. What cannot be written is lost, and counted by `on_lost`."""
 
-    def __init__(self, config: RequestLogConfig, on_lost: Callable[[str, int], None]) -> None:
+    def __init__(
+        self,
+        config: RequestLogConfig,
+        on_lost: Callable[[str, int], None],
+        *,
+        interval_s: float = INTERVAL_S,
+        new_file: Callable[[Path, str], FileIO] = new_file,
+    ) -> None:
         """Raises OSError where files cannot be made."""
         assert config.directory is not None
         self._directory, self._file_bytes = config.directory, config.max_bytes // FILES
         self._max_bytes = config.max_bytes
         self._on_lost = on_lost
+        self._interval_s = interval_s
+        self._new_file = new_file
         self._waiting: deque[Entry] = deque()
         self._is_closing = threading.Event()
         self._is_failing = False
@@ -103,7 +126,7 @@ class RequestLog:
         self._thread.join(CLOSE_S)
 
     def _write_until_closed(self) -> None:
-        while not self._is_closing.wait(INTERVAL_S):
+        while not self._is_closing.wait(self._interval_s):
             self._write()
         self._write()
         self._file.close()
@@ -137,12 +160,7 @@ class RequestLog:
     def _next_file(self) -> FileIO:
         self._directory.mkdir(parents=True, exist_ok=True)
         _make_room(self._directory, self._max_bytes - self._file_bytes)
-        name = f"requests-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{socket.gethostname()}-{os.getpid()}"
-        for attempt in range(ATTEMPTS):
-            path = self._directory / (f"{name}-{attempt}.jsonl" if attempt else f"{name}.jsonl")
-            with suppress(FileExistsError):
-                return FileIO(path, "ab", opener=_new_for_the_owner)
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        return self._new_file(self._directory, name_of(time.gmtime(), socket.gethostname(), os.getpid()))
 
 
 def _new_for_the_owner(path: str, flags: int) -> int:

@@ -53,13 +53,13 @@ class PrefixCache:
         *,
         eviction: EvictionPolicy | None = None,
         snapshots: SnapshotPolicy | None = None,
-        event_limit: int | None = None,
+        event_limit: int = EVENT_LIMIT,
     ) -> None:
-        """`event_limit`: hashes kept for `take_events`, EVENT_LIMIT unless given; 0 where nobody will ask."""
+        """`event_limit`: hashes kept for `take_events`; 0 where nobody will ask."""
         self.layout = layout
         self._eviction = eviction if eviction is not None else default_policy(layout)
         self._snapshots = snapshots or BranchPoints()
-        self._events = EventLog(EVENT_LIMIT if event_limit is None else event_limit)
+        self._events = EventLog(event_limit)
         self._tree = PrefixTree(layout, num_pages, self._eviction, self._events)
         self._holds: dict[str, Hold] = {}
         self._found: OrderedDict[bytes, float] = OrderedDict()  # last blocks of the hits of late, and when that was

@@ -97,7 +97,7 @@ class _Question(Generic[T]):
         return None
 
 
-async def follow_loads(url: str, tell: Callable[[LoadReport], None]) -> None:
+async def follow_loads(url: str, tell: Callable[[LoadReport], None], *, every_s: float = LOADS_S) -> None:
     """Tells how busy `GET {url}/v1/loads` says that an SGLang server is, whenever that has changed; for ever."""
     timeout = aiohttp.ClientTimeout(total=ANSWER_S)
     known: LoadReport | None = None
@@ -108,7 +108,7 @@ async def follow_loads(url: str, tell: Callable[[LoadReport], None]) -> None:
             if told is not None and (found := _load(told)) != known:
                 known = found
                 tell(found)
-            await asyncio.sleep(LOADS_S)
+            await asyncio.sleep(every_s)
 
 
 def _load(told: _Loads) -> LoadReport:
@@ -121,7 +121,7 @@ def _load(told: _Loads) -> LoadReport:
     )
 
 
-async def follow_adapters(url: str, tell: Callable[[tuple[str, ...]], None]) -> None:
+async def follow_adapters(url: str, tell: Callable[[tuple[str, ...]], None], *, every_s: float = ADAPTERS_S) -> None:
     """Tells which names `GET {url}/v1/models` has with a parent (vLLM's LoRA adapters), whenever that has changed; for ever."""
     timeout = aiohttp.ClientTimeout(total=ANSWER_S)
     known: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ async def follow_adapters(url: str, tell: Callable[[tuple[str, ...]], None]) -> 
             if told is not None and (found := _adapters(told)) != known:
                 known = found
                 tell(found)
-            await asyncio.sleep(ADAPTERS_S)
+            await asyncio.sleep(every_s)
 
 
 def _adapters(told: _Models) -> tuple[str, ...]:

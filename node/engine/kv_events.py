@@ -38,30 +38,37 @@ def events_endpoint(agent_socket: Path) -> str:
 
 
 async def follow(endpoint: str, cache: EngineCache, publish: Callable[[CacheEvent], None]) -> None:
-    """Takes in one engine's events until cancelled; what was lost on the way makes the cache begin anew."""
+    """Takes in one engine's events until cancelled."""
+    async with _subscription(endpoint) as messages:
+        await take_in(messages, cache, publish)
+
+
+async def take_in(
+    messages: AsyncIterator[list[bytes]], cache: EngineCache, publish: Callable[[CacheEvent], None]
+) -> None:
+    """Takes in messages as they come; what was lost on the way makes the cache begin anew."""
     expected = 0
     trouble, is_missed = "", False
-    async with _subscription(endpoint) as messages:
-        async for message in messages:
-            try:
-                _, number, payload = message
-                batch = _decoder.decode(payload)
-            except (ValueError, msgspec.MsgspecError) as exc:
-                # Not taken in, so missing: as if ZMQ had lost it.
-                if str(exc) != trouble:  # a server of a later release may say it at every step
-                    log.warning("engine's cache event not understood: %s", exc)
-                trouble, is_missed = str(exc), True
-                continue
-            sequence = int.from_bytes(number, "big")
-            changes: list[CacheEvent] = []
-            if sequence != expected:
-                if not is_missed:
-                    log.warning("engine's cache events lost: %d came after %d", sequence, expected - 1)
-                changes += cache.clear()
-            expected, is_missed = sequence + 1, False
-            changes += cache.apply(batch.events)
-            for change in changes:
-                publish(change)
+    async for message in messages:
+        try:
+            _, number, payload = message
+            batch = _decoder.decode(payload)
+        except (ValueError, msgspec.MsgspecError) as exc:
+            # Not taken in, so missing: as if ZMQ had lost it.
+            if str(exc) != trouble:  # a server of a later release may say it at every step
+                log.warning("engine's cache event not understood: %s", exc)
+            trouble, is_missed = str(exc), True
+            continue
+        sequence = int.from_bytes(number, "big")
+        changes: list[CacheEvent] = []
+        if sequence != expected:
+            if not is_missed:
+                log.warning("engine's cache events lost: %d came after %d", sequence, expected - 1)
+            changes += cache.clear()
+        expected, is_missed = sequence + 1, False
+        changes += cache.apply(batch.events)
+        for change in changes:
+            publish(change)
 
 
 @contextlib.asynccontextmanager

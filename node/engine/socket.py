@@ -46,8 +46,10 @@ class EngineListener(Protocol):
 class EngineSocket:
     """Listens on a Unix socket and hands an engine's messages to the listener."""
 
-    def __init__(self, path: Path, listener: EngineListener) -> None:
+    def __init__(self, path: Path, listener: EngineListener, *, hang_up_s: float = HANG_UP_S) -> None:
+        """`hang_up_s`: how long an engine that was hung up on may take to do the same, before it is deaf."""
         self.path = path
+        self._hang_up_s = hang_up_s
         self._listener = listener
         self._server: asyncio.Server | None = None
         self._connections: dict[asyncio.StreamWriter, asyncio.Task[None] | None] = {}
@@ -109,7 +111,7 @@ class EngineSocket:
         engine.end()
         with contextlib.suppress(OSError):
             try:
-                async with asyncio.timeout(HANG_UP_S):
+                async with asyncio.timeout(self._hang_up_s):
                     await _read_past(reader)
             except TimeoutError:
                 self._listener.on_deaf(engine)

@@ -14,13 +14,14 @@ from node.engine.start_failure import MOST_BYTES, Cause, cause_in
 from node.process.children import Child, kill_group
 from node.process.log_rotation import start_log
 from node.process.ports import NODE_VARIABLE
-from node.process.restarts import Restarts
+from node.process.restarts import FIRST_BACKOFF_S, Restarts
 
 log = logging.getLogger(__name__)
 
 CANNOT_START = -1
 STARTING_STOP_S = 2.0
 CONTROL_VARIABLE = "PRFAAS_AGENT_CONTROL"  # for an engine that reserves at its own agent
+EngineCommand = Callable[[NodeConfig, Path], list[str]]
 
 
 def engine_command(config: NodeConfig, socket_path: Path) -> list[str]:
@@ -73,13 +74,17 @@ class EngineSupervisor:
         log_path: Path,
         now: Callable[[], float],
         on_state: Callable[[], None],
+        *,
+        command: EngineCommand = engine_command,
+        first_backoff_s: float = FIRST_BACKOFF_S,
     ) -> None:
         self._config = config
+        self._command = command
         self._socket_path = socket_path
         self._log_path = log_path
         self._now = now
         self._on_state = on_state
-        self._deaths = Restarts(config.engine_max_restarts)
+        self._deaths = Restarts(config.engine_max_restarts, first_backoff_s=first_backoff_s)
         self._process: Child | None = None
         self.control = ""  # address of the agent's control service, once it listens
         self.started_at = now()
@@ -162,7 +167,7 @@ class EngineSupervisor:
     async def _run_once(self) -> int:
         with start_log(self._log_path) as out:
             self._process = Child(
-                engine_command(self._config, self._socket_path),
+                self._command(self._config, self._socket_path),
                 output=out,
                 environment=engine_environment(self._config, os.environ, self.control),
                 orphaned_by=signal.SIGKILL,  # nobody can use its pages any more, and its port is wanted

@@ -31,7 +31,10 @@ class Arena:
     `hugepages` asks the kernel for huge pages; where it has none for this mapping, `hugepages` says False afterwards.
     """
 
-    def __init__(self, path: Path, num_bytes: int, *, hugepages: bool = False) -> None:
+    def __init__(
+        self, path: Path, num_bytes: int, *, hugepages: bool = False, hugepages_mode: Path = SHMEM_HUGEPAGES
+    ) -> None:
+        """`hugepages_mode` is the kernel's file that says whether shared memory may have huge pages."""
         self.path = path
         self.num_bytes = num_bytes
         _check_room(path.parent, num_bytes)
@@ -39,7 +42,7 @@ class Arena:
         try:
             os.ftruncate(self._fd, num_bytes)
             self._map = mmap.mmap(self._fd, num_bytes)
-            self.hugepages = hugepages and self._take_hugepages()
+            self.hugepages = hugepages and self._take_hugepages(hugepages_mode)
             self._take_pages()
         except BaseException:
             path.unlink()
@@ -67,10 +70,10 @@ class Arena:
                 raise _no_room(self.path.parent, self.num_bytes) from exc
             raise
 
-    def _take_hugepages(self) -> bool:
+    def _take_hugepages(self, mode_file: Path) -> bool:
         # Of the shared file, so they serve whoever maps it. "never" and "deny" make madvise succeed without any effect.
         try:
-            mode = SHMEM_HUGEPAGES.read_text()
+            mode = mode_file.read_text()
             self._map.madvise(mmap.MADV_HUGEPAGE)
         except (OSError, AttributeError) as exc:
             reason = str(exc)
@@ -81,7 +84,7 @@ class Arena:
                         MADV_POPULATE_WRITE
                     )  # through the mapping that asked: a file by itself takes small ones
                 return True
-            reason = f"{SHMEM_HUGEPAGES} says {mode.strip()}; 'advise' allows them"
+            reason = f"{mode_file} says {mode.strip()}; 'advise' allows them"
         log.warning("no huge pages for arena=%s: %s", self.path, reason)
         return False
 

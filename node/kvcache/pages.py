@@ -19,7 +19,7 @@ from node.config import NodeConfig
 from node.control.broadcast import Broadcast
 from node.errors import NodeRefusal
 from node.kvcache.arena import Arena
-from node.kvcache.ssd_tier import Ssd, open_disk
+from node.kvcache.ssd_tier import WAITS, Ssd, SsdWaits, open_disk
 from node.kvcache.tenant_pages import NOBODY, TENANTS_PART, Rooms
 from transport.control.proto import node_pb2 as pb
 from transport.path.shm import ArenaSource
@@ -31,6 +31,7 @@ SSD_SAVE_S = 10.0
 MEDIA = {Medium.MEMORY: pb.MEDIUM_MEMORY, Medium.SSD: pb.MEDIUM_SSD, Medium.ENGINE: pb.MEDIUM_ENGINE}
 
 PART_HASHES = 16_384  # of a long snapshot, in one message
+OpenDisk = Callable[[ModelLayout, Path, int], DiskTier]
 
 MAX_TOKENS = 1 << 24
 """Longer than any context; a length beyond it is a mistake, and must not make us build lists of its size."""
@@ -48,7 +49,16 @@ class Pages:
     """Arena and cache of one layout; all calls come from the agent's event loop."""
 
     def __init__(
-        self, layout: ModelLayout, arena: Arena, config: NodeConfig, events: Broadcast, now: Callable[[], float]
+        self,
+        layout: ModelLayout,
+        arena: Arena,
+        config: NodeConfig,
+        events: Broadcast,
+        now: Callable[[], float],
+        *,
+        open_disk: OpenDisk = open_disk,
+        ssd_waits: SsdWaits = WAITS,
+        ssd_retry_s: float = SSD_RETRY_S,
     ) -> None:
         """Cuts the arena into pages; what is left at its end is not used. Raises ValueError if no page fits."""
         self.layout = layout
@@ -62,6 +72,9 @@ class Pages:
         self._config = config
         self._now = now
         self._events = events
+        self._open_disk = open_disk
+        self._ssd_waits = ssd_waits
+        self._ssd_retry_s = ssd_retry_s
         self._freed = asyncio.Event()
         self._rooms = Rooms()
         # A request uses blocks that were cached: their hashes from the prompt's beginning on.
@@ -74,18 +87,18 @@ class Pages:
         directory = Path(self._config.ssd_dir) / node_id
         while True:
             opening = asyncio.ensure_future(
-                asyncio.to_thread(open_disk, self.layout, directory, self._config.ssd_bytes)
+                asyncio.to_thread(self._open_disk, self.layout, directory, self._config.ssd_bytes)
             )
             try:
                 disk = await asyncio.shield(opening)
                 break
             except (DiskInUse, OSError) as exc:
-                log.error("no SSD tier node=%s, next try in %.0fs: %s", node_id, SSD_RETRY_S, exc)
+                log.error("no SSD tier node=%s, next try in %.0fs: %s", node_id, self._ssd_retry_s, exc)
             except asyncio.CancelledError:
                 opening.add_done_callback(_close_unused)
                 raise
-            await asyncio.sleep(SSD_RETRY_S)
-        self.ssd = Ssd(self.cache, disk, self.segment_views, self.changed, self._now)
+            await asyncio.sleep(self._ssd_retry_s)
+        self.ssd = Ssd(self.cache, disk, self.segment_views, self.changed, self._now, waits=self._ssd_waits)
         for stored in self.ssd.snapshot():
             self._events.publish(as_message(stored))
         log.info("SSD tier node=%s: %s blocks", node_id, self.ssd.report().blocks)

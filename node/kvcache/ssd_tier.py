@@ -13,6 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -41,6 +42,17 @@ def open_disk(layout: ModelLayout, directory: Path, capacity_bytes: int) -> Disk
     return DiskTier(layout, FileDisk(directory), capacity_bytes=capacity_bytes, queue_bytes=QUEUE_BYTES)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SsdWaits:
+    """How long a request waits for the disk: a prefill before one has been measured, and a landing."""
+
+    first_s: float = FIRST_WAIT_S
+    landing_s: float = LANDING_WAIT_S
+
+
+WAITS: Final = SsdWaits()
+
+
 class Ssd:
     """The disk below one prefix cache, and the threads between them."""
 
@@ -51,8 +63,11 @@ class Ssd:
         views: Views,
         on_change: Callable[[], None],
         now: Callable[[], float],
+        *,
+        waits: SsdWaits = WAITS,
     ) -> None:
         """`on_change` is called when a promotion has changed the cache."""
+        self._waits = waits
         self.promotions: Counter[str] = Counter()
         self._cache = cache
         self._disk = disk
@@ -135,7 +150,8 @@ class Ssd:
             if length <= have:
                 return
             if deadline is None:
-                deadline = self._now() + (LANDING_WAIT_S if attention_only else self._compute_s(length - have))
+                wait_s = self._waits.landing_s if attention_only else self._compute_s(length - have)
+                deadline = self._now() + wait_s
             left_s = deadline - self._now()
             key = hashes[length // self._cache.layout.block_size - 1]
             task = self._running.get(key) or self._begin(key, hashes, (have, length), left_s, attention_only)
@@ -148,7 +164,7 @@ class Ssd:
 
     def _compute_s(self, num_tokens: int) -> float:
         if not self._computed_tokens:
-            return FIRST_WAIT_S
+            return self._waits.first_s
         return min(MAX_WAIT_S, num_tokens * self._computed_s / self._computed_tokens)
 
     def _begin(

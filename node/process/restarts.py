@@ -16,8 +16,9 @@ MAX_DOUBLINGS = 4  # after which it is MAX_BACKOFF_S; powers of any number of de
 class Restarts:
     """The deaths of one process. `max_restarts`: how many may count before it is given up."""
 
-    def __init__(self, max_restarts: int) -> None:
+    def __init__(self, max_restarts: int, *, first_backoff_s: float = FIRST_BACKOFF_S) -> None:
         self._max_restarts = max_restarts
+        self._first_backoff_s = first_backoff_s
         self._recent: deque[float] = deque()
         self._killed: deque[float] = deque(maxlen=MAX_DOUBLINGS + 1)
         self._since_ready = 0
@@ -40,15 +41,14 @@ class Restarts:
             self._recent.popleft()
         if self.deaths > self._max_restarts:
             return None
-        return _pause_s(self.deaths)
+        return self._pause_s(self.deaths)
 
     def on_kill(self, now: float) -> float:
         """Seconds to wait before the next start of a process that was ended from outside."""
         self._killed.append(now)
         while self._killed[0] < now - RESTART_WINDOW_S:
             self._killed.popleft()
-        return _pause_s(len(self._killed))
+        return self._pause_s(len(self._killed))
 
-
-def _pause_s(ends: int) -> float:
-    return min(FIRST_BACKOFF_S * 2.0 ** min(ends - 1, MAX_DOUBLINGS), MAX_BACKOFF_S)
+    def _pause_s(self, ends: int) -> float:
+        return min(self._first_backoff_s * 2.0 ** min(ends - 1, MAX_DOUBLINGS), MAX_BACKOFF_S)

@@ -353,7 +353,9 @@ def _message(link: LinkState) -> pb.Link:
     )
 
 
-def rdma_of(config: NodeConfig) -> RdmaDevices | None:
+def rdma_of(
+    config: NodeConfig, *, open_devices: Callable[[RdmaOptions], RdmaDevices] = open_devices
+) -> RdmaDevices | None:
     """The NICs that a node uses. Raises ConfigError where it was told to use some and cannot."""
     # By default, encryption that was asked for is not given up for speed.
     if config.transport == "tcp" or (config.transport == "auto" and config.integrity == "aead"):

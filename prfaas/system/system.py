@@ -88,8 +88,12 @@ def require_free_port(host: str, port: int) -> None:
 class System:
     """`async with System(...) as system`: everything runs inside, everything has ended after."""
 
-    def __init__(self, topology: Topology, run_dir: Path, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, topology: Topology, run_dir: Path, report: Callable[[str], None], *, tell_s: float = TELL_S
+    ) -> None:
+        """`report` is told of nodes that are late every `tell_s`."""
         self.topology = topology
+        self._tell_s = tell_s
         self._run_dir = run_dir
         self._report = report
         self.nodes: dict[str, Node] = {}
@@ -303,7 +307,7 @@ class System:
         told_at = time.monotonic()
         async with aiohttp.ClientSession() as session:
             while (seen := await _nodes_ready(session, self.api_url)) < num_nodes:
-                if time.monotonic() - told_at >= TELL_S:
+                if time.monotonic() - told_at >= self._tell_s:
                     told_at = time.monotonic()
                     self._report(f"  {'gateway':<10} sees {seen} of {num_nodes} nodes ready; the others are waited for")
                 await asyncio.sleep(POLL_S)

@@ -5,7 +5,7 @@ import functools
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,13 @@ import uvloop
 
 from gateway.api.openai import Endpoint
 from gateway.assembly import Gateway, running
+from gateway.cluster.agent_client import AgentClient
+from gateway.cluster.registry import NODE_TIMES, NodeTimes, ServedModel
 from gateway.config.gateway import GatewayConfig, NodeConfig, Timeouts
 from gateway.prompt.prompt import Hashing, Model, Prompt, PromptMemory, read_call
+from gateway.request.request import Request, Timeline
+from gateway.workers.process_scope import Alone
+from tests.gateway.layouts import LAYOUT
 from tests.gateway.scripted import ScriptedNode, Topology, topology
 from tests.prompts.builders import text_tokenizer
 
@@ -40,6 +45,16 @@ def prompt_of(endpoint: Endpoint, hashing: Hashing, **fields: Any) -> Prompt:
     """The prompt of a call with these fields, as the gateway reads it."""
     body = json.dumps({"model": "scripted", **fields}).encode()
     return read_call(endpoint, body, model_of(hashing), PromptMemory(text_tokenizer()))[1]
+
+
+def request_of(text: str, served: ServedModel, **fields: Any) -> Request:
+    """A plain request as the gateway holds it once it has read it."""
+    body = json.dumps({"model": served.name, "prompt": text}).encode()
+    call, prompt = read_call(Endpoint.COMPLETIONS, body, served.as_read(), PromptMemory(text_tokenizer()))
+    return Request("r", "r-1", call, prompt, served, Timeline(0.0), **fields)
+
+
+SERVED = ServedModel("scripted", "scripted", LAYOUT, 4096, Hashing(block_size=16, salt=b"salt"))
 
 
 def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -137,12 +152,6 @@ def config_for(nodes: Topology, **fields: Any) -> GatewayConfig:
     return replace(config, **fields)
 
 
-def _gateway(
-    config: GatewayConfig, clock: Callable[[], float], read_again: Callable[[GatewayConfig], GatewayConfig]
-) -> AbstractAsyncContextManager[Gateway]:
-    return running(config, text_tokenizer(), clock, read_again=lambda: read_again(config))
-
-
 @asynccontextmanager
 async def world(
     remote: int = 1,
@@ -155,14 +164,27 @@ async def world(
     wait: bool = True,
     clock: Callable[[], float] = time.monotonic,
     read_again: Callable[[GatewayConfig], GatewayConfig] = lambda config: config,
+    seat: Alone | None = None,
+    agent_client: type[AgentClient] = AgentClient,
+    node_times: NodeTimes = NODE_TIMES,
     **fields: Any,
 ) -> AsyncIterator[World]:
     """A gateway before that many scripted nodes."""
-    async with (
-        topology(remote, local, decode, remote_clusters, clusters, kind) as nodes,
-        _gateway(config_for(nodes, **fields), clock, read_again) as gateway,
-        aiohttp.ClientSession(gateway.url) as http,
-    ):
+    async with AsyncExitStack() as stack:
+        nodes = await stack.enter_async_context(topology(remote, local, decode, remote_clusters, clusters, kind))
+        config = config_for(nodes, **fields)
+        gateway = await stack.enter_async_context(
+            running(
+                config,
+                text_tokenizer(),
+                clock,
+                seat,
+                lambda: read_again(config),
+                agent_client=agent_client,
+                node_times=node_times,
+            )
+        )
+        http = await stack.enter_async_context(aiohttp.ClientSession(gateway.url))
         if wait:
             known = gateway.clusters
             assert await known.wait_for(lambda: all(node.connected for node in known.nodes), PATIENCE_S)

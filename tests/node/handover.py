@@ -25,6 +25,7 @@ from transport.control.proto import node_pb2 as pb
 from transport.control.tickets import ticket_info
 from transport.rdma.device import RdmaDevices
 
+ContentOf = Callable[[int, int, Sequence[int]], bytes]
 BLOCK = 8
 LAYOUT = ModelLayout(
     model="test",
@@ -60,6 +61,9 @@ class HandNode:
         rdma: RdmaDevices | None = None,
         room_timeout_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
+        layout: ModelLayout = LAYOUT,
+        content_of: ContentOf | None = None,
+        pages: type[Pages] = Pages,
         **changes: Any,
     ) -> None:
         values: dict[str, Any] = {
@@ -76,7 +80,9 @@ class HandNode:
         self.links = Links(config, use_shm=use_shm, rdma=rdma)
         self.links.start()
         self.arena = Arena(arena_path(arena_directory(tmp_path), config.node_id), config.cache_bytes)
-        self.pages = Pages(LAYOUT, self.arena, config, Broadcast(), clock)
+        self.layout = layout
+        self.content_of = content_of or self._content_of
+        self.pages = pages(layout, self.arena, config, Broadcast(), clock)
         self.links.open_memory(self.pages.memory())
         self.producer = Producer(self.pages, self.links, room_timeout_s, clock)
         self.holders = Holders(clock, grace_s=0.0)
@@ -123,9 +129,9 @@ class HandNode:
     def compute(self, pages: m.JobPages, tokens: Sequence[int], upto: int | None = None) -> None:
         """Writes what the 'model' makes of `tokens` and says so, layer by layer."""
         stop = pages.num_tokens if upto is None else upto
-        for group, entry in enumerate(LAYOUT.groups):
+        for group, entry in enumerate(self.layout.groups):
             for index, layer in enumerate(entry.layers):
-                if group in LAYOUT.state_groups:
+                if group in self.layout.state_groups:
                     for length in [n for n in pages.states[group] if pages.cached_tokens < n <= stop]:
                         self._write(group, index, pages.states[group][length], tokens[:length])
                         self.producer.state_done(
@@ -140,26 +146,32 @@ class HandNode:
             self.producer.prefill_done(m.PrefillDone(job=pages.job, num_tokens=stop), self)
 
     def _write(self, group: int, index: int, pages: Sequence[int], prefix: Sequence[int]) -> None:
-        content = content_of(group, index, prefix)
-        for segment in LAYOUT.segments(group, index, pages):
+        content = self.content_of(group, index, prefix)
+        for segment in self.layout.segments(group, index, pages):
             self.pages.arena.view(segment.start, segment.length)[:] = content[: segment.length]
             content = content[segment.length :]
 
     def read(self, group: int, index: int, pages: Sequence[int]) -> bytes:
-        return b"".join(bytes(self.pages.arena.view(s.start, s.length)) for s in LAYOUT.segments(group, index, pages))
+        segments = self.layout.segments(group, index, pages)
+        return b"".join(bytes(self.pages.arena.view(s.start, s.length)) for s in segments)
 
     def check(self, pages: m.JobPages, tokens: Sequence[int]) -> None:
         """Everything a decode needs of `tokens[:num_tokens]` is in `pages`, bit by bit."""
-        n = pages.num_tokens
-        for group, entry in enumerate(LAYOUT.groups):
+        n, layout, content_of = pages.num_tokens, self.layout, self.content_of
+        for group, entry in enumerate(layout.groups):
             for index in range(len(entry.layers)):
-                if group in LAYOUT.state_groups:
+                if group in layout.state_groups:
                     assert self.read(group, index, pages.states[group][n]) == content_of(group, index, tokens[:n])
                     continue
-                needed = LAYOUT.window_blocks(group, n) if group in LAYOUT.window_groups else range(-(-n // BLOCK))
+                needed = layout.window_blocks(group, n) if group in layout.window_groups else range(-(-n // BLOCK))
                 for block in needed:
                     prefix = tokens[: min(n, (block + 1) * BLOCK)]
                     assert self.read(group, index, pages.blocks[group][block]) == content_of(group, index, prefix)
+
+    def _content_of(self, group: int, index: int, prefix: Sequence[int]) -> bytes:
+        """A slab's bytes as a function of everything before it, so that a wrong block is a wrong byte."""
+        seed = hash((group, index, tuple(prefix)))
+        return bytes((seed >> (8 * (i % 7))) + i & 0xFF for i in range(self.layout.slab_bytes(group)))
 
     # As a gateway
 
@@ -181,7 +193,7 @@ class HandNode:
                 have_tokens=reservation.cached_tokens,
                 tokens_digest=request.tokens_digest,
                 endpoints=self.links.endpoints(),
-                layout_fingerprint=LAYOUT.fingerprint,
+                layout_fingerprint=self.layout.fingerprint,
                 cluster="c",
             )
         )
@@ -202,12 +214,6 @@ class HandNode:
         message = m.EndJob(job=job, loaded=loaded)
         self.producer.end(message, self)
         self.landings.end(message, self)
-
-
-def content_of(group: int, index: int, prefix: Sequence[int]) -> bytes:
-    """A slab's bytes as a function of everything before it, so that a wrong block is a wrong byte."""
-    seed = hash((group, index, tuple(prefix)))
-    return bytes((seed >> (8 * (i % 7))) + i & 0xFF for i in range(LAYOUT.slab_bytes(group)))
 
 
 @asynccontextmanager

@@ -14,6 +14,8 @@ import uvloop
 
 from node.agent import NodeAgent
 from node.config import NodeConfig
+from node.engine.liveness import TIMES, LivenessTimes
+from node.engine.supervisor import EngineCommand, engine_command
 from node.grpc_service import NodeService, serve
 from node.metrics import MetricsServer, serve_metrics
 from pd_cluster.role import PD
@@ -81,10 +83,16 @@ class RunningNode:
 
 
 @contextlib.asynccontextmanager
-async def running_node(node_config: NodeConfig, *, wait: bool = True) -> AsyncIterator[RunningNode]:
+async def running_node(
+    node_config: NodeConfig,
+    *,
+    wait: bool = True,
+    engine_command: EngineCommand = engine_command,
+    liveness: LivenessTimes = TIMES,
+) -> AsyncIterator[RunningNode]:
     """Everything ends with the block, in the order in which node.main ends it."""
     async with contextlib.AsyncExitStack() as stack:
-        agent = NodeAgent(node_config, PD, time.monotonic)
+        agent = NodeAgent(node_config, PD, time.monotonic, engine_command=engine_command, liveness=liveness)
         stack.push_async_callback(agent.close)
         metrics = await serve_metrics(agent, node_config.host, 0)
         stack.push_async_callback(metrics.close)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import grpc
@@ -11,7 +12,7 @@ import pytest
 
 from engine.emulated.emulated import emulated_layout
 from node import agent
-from node.engine import supervisor
+from node.config import NodeConfig
 from node.engine.liveness import Vigil
 from node.errors import EngineError, NoRoom
 from tests.node.running import BLOCK, RunningNode, alone, config, refused, running_node, until
@@ -45,13 +46,14 @@ def test_an_arena_that_does_not_fit_is_named_as_the_reason(tmp_path: Path) -> No
     alone(scenario())
 
 
-def test_an_engine_that_never_says_hello_is_killed_and_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "engine_command", lambda *_: ["sleep", "60"])
+def mute_node(settings: NodeConfig) -> AbstractAsyncContextManager[RunningNode]:
+    """A node whose engine's process says nothing: tests speak in its stead."""
+    return running_node(settings, wait=False, engine_command=lambda *_: ["sleep", "60"])
 
+
+def test_an_engine_that_never_says_hello_is_killed_and_started_again(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with running_node(config(tmp_path, engine_start_timeout_s=0.1), wait=False) as node:
+        async with mute_node(config(tmp_path, engine_start_timeout_s=0.1)) as node:
             first = asyncio.create_task(_pid_other_than(node, None))
             silent = await first
             assert await _pid_other_than(node, silent) != silent
@@ -62,15 +64,14 @@ def test_an_engine_that_never_says_hello_is_killed_and_started_again(
 
 
 def test_a_server_that_never_answers_is_killed_and_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM's connector says Hello long before its server listens, if it ever does."""
-    monkeypatch.setattr(supervisor, "engine_command", lambda *_: ["sleep", "60"])
     hello = m.encode(msgspec.structs.replace(HELLO, http_url="http://127.0.0.1:1"))
 
     async def scenario() -> None:
         settings = config(tmp_path, engine="vllm", engine_start_timeout_s=0.5)
-        async with running_node(settings, wait=False) as node:
+        async with mute_node(settings) as node:
             _, connector = await asyncio.open_unix_connection(node.agent.socket.path)
             connector.write(hello)
 
@@ -102,13 +103,12 @@ def test_an_engine_is_watched_once_whatever_becomes_of_a_look_at_its_adapters(
         watched.append(url)
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(supervisor, "engine_command", lambda *_: ["sleep", "60"])
     monkeypatch.setattr(agent, "serves", serves)
     monkeypatch.setattr(agent, "follow_adapters", follow_adapters)
     monkeypatch.setattr(Vigil, "watch", watch)
 
     async def scenario() -> None:
-        async with running_node(config(tmp_path, engine="vllm"), wait=False) as node:
+        async with mute_node(config(tmp_path, engine="vllm")) as node:
             _, connector = await asyncio.open_unix_connection(node.agent.socket.path)
             connector.write(m.encode(HELLO))
 
@@ -122,13 +122,9 @@ def test_an_engine_is_watched_once_whatever_becomes_of_a_look_at_its_adapters(
     assert (len(asked), len(watched)) == (2, 1)
 
 
-def test_what_an_engine_warns_of_is_in_the_nodes_own_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(supervisor, "engine_command", lambda *_: ["sleep", "60"])
-
+def test_what_an_engine_warns_of_is_in_the_nodes_own_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        async with running_node(config(tmp_path), wait=False) as node:
+        async with mute_node(config(tmp_path)) as node:
             _, engine = await asyncio.open_unix_connection(node.agent.socket.path)
             engine.write(m.encode(msgspec.structs.replace(HELLO, notice="vLLM 9 is not tested")))
 

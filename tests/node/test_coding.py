@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hybrid_cache.hashing.block_hash import block_hashes
 from hybrid_cache.layout.layout import Elements, KVCacheGroup, ModelLayout, RangeKey, transfer_ranges
 from hybrid_cache.layout.spec import FullAttention, LinearState
-from node.coding import Coding, coding_of, formats_of, runs_of
+from node.coding import Coding, check_installed, coding_of, formats_of, runs_of
 from node.config import node_config
 from node.errors import ConfigError
-from tests.node import handover
 from tests.node.handover import BLOCK, HandNode, run, until
 from transport.coding.choice import CodingPolicy, Compression, Quantisation
 from transport.coding.codec import Codec, zstd_module
@@ -40,14 +40,8 @@ def bfloat16_content(group: int, index: int, prefix: Sequence[int]) -> bytes:
     return from_floats(rng.standard_normal(LAYOUT.slab_bytes(group) // 2).astype(np.float32), "bfloat16").tobytes()
 
 
-@pytest.fixture
-def floats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "LAYOUT", LAYOUT)
-    monkeypatch.setattr(handover, "content_of", bfloat16_content)
-
-
 def node(name: str, path: Path, **coding: Any) -> HandNode:
-    return HandNode(name, path, coding=coding)
+    return HandNode(name, path, layout=LAYOUT, content_of=bfloat16_content, coding=coding)
 
 
 async def hand_over(prefill: HandNode, decode: HandNode, tokens: list[int]) -> tuple[m.Delivered, bool]:
@@ -78,7 +72,7 @@ async def hand_over(prefill: HandNode, decode: HandNode, tokens: list[int]) -> t
 
 
 def cached_on(decode: HandNode, tokens: list[int]) -> int:
-    hashes = handover.block_hashes(tokens[: len(tokens) - 1], BLOCK, b"")
+    hashes = block_hashes(tokens[: len(tokens) - 1], BLOCK, b"")
     return decode.pages.match(hashes, len(tokens) - 1).num_tokens
 
 
@@ -90,7 +84,7 @@ async def with_nodes(prefill: HandNode, decode: HandNode, scenario: Coroutine[No
         await decode.close()
 
 
-def test_quantised_kvcache_serves_its_request_and_no_other(tmp_path: Path, floats: None) -> None:
+def test_quantised_kvcache_serves_its_request_and_no_other(tmp_path: Path) -> None:
     async def scenario() -> None:
         prefill = node("p", tmp_path, full_attention=INT8)
         decode = node("d", tmp_path, accept_quantised=True)
@@ -109,7 +103,7 @@ def test_quantised_kvcache_serves_its_request_and_no_other(tmp_path: Path, float
     run(scenario())
 
 
-def test_quantised_kvcache_is_reused_where_that_is_configured(tmp_path: Path, floats: None) -> None:
+def test_quantised_kvcache_is_reused_where_that_is_configured(tmp_path: Path) -> None:
     async def scenario() -> None:
         prefill = node("p", tmp_path, full_attention=INT8)
         decode = node("d", tmp_path, accept_quantised=True, reuse_quantised=True)
@@ -124,7 +118,7 @@ def test_quantised_kvcache_is_reused_where_that_is_configured(tmp_path: Path, fl
     run(scenario())
 
 
-def test_a_node_that_accepts_no_quantised_bytes_gets_exact_ones(tmp_path: Path, floats: None) -> None:
+def test_a_node_that_accepts_no_quantised_bytes_gets_exact_ones(tmp_path: Path) -> None:
     async def scenario() -> None:
         prefill, decode = node("p", tmp_path, full_attention=INT8), node("d", tmp_path)
 
@@ -139,7 +133,7 @@ def test_a_node_that_accepts_no_quantised_bytes_gets_exact_ones(tmp_path: Path, 
     run(scenario())
 
 
-def test_a_prefix_that_is_copied_for_others_stays_exact(tmp_path: Path, floats: None) -> None:
+def test_a_prefix_that_is_copied_for_others_stays_exact(tmp_path: Path) -> None:
     async def scenario() -> None:
         prefill = node("p", tmp_path, full_attention=INT8)
         decode = node("d", tmp_path, accept_quantised=True)
@@ -147,7 +141,7 @@ def test_a_prefix_that_is_copied_for_others_stays_exact(tmp_path: Path, floats: 
         async def steps() -> None:
             await hand_over(prefill, decode, TOKENS)
             num_tokens = len(TOKENS) - 1
-            hashes = handover.block_hashes(TOKENS[:num_tokens], BLOCK, b"")
+            hashes = block_hashes(TOKENS[:num_tokens], BLOCK, b"")
             ticket = decode.reserve(TOKENS, num_tokens, prefix_only=True)
             await prefill.producer.push_prefix(hashes, ticket)
             await decode.consumer.commit(ticket.transfer_id, 10.0)
@@ -160,7 +154,7 @@ def test_a_prefix_that_is_copied_for_others_stays_exact(tmp_path: Path, floats: 
 
 
 @pytest.mark.skipif(zstd_module() is None, reason="needs the zstd extra")
-def test_compressed_kvcache_is_cache_like_any_other(tmp_path: Path, floats: None) -> None:
+def test_compressed_kvcache_is_cache_like_any_other(tmp_path: Path) -> None:
     async def scenario() -> None:
         every = {kind: {"compression": "zstd"} for kind in ("full_attention", "sliding_window", "linear_state")}
         prefill, decode = node("p", tmp_path, **every), node("d", tmp_path)
@@ -221,10 +215,12 @@ def test_what_is_wrong_is_named(table: dict[str, Any], says: str) -> None:
         node_config(TABLE | table)
 
 
-def test_compression_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.coding.zstd_module", lambda: None)
+def test_compression_needs_its_extra() -> None:
+    policy = CodingPolicy(compression=Compression.AUTO)
     with pytest.raises(SettingsError, match="zstd extra"):
-        coding_of({"full_attention": {"compression": "auto"}})
+        check_installed("full_attention", policy, has_zstd=False)
+    check_installed("full_attention", policy, has_zstd=True)
+    check_installed("full_attention", CodingPolicy(), has_zstd=False)
 
 
 # Formats

@@ -113,11 +113,7 @@ def test_an_answer_that_is_no_text_makes_no_sense(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_who_does_not_wait_for_the_end_is_answered_while_the_engine_is_verified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pd_cluster.converter.WRITE_S", 10 * PATIENCE_S)
-
+def test_who_does_not_wait_for_the_end_is_answered_while_the_engine_is_verified(tmp_path: Path) -> None:
     async def scenario() -> None:
         asked, goes_on = asyncio.Event(), asyncio.Event()
 
@@ -128,7 +124,7 @@ def test_who_does_not_wait_for_the_end_is_answered_while_the_engine_is_verified(
                 await response.write(piece)
 
         async with node_with(tmp_path, when_told) as node:
-            converter = Converter(node, asyncio.get_running_loop().time)
+            converter = Converter(node, asyncio.get_running_loop().time, write_s=10 * PATIENCE_S)
             for _ in range(2):
                 begun = await converter.convert(pb.ConvertRequest(epoch=1, role="prefill"))
                 assert (begun.epoch, begun.outcome) == (1, "")

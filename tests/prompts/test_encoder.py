@@ -21,6 +21,7 @@ from prompts.encoder import (
     CHECKED_EVERY,
     CHECKED_FIRST,
     Encoder,
+    Fast,
     NotEqual,
     Verdict,
     fast_twin,
@@ -314,17 +315,19 @@ def test_a_twin_that_remembers_enough_long_words_is_given_no_others() -> None:
     assert each.is_fast
 
 
-def test_what_another_process_has_found_out_is_not_found_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_process_has_found_out_is_not_found_out_again() -> None:
+    def compared_again(tokenizer: Tokenizer) -> Fast:
+        pytest.fail("compared again")
+
     pytest.importorskip("fastokens")
     first = Encoder(split_by(CL100K))
     first.hasten()
     assert first.verdict is not None
-    monkeypatch.setattr(encoder, "fast_twin", lambda tokenizer: pytest.fail("compared again"))
     second = Encoder(split_by(CL100K))
-    second.hasten(known=first.verdict)
+    second.hasten(compared_again, known=first.verdict)
     assert (second.is_fast, second.verdict) == (True, first.verdict)
     third = Encoder(split_by(CL100K))
-    third.hasten(known=replace(first.verdict, why_plain="unequal"))
+    third.hasten(compared_again, known=replace(first.verdict, why_plain="unequal"))
     assert (third.is_fast, third.why_plain) == (False, "unequal")
 
 

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prompts import ids
 from prompts.errors import BadPrompt
 from prompts.ids import flat_ids, may_be_ids
 
@@ -15,9 +14,7 @@ from prompts.ids import flat_ids, may_be_ids
 def test_ids_in_pieces_are_those_of_the_list(numbers: list[int], around: str, spaced: bool) -> None:
     separators = None if spaced else (",", ":")
     raw = (around % json.dumps(numbers, separators=separators)).encode()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ids, "PIECE_BYTES", 7)
-        found = flat_ids(raw)
+    found = flat_ids(raw, piece_bytes=7)
     assert found is not None
     assert found.tolist() == numbers
 
@@ -35,10 +32,8 @@ def test_what_is_no_list_of_ids_is_read_otherwise(raw: bytes) -> None:
 )
 def test_what_is_no_id_is_refused(raw: bytes) -> None:
     for piece_bytes in (1, 1000):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ids, "PIECE_BYTES", piece_bytes)
-            with pytest.raises(BadPrompt) as refusal:
-                flat_ids(raw)
+        with pytest.raises(BadPrompt) as refusal:
+            flat_ids(raw, piece_bytes=piece_bytes)
         assert refusal.value.param == "prompt"
 
 

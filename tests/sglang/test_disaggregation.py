@@ -59,11 +59,11 @@ def kept_of(manager):
     return set().union(*tables) - {ROOM}
 
 
-def test_offers_for_requests_that_never_come_are_forgotten(prefill, monkeypatch):
+def test_offers_for_requests_that_never_come_are_forgotten(prefill):
     """Prefill has refused such a request, and decode ends it after its own time."""
     from sglang.srt.disaggregation.base.conn import KVPoll
 
-    monkeypatch.setattr("engine.sglang.disaggregation.disaggregation.MAX_EARLY", 4)
+    prefill.max_early = 4
     for room in range(10, 14):
         offered(prefill, room)
     prefill._abort(10)

@@ -100,13 +100,17 @@ class Proxy:
                 thread.start()
                 self._threads.append(thread)
 
+    def _forwarded(self, data: memoryview) -> memoryview:
+        """What becomes of bytes on their way."""
+        return data
+
     def _relay(self, index: int, source: socket.socket, sink: socket.socket, forward: bool) -> None:
         buffer = memoryview(bytearray(1 << 16))
         try:
             while size := source.recv_into(buffer):
                 while (index in self.stalled or (forward and self._is_held)) and not self._closing:
                     time.sleep(0.01)
-                sink.sendall(buffer[:size])
+                sink.sendall(self._forwarded(buffer[:size]) if forward else buffer[:size])
                 if forward:
                     self.forwarded[index] += size
                     rate = self.slow.get(index, self.bytes_per_s)
@@ -115,3 +119,19 @@ class Proxy:
         except OSError:
             pass
         self.cut(index)
+
+
+class Forger(Proxy):
+    """Changes one bit of the bytes `at` these places of all that passes forward."""
+
+    def __init__(self, upstream: str, at: list[int]) -> None:
+        self._at = at
+        self._passed = 0
+        super().__init__(upstream)
+
+    def _forwarded(self, data: memoryview) -> memoryview:
+        start, self._passed = self._passed, self._passed + len(data)
+        for place in self._at:
+            if start <= place < self._passed:
+                data[place - start] ^= 1
+        return data

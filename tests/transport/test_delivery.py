@@ -13,7 +13,7 @@ from transport.errors import LocalProtocolError
 from transport.path.tcp import TcpOptions, parse_address
 from transport.receive.inlet import Inlet
 from transport.receive.landing import LandingResult
-from transport.receive.options import ServerOptions
+from transport.receive.options import Limits, ServerOptions
 from transport.receive.server import TransferServer
 from transport.send.spec import TransferSpec
 from transport.wire.checksum import DIGEST_BYTES, Integrity
@@ -169,9 +169,8 @@ def test_cancelled_transfers_leave_room_for_later_ones(integrity: Integrity) -> 
 
 
 @pytest.mark.parametrize("let_in", [False, True], ids=["stranger", "sender"])
-def test_chunks_that_nobody_waits_for_are_answered_up_to_a_limit(let_in: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"transport.receive.{'inlet' if let_in else 'greeter'}.MAX_PASSED_CHUNKS", 50)
-    with TransferServer() as server:
+def test_chunks_that_nobody_waits_for_are_answered_up_to_a_limit(let_in: bool) -> None:
+    with TransferServer(options=ServerOptions(limits=Limits(max_passed_chunks=50))) as server:
         server.expect("t", SECRET, [1], Memory([1]))
         with RawSender.to(server.address) as peer:
             if let_in:

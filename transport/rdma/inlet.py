@@ -43,8 +43,11 @@ class _RailEnd:
 class RailEnds:
     """All rails of one connection, at its receiver. Used by the connection's thread only."""
 
-    def __init__(self, devices: RdmaDevices | None, count: Callable[[str], None]) -> None:
+    def __init__(
+        self, devices: RdmaDevices | None, count: Callable[[str], None], *, number_s: float = NUMBER_S
+    ) -> None:
         self.asked = False
+        self._number_s = number_s
         self._devices = devices
         self._count = count
         self._told = False
@@ -115,7 +118,7 @@ class RailEnds:
         """Waits for a chunk's number. False when it does not come; a rail that is closed by now tells nothing. Raises
         RemoteProtocolError when there are numbers that Written should have named long ago.
         """
-        give_up_at = time.monotonic() + NUMBER_S
+        give_up_at = time.monotonic() + self._number_s
         while (end := self._ends.get(frame.rail)) is not None and end.attempt == frame.attempt:
             if frame.number in end.arrived:
                 end.arrived.discard(frame.number)

@@ -27,6 +27,7 @@ from typing import Final, Protocol
 from transport.errors import ConnectionRefused, GreetingRefused, LocalProtocolError, PeerLost, RemoteProtocolError
 from transport.path.tcp import HANG_UP_S, TICK_S, format_address, receive_now
 from transport.receive.few_lines import FewLines
+from transport.receive.options import Limits
 from transport.wire.connection import Connection, State
 from transport.wire.frames import (
     Abort,
@@ -50,11 +51,9 @@ from transport.wire.session import TLS_ACCESS_DENIED, TLS_RECORD, Session, begin
 
 log = logging.getLogger(__name__)
 
-MAX_VISITORS: Final = 512
 MAX_OF_ADDRESS: Final = 128
 MAX_REFUSED: Final = 64  # transfers of one visitor
 MAX_UNSENT_BYTES: Final = 64 << 10  # to one who does not read
-MAX_PASSED_CHUNKS: Final = 1 << 16  # of refused transfers: each is answered
 MAX_PAST_BYTES: Final = 1 << 30  # payload of refused transfers that one visitor may send
 SINK_BYTES: Final = 64 << 10
 ROUND_S: Final = 0.1  # between two looks at who is overdue
@@ -128,12 +127,20 @@ class Host(Protocol):
 class Greeter(threading.Thread):
     """Accepts connections, and greets all of them in one thread."""
 
-    def __init__(self, host: Host, listener: socket.socket, identity: Identity | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        host: Host,
+        listener: socket.socket,
+        identity: Identity | None,
+        timeout_s: float,
+        limits: Limits,
+    ) -> None:
         super().__init__(name=f"kv-greeter-{listener.getsockname()[1]}", daemon=True)
         self._host = host
         self._listener = listener
         self._identity = identity
         self._timeout_s = timeout_s
+        self._limits = limits
         self._closing = False
         self._selector = selectors.DefaultSelector()
         self._visitors: dict[Visitor, None] = {}  # the oldest first
@@ -202,7 +209,7 @@ class Greeter(threading.Thread):
         )
         if self._of_address[visitor.address] >= MAX_OF_ADDRESS:
             self._make_room("crowded_address", visitor.address)
-        elif len(self._visitors) >= MAX_VISITORS:
+        elif len(self._visitors) >= self._limits.max_visitors:
             self._make_room("crowded")
         self._visitors[visitor] = None
         self._of_address[visitor.address] += 1
@@ -345,8 +352,8 @@ class Greeter(threading.Thread):
                 if frame.slot not in visitor.refused:
                     raise RemoteProtocolError(f"bytes for slot {frame.slot}, which is not open")
                 visitor.passed_chunks += 1
-                if visitor.passed_chunks > MAX_PASSED_CHUNKS:
-                    raise RemoteProtocolError(f"more than {MAX_PASSED_CHUNKS} chunks that nobody waits for")
+                if visitor.passed_chunks > (most := self._limits.max_passed_chunks):
+                    raise RemoteProtocolError(f"more than {most} chunks that nobody waits for")
                 nack = Nack(slot=frame.slot, offset=frame.offset, length=frame.length, code=Code.CANCELLED)
                 self._say(visitor, visitor.connection.send(nack))
             case Hello() | RailClosed():

@@ -46,7 +46,6 @@ from transport.wire.seal import TAG_BYTES, Seal, chunk_seal
 
 log = logging.getLogger(__name__)
 
-MAX_PASSED_CHUNKS: Final = 1 << 16  # in a row that had no place here: each is answered, and a stranger lands none
 MAX_REFUSED: Final = 1024  # slots that were refused, whose chunks may be on their way; the oldest are forgotten first
 
 
@@ -71,7 +70,7 @@ class Inlet(threading.Thread):
         self._begun = begun
         self._replies = Replies(sock, connection)
         self._buffers = Buffers(shared.buffers, peer_of(sock).rpartition(":")[0])
-        self._payload = Payload(sock, connection, self._replies, self._buffers)
+        self._payload = Payload(sock, connection, self._replies, self._buffers, options.limits)
         self._decoder: Decoder | None = None  # made when first needed
         self._seeds: dict[int, int] = {}  # of the slots that were accepted, as are seals and arenas
         self._seals: dict[int, Seal] = {}
@@ -371,8 +370,8 @@ class Inlet(threading.Thread):
     def _passed(self, frame: Chunk | CodedChunk | Reference | Written) -> None:
         """A chunk without a place here. It is answered all the same: that frees its room in the sender's window."""
         self._passed_chunks += 1
-        if self._passed_chunks > MAX_PASSED_CHUNKS:
-            raise RemoteProtocolError(f"more than {MAX_PASSED_CHUNKS} chunks that nobody waits for")
+        if self._passed_chunks > (most := self._options.limits.max_passed_chunks):
+            raise RemoteProtocolError(f"more than {most} chunks that nobody waits for")
         self.say(Nack(slot=frame.slot, offset=frame.offset, length=frame.length, code=Code.CANCELLED))
 
     def _finish(

@@ -15,7 +15,7 @@ from typing import Final
 from transport.errors import LocalProtocolError, PeerLost, RemoteProtocolError, TargetFailed
 from transport.receive.activity import Activity
 from transport.receive.landing import Claim, Ended, Landing, Notices, OnLanded, Rivals, SinkOf, few, places_of
-from transport.receive.segments import READ_PREFIX, SEGMENT_PREFIX, Segments
+from transport.receive.segments import MAX_READS, READ_PREFIX, SEGMENT_PREFIX, Segments
 from transport.wire.frames import Abort, Accept, Ack, Cancel, Code, Nack, Open, Refuse
 from transport.wire.manifest import Inbox, Manifest, RangeViews
 from transport.wire.outcome import MAX_REJECTED_CHUNKS, Outcome
@@ -33,8 +33,9 @@ REVOKE_S: Final = 1.0  # for a sender to confirm that it writes no more; then it
 class Landings:
     """All landings of one listener."""
 
-    def __init__(self) -> None:
-        self.segments = Segments()
+    def __init__(self, *, max_active: int = MAX_ACTIVE, max_reads: int = MAX_READS) -> None:
+        self._max_active = max_active
+        self.segments = Segments(max_reads=max_reads)
         self._active: dict[str, Landing] = {}
         self._ended: OrderedDict[str, Ended] = OrderedDict()
         self._slots: dict[int, dict[int, Landing]] = {}  # connection -> slot -> landing
@@ -300,7 +301,7 @@ class Landings:
         segment = self.segments.to_write(frame, transcript)
         if isinstance(segment, Code):
             return segment
-        if len(self._active) >= MAX_ACTIVE:
+        if len(self._active) >= self._max_active:
             return Code.TOO_MANY_LANDINGS
         return self.expect(
             frame.transfer_id,

@@ -16,6 +16,21 @@ CHUNKS_OF_BUFFERS: Final = 8  # a coded chunk may need four times its length, of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a listener bears of strangers, and of one peer."""
+
+    max_visitors: int = 512  # strangers at once
+    # In a row that had no place here: each is answered, and a stranger lands none.
+    max_passed_chunks: int = 1 << 16
+    # For a chunk to come whole, and as long again as its bytes take at that rate.
+    payload_s: float = 60.0
+    least_bytes_per_s: float = 8 << 10
+
+
+LIMITS: Final = Limits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
     """Limits and habits of a listener."""
 
@@ -28,6 +43,7 @@ class ServerOptions:
     rdma: RdmaDevices | None = None  # NICs whose registered memory senders may write into by RDMA
     arena_dirs: Sequence[str] = DEFAULT_ARENA_DIRS  # where arenas of senders on this host may lie; () = TCP only
     tcp: TcpOptions = field(default_factory=TcpOptions)
+    limits: Limits = LIMITS
 
     def __post_init__(self) -> None:
         if not LEAST_CHUNK_LIMIT <= self.max_chunk_bytes <= MAX_CHUNK_BYTES:

@@ -14,14 +14,13 @@ from transport.path.shm import advance, copy, parts_of, pour
 from transport.path.tcp import receive_some
 from transport.receive.buffers import Buffers
 from transport.receive.landing import Claim
+from transport.receive.options import Limits
 from transport.receive.replies import Replies
 from transport.wire.checksum import DIGEST_BYTES, HASHED_PART_BYTES, Digest
 from transport.wire.connection import BULK_BYTES, Connection
 from transport.wire.seal import SEALED_PART_BYTES, SMALL_VIEW_BYTES, TAG_BYTES, Opening
 
 SINK_BYTES: Final = 64 << 10  # what has no place is read past in pieces of this size
-PAYLOAD_S: Final = 60.0  # for a chunk to come whole, and as long again as its bytes take at this rate
-LEAST_BYTES_PER_S: Final = 8 << 10
 MAX_VIEWS: Final = 256  # of one read
 
 
@@ -36,7 +35,10 @@ class Filled(Enum):
 class Payload:
     """Reads payloads; used by the thread that reads the connection."""
 
-    def __init__(self, sock: socket.socket, connection: Connection, replies: Replies, buffers: Buffers) -> None:
+    def __init__(
+        self, sock: socket.socket, connection: Connection, replies: Replies, buffers: Buffers, limits: Limits
+    ) -> None:
+        self._limits = limits
         self._sock = sock
         self._connection = connection
         self._replies = replies
@@ -45,7 +47,8 @@ class Payload:
 
     def begins(self) -> None:
         """A payload comes: from now on it has its time."""
-        self._due = time.monotonic() + PAYLOAD_S + self._connection.payload_left / LEAST_BYTES_PER_S
+        limits = self._limits
+        self._due = time.monotonic() + limits.payload_s + self._connection.payload_left / limits.least_bytes_per_s
 
     def fill(self, claim: Claim) -> Filled:
         """Unchecked."""

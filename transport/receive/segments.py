@@ -40,7 +40,8 @@ class ReadRequest:
 class Segments:
     """What is registered, and which reads were granted."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_reads: int = MAX_READS) -> None:
+        self._max_reads = max_reads
         self._by_name: dict[str, Segment] = {}
         self._reads: list[ReadRequest] = []
         self._granted: OrderedDict[str, None] = OrderedDict()  # reads, by id: one that is asked for again is one
@@ -78,7 +79,7 @@ class Segments:
             return refusal
         if frame.transfer_id in self._granted:  # asked again because the answer was lost
             return None
-        if len(self._reads) >= MAX_READS:
+        if len(self._reads) >= self._max_reads:
             return Code.TOO_MANY_READS
         self._granted[frame.transfer_id] = None
         if len(self._granted) > MAX_REMEMBERED:

@@ -50,8 +50,10 @@ class TransferServer:
         *,
         options: ServerOptions | None = None,
         on_read: Callable[[ReadRequest], None] | None = None,
+        listen: Callable[[str, int], socket.socket] = listen,
     ) -> None:
         self.options = options or ServerOptions()
+        self._listen = listen
         self._bind = (host, port)
         self._listener: socket.socket | None = None
         self._serves_reads = on_read is not None
@@ -64,10 +66,11 @@ class TransferServer:
 
     def start(self) -> "TransferServer":
         """Binds and listens; `address` is set afterwards. Raises OSError."""
-        self._listener = listen(*self._bind)
+        self._listener = self._listen(*self._bind)
         host, port = self._listener.getsockname()[:2]
         self.address = format_address(host, port)
-        self._greeter = Greeter(self, self._listener, self.options.identity, self.options.tcp.connect_timeout_s)
+        options = self.options
+        self._greeter = Greeter(self, self._listener, options.identity, options.tcp.connect_timeout_s, options.limits)
         self._threads = [self._greeter, threading.Thread(target=self._keep_time, name=f"kv-server-{port}", daemon=True)]
         for thread in self._threads:
             thread.start()

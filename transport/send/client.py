@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Final, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -39,8 +40,9 @@ PeerKey: TypeAlias = tuple[str, Via, str]
 class TransferClient:
     """Sends transfers to any number of peers. Callbacks come from transport threads and must not block."""
 
-    def __init__(self, *, options: ClientOptions | None = None) -> None:
+    def __init__(self, *, options: ClientOptions | None = None, cpu_meter: Callable[[], CpuMeter] = CpuMeter) -> None:
         self.options = options or ClientOptions()
+        self._cpu_meter = cpu_meter
         self._lock = threading.Condition()
         self._peers: dict[PeerKey, Peer] = {}
         self._default_budget = self.options.egress_bytes_per_s
@@ -246,7 +248,7 @@ class TransferClient:
         return retired
 
     def _keep_time(self) -> None:
-        cpu = CpuMeter()
+        cpu = self._cpu_meter()
         spent_s = 0.0
         while True:
             with self._lock:

@@ -73,6 +73,7 @@ class PrfaasKVManager(CommonKVManager):  # type: ignore[misc]
     """One server's end: its pages, its agent, and the requests under way."""
 
     kv_status_msg_tag = STATUS
+    max_early = MAX_EARLY
     kv_status_msg_carries_reason = True
 
     def __init__(
@@ -235,7 +236,7 @@ class PrfaasKVManager(CommonKVManager):  # type: ignore[misc]
                     return
                 if offer.room not in self.request_status:
                     self._early[offer.room] = None
-                    if len(self._early) > MAX_EARLY:
+                    if len(self._early) > self.max_early:
                         self._drop_early(next(iter(self._early)))
                 self.transfer_infos[offer.room] = {offer.endpoint: offer}
                 self.req_to_decode_prefix_len[offer.room] = offer.decode_prefix_len

@@ -90,9 +90,9 @@ def _says(fields: Mapping[str, Raw], name: str) -> bool:
 class Answers:
     """The middleware. It reads the bodies of generations that come by a gateway, and the streams that answer them."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, *, prepare: Callable[[], None] = prepare_front_end) -> None:
         self._app = app
-        prepare_front_end()
+        prepare()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] not in PATHS:

@@ -28,8 +28,16 @@ ALL_THERE_TIMEOUT_S: Final = 3.0  # for ranks to connect, which they do in the f
 class RankServer:
     """The scheduler's end. All methods belong to the event loop's thread."""
 
-    def __init__(self, path: Path, on_message: Callable[[int, RankMessage], None], *, ranks: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        on_message: Callable[[int, RankMessage], None],
+        *,
+        ranks: int,
+        let_go_timeout_s: float = LET_GO_TIMEOUT_S,
+    ) -> None:
         self.path: Final = path
+        self._let_go_timeout_s = let_go_timeout_s
         self._on_message = on_message
         self._num_ranks = ranks
         self._all_there = asyncio.Event()
@@ -63,7 +71,7 @@ class RankServer:
             for rank in tuple(waiting):
                 self._writers[rank].write(encode(Release(job=job)))
         waiting, done = self._letting_go[job]
-        await asyncio.wait({done}, timeout=LET_GO_TIMEOUT_S)
+        await asyncio.wait({done}, timeout=self._let_go_timeout_s)
         if not done.done():
             log.error("ranks %s do not let go of job=%s: its pages stay with them", sorted(waiting), job)
             await asyncio.wait({done})

@@ -25,9 +25,16 @@ MAX_GIVEN_UP: Final = 4096  # remembered; a job whose save has failed asks for a
 class Saver:
     """Saves of one step after another. Methods belong to the model's thread, but for `announce` and `forget`."""
 
-    def __init__(self, say: Callable[[Message], None], timeout_s: float = SAVE_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        say: Callable[[Message], None],
+        timeout_s: float = SAVE_TIMEOUT_S,
+        *,
+        max_given_up: int = MAX_GIVEN_UP,
+    ) -> None:
         """`say` must not wait: it is called between the model's steps."""
         self._say = say
+        self._max_given_up = max_given_up
         self._timeout_s = timeout_s
         self._pool = ThreadPoolExecutor(1, "prfaas-save")
         self._lock = threading.Lock()  # _given_up, and what is said of a job before it is
@@ -95,7 +102,7 @@ class Saver:
 
     def _forget_the_oldest(self) -> None:
         """Jobs whose end nobody tells us; but not one whose copy may still announce what it has written."""
-        if len(self._given_up) > MAX_GIVEN_UP:
+        if len(self._given_up) > self._max_given_up:
             late = set(self._late.values())
             del self._given_up[next(job for job in self._given_up if job not in late)]
 

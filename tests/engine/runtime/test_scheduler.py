@@ -333,20 +333,18 @@ def test_chunks_of_a_block_or_more_always_end(chunk_tokens):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5e-324, 0.8])
-def test_logits_that_are_no_numbers_fail_their_request_alone(monkeypatch, temperature):
-    bench = Bench()
+def test_logits_that_are_no_numbers_fail_their_request_alone(temperature):
+    class BadEngine(EmulatedEngine):
+        def decode(self, sequences, tokens):
+            every = [logits.copy() for logits in super().decode(sequences, tokens)]
+            for sequence, logits in zip(sequences, every, strict=True):
+                if sequence is sick.sequence and sequence.num_tokens == 71 + 2:
+                    logits[5] = float("nan")
+            return every
+
+    bench = Bench(engine=BadEngine)
     whole, sick = bench.add("whole", 70, 6), bench.add("sick", 71, 6)
     sick.params = SamplingParams(max_tokens=6, temperature=temperature)
-    decode = bench.engine.decode
-
-    def decode_badly(sequences, tokens):
-        every = [logits.copy() for logits in decode(sequences, tokens)]
-        for sequence, logits in zip(sequences, every, strict=True):
-            if sequence is sick.sequence and sequence.num_tokens == 71 + 2:
-                logits[5] = float("nan")
-        return every
-
-    monkeypatch.setattr(bench.engine, "decode", decode_badly)
     bench.run()
     (failed,) = bench.of("sick", Failed)
     assert "no token can be chosen" in str(failed.error)

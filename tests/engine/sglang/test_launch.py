@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from engine.sglang import launch
 from engine.sglang.launch import ServerOptions, environment, main, server_command
 from transport.control.last_words import CANNOT_SERVE
 
@@ -70,14 +69,15 @@ def model(tmp_path: Path) -> str:
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["--role", "prefill", "--agent-socket", "/run/x/engine.sock", *arguments]) == 2
+    own = ["--role", "prefill", "--agent-socket", "/run/x/engine.sock"]
+    assert main([*own, *arguments], version_of=lambda: None) == 2
     told = capsys.readouterr().err
     assert told.startswith(CANNOT_SERVE)
     return told
 
 
 def test_what_cannot_be_served_is_said_before_anything_is_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = model(tmp_path)
     assert "no directory" in said(capsys, "--model", "org/name", "--max-model-len", "64")
@@ -85,14 +85,11 @@ def test_what_cannot_be_served_is_said_before_anything_is_loaded(
     assert "one agent serves one rank" in said(capsys, "--model", found, "--max-model-len", "64", "--", "--tp", "2")
     assert "less than a page" in said(capsys, "--model", found, "--max-model-len", "64", "--chunk-tokens", "10")
     assert "an adapter's name" in said(capsys, "--model", found, "--max-model-len", "64", "--model-name", "a:b")
-    monkeypatch.setattr(launch, "installed_version", lambda: None)
     assert "SGLang is not installed" in said(capsys, "--model", found, "--max-model-len", "64")
 
 
-def test_the_process_becomes_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_becomes_the_server(tmp_path: Path) -> None:
     became: list[Any] = []
-    monkeypatch.setattr(launch, "installed_version", lambda: "0.5.23")
-    monkeypatch.setattr(launch.os, "execve", lambda *arguments: became.extend(arguments))
     node = [
         "--model",
         model(tmp_path),
@@ -103,7 +100,11 @@ def test_the_process_becomes_the_server(tmp_path: Path, monkeypatch: pytest.Monk
         "--max-model-len",
         "64",
     ]
-    main([*node, "--", "--device", "cpu"])
+    main(
+        [*node, "--", "--device", "cpu"],
+        version_of=lambda: "0.5.23",
+        become=lambda *arguments: became.extend(arguments),
+    )
     path, command, _ = became
     assert (command[0], command[-2:]) == (path, ["--device", "cpu"])
     assert int(value_of(command, "--port")) > 0

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from engine.vllm import launch as vllm_launch
 from engine.vllm.launch import ServerOptions, complaint_about, complaint_about_chunks, environment, main, server_command
 from engine.vllm.version import is_tested, release
 
@@ -103,21 +102,18 @@ def test_patches_of_a_release_keep_kvcache_as_it_is(version: str, named: str) ->
 ARGUMENTS = ["--model", "m", "--agent-socket", "/run/x/engine.sock"]
 
 
-def test_without_vllm_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(vllm_launch, "installed_version", lambda: None)
-    assert main(ARGUMENTS) == 2
+def test_without_vllm_it_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(ARGUMENTS, version_of=lambda: None) == 2
     assert "pip install 'prfaas[vllm]'" in capsys.readouterr().err
 
 
-def test_it_becomes_the_server_and_warns_of_a_version_it_does_not_know(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_becomes_the_server_and_warns_of_a_version_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     started: list[list[str]] = []
-    monkeypatch.setattr(vllm_launch, "installed_version", lambda: "0.40.0+cpu")
-    monkeypatch.setattr("os.execve", lambda path, argv, env: started.append(argv))
-    main([*ARGUMENTS, "--", "--seed", "3"])
+    main(
+        [*ARGUMENTS, "--", "--seed", "3"],
+        version_of=lambda: "0.40.0+cpu",
+        become=lambda path, argv, env: started.append(argv),
+    )
     assert started[0][1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
     assert started[0][-3:] == ["--enforce-eager", "--seed", "3"]
     assert int(value_of(started[0], "--port")) > 0

@@ -7,7 +7,7 @@ import json
 import time
 from base64 import urlsafe_b64encode
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import jwt
@@ -149,9 +149,9 @@ def test_keys_without_names_are_tried_one_after_the_other(order: int) -> None:
         assert refused.value.code == "invalid_token"
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.auth.oidc.MAX_REMEMBERED", 3)
-    checked, held = tokens(), token()
+def test_what_is_remembered_is_bounded() -> None:
+    checked, held = Tokens(CONFIG, max_remembered=3), token()
+    checked.take_keys(KEYS)
     for digest in "abcad":
         checked.holder(held, digest, 0.0)
     for digest in "acd":
@@ -232,8 +232,31 @@ class Login:
 
 
 @on_loop
-async def test_a_gateway_with_a_provider(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.auth.oidc.SOONEST_S", 0.01)
+async def test_the_first_token_that_names_a_key_of_later_has_it_asked_for() -> None:
+    async with Login().serving() as login:
+        oidc = OidcConfig(issuer=login.url, audience="prfaas")
+        checked = Tokens(oidc)
+        asking = asyncio.create_task(Provider(oidc, checked, lambda outcome: None, soonest_s=0.01).run())
+        await until(lambda: checked.is_ready)
+        login.keys = {"keys": [*KEYS["keys"], shown(OTHER_KEY, "o", "RS256")]}
+        later, asked = token(OTHER_KEY, "o", iss=login.url), login.asked
+        with pytest.raises(ApiError) as refused:
+            checked.holder(later, "later", 0.0)
+        assert refused.value.status == 401
+        await until(lambda: login.asked > asked)
+
+        def is_known() -> bool:
+            with suppress(ApiError):
+                return checked.holder(later, "later", 0.0).subject == "acme"
+            return False
+
+        await until(is_known)
+        asking.cancel()
+        await asyncio.wait([asking])
+
+
+@on_loop
+async def test_a_gateway_with_a_provider() -> None:
     login = Login()
     login.status = 503
     async with login.serving():
@@ -245,14 +268,6 @@ async def test_a_gateway_with_a_provider(monkeypatch: pytest.MonkeyPatch) -> Non
             login.status = 200
             await until(lambda: w.gateway.door.tokens.is_ready)
             assert (await w.complete(headers=bearer(held))).status == 200
-            # A key of later: the first token that names it has it asked for.
-            login.keys = {"keys": [*KEYS["keys"], shown(OTHER_KEY, "o", "RS256")]}
-            later = token(OTHER_KEY, "o", iss=login.url)
-            asked = login.asked
-            assert (await w.complete(headers=bearer(later))).status == 401
-            await until(lambda: login.asked > asked)
-            while (await w.complete(headers=bearer(later))).status != 200:  # on_loop has the patience
-                pass
             # A provider that is gone: who was known stays known.
             login.status = 500
             assert (await w.complete(headers=bearer(token(iss=login.url, jti="another")))).status == 200

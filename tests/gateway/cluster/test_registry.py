@@ -5,16 +5,18 @@ import time
 
 import pytest
 
-from gateway.assembly import running
+from gateway.cluster.links import Links
 from gateway.cluster.registry import Clusters, salt_of
 from gateway.errors import NodeError
 from gateway.prompt.prompt import Prompt
 from hybrid_cache.index.index import NOTHING
 from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.layout.spec import FullAttention
+from planner.decisions.routing import Reason
+from planner.decisions.views import Role
 from tests.gateway.layouts import LAYOUT
-from tests.gateway.worlds import PATIENCE_S, config_for, on_loop, until, world
-from tests.prompts.builders import text_tokenizer
+from tests.gateway.views import deciding, view_of, watched
+from tests.gateway.worlds import on_loop, until, world
 from transport.control.proto import node_pb2 as pb
 
 PROMPT = "the quick brown fox jumps over the lazy dog " * 6
@@ -31,67 +33,67 @@ def has_prefix(clusters: Clusters, node: str, block_hash: bytes) -> bool:
 
 @on_loop
 async def test_states_are_those_the_nodes_tell() -> None:
-    async with world() as w:
-        clusters = w.gateway.clusters
+    async with watched() as w:
+        clusters = w.clusters
         assert states(clusters) == {"r0": "ready", "p0": "ready", "d0": "ready", "d1": "ready"}
         w.nodes.remote[0].become(pb.NODE_STATE_DRAINING)
         await until(lambda: states(clusters)["r0"] == "draining")
         w.nodes.local[0].become(pb.NODE_STATE_ENGINE_DOWN)
         await until(lambda: states(clusters)["p0"] == "engine_down")
-        assert (await w.complete(PROMPT)).headers["x-prfaas-route"].endswith("reason=no_prefill")
+        assert clusters.ready(Role.PREFILL) == []
+        assert [node.id for node in clusters.ready(Role.DECODE)] == ["d0", "d1"]
 
 
 @on_loop
 async def test_a_node_whose_agent_dies_is_down_and_comes_back_with_its_cache() -> None:
-    async with world(decode=1) as w:
-        clusters, node = w.gateway.clusters, w.nodes.decode[0]
+    async with watched(decode=1) as w:
+        clusters, node = w.clusters, w.nodes.decode[0]
         await node.stop_agent()
         await until(lambda: states(clusters)["d0"] == "down")
-        assert (await w.complete(PROMPT)).status == 503
+        assert not clusters.is_ready
         node.cache = [pb.BlocksStored(group=group, hashes=b"h" * 32) for group in (0, 1)]
         await node.start_agent(node.agent_address)
         await until(lambda: states(clusters)["d0"] == "ready")
-        assert (await w.complete(PROMPT)).status == 200
+        assert clusters.is_ready
         await until(lambda: has_prefix(clusters, "d0", b"h" * 32))
 
 
 @on_loop
 async def test_another_gateway_knows_at_once_what_the_first_one_learnt() -> None:
-    async with world() as w:
+    async with watched() as w:
         w.nodes.local[0].cache = [pb.BlocksStored(group=group, hashes=b"h" * 32) for group in (0, 1)]
-        async with running(config_for(w.nodes), text_tokenizer(), time.monotonic) as second:
-            clusters = second.clusters
-            assert await clusters.wait_for(lambda: all(node.connected for node in clusters.nodes), PATIENCE_S)
-            await until(lambda: has_prefix(clusters, "p0", b"h" * 32))
+        async with view_of(w.nodes) as second:
+            await until(lambda: has_prefix(second.clusters, "p0", b"h" * 32))
 
 
 @on_loop
 async def test_a_lost_event_starts_the_view_of_a_node_anew() -> None:
-    async with world(decode=1) as w:
-        clusters, node = w.gateway.clusters, w.nodes.remote[0]
+    async with watched(decode=1) as w:
+        clusters, node = w.clusters, w.nodes.remote[0]
         node.cache = [pb.BlocksStored(group=group, hashes=b"a" * 32) for group in (0, 1)]
         node.tell(pb.NodeEvent(load=pb.Load(), seq=5))
         await until(lambda: states(clusters)["r0"] == "down")
         await until(lambda: states(clusters)["r0"] == "ready")
         await until(lambda: has_prefix(clusters, "r0", b"a" * 32))
-        assert "prfaas_known_blocks 2.0" in await w.metrics()
+        assert clusters.index is not None
+        assert len(clusters.index) == 2
 
 
 @on_loop
 async def test_a_node_of_another_layout_is_not_used() -> None:
-    async with world() as w:
-        clusters, node = w.gateway.clusters, w.nodes.remote[0]
+    async with watched() as w:
+        clusters, node = w.clusters, w.nodes.remote[0]
         node.layout = ModelLayout("other", "float32", 8, (KVCacheGroup(FullAttention(8, 4), (0,)),))
         node.become(pb.NODE_STATE_READY)
         await until(lambda: (info := clusters.by_id("r0").info) and info.layout_fingerprint == node.layout.fingerprint)
-        response = await w.complete(PROMPT * 9)
-        assert response.headers["x-prfaas-route"].startswith("local; node=p0;")
+        assert [each.id for each in clusters.ready(Role.PREFILL)] == ["p0"]
+        assert list(clusters.views(Prompt(100, [], b"")).prefills) == ["west"]
 
 
 @on_loop
 async def test_the_next_model_is_served_as_soon_as_the_last_node_of_the_one_before_is_gone() -> None:
-    async with world(remote=0, local=0, decode=2) as w:
-        clusters, (first, second) = w.gateway.clusters, w.nodes.decode
+    async with watched(remote=0, local=0, decode=2) as w:
+        clusters, (first, second) = w.clusters, w.nodes.decode
         second.layout = ModelLayout("other", "float32", 16, LAYOUT.groups)
         second.become(pb.NODE_STATE_READY)
         await until(
@@ -100,12 +102,10 @@ async def test_the_next_model_is_served_as_soon_as_the_last_node_of_the_one_befo
         stored = [pb.BlocksStored(group=group, hashes=b"h" * 32) for group in (0, 1)]
         second.tell(pb.NodeEvent(stored=stored[0]))
         second.tell(pb.NodeEvent(stored=stored[1]))
-        assert (await w.complete(PROMPT)).status == 200
-        assert not second.bodies
+        assert [node.id for node in clusters.ready(Role.DECODE)] == ["d0"]
         await first.stop_agent()
         await until(lambda: clusters.served and clusters.served.layout == second.layout)
-        assert (await w.complete(PROMPT)).status == 200
-        assert second.bodies
+        assert [node.id for node in clusters.ready(Role.DECODE)] == ["d1"]
         await until(lambda: has_prefix(clusters, "d1", b"h" * 32))  # though it came while another model was served
 
 
@@ -147,21 +147,21 @@ async def test_a_decode_node_that_is_another_one_when_its_reservation_comes_cost
 
 @on_loop
 async def test_a_name_goes_with_its_node_to_another_address() -> None:
-    async with world(decode=2) as w:
-        clusters, (first, second) = w.gateway.clusters, w.nodes.decode
+    async with watched(decode=2) as w:
+        clusters, (first, second) = w.clusters, w.nodes.decode
         await first.stop_agent()
         await until(lambda: states(clusters)["d0"] == "down")
         second.node_id = "d0"
         second.become(pb.NODE_STATE_READY)
         await until(lambda: clusters.by_id("d0").state == "ready")
-        assert (await w.complete(PROMPT)).status == 200
-        assert second.bodies
+        assert clusters.by_id("d0").agent.address == second.agent_address
+        assert clusters.ready(Role.DECODE) == [clusters.by_id("d0")]
 
 
 @on_loop
 async def test_nodes_that_have_swapped_their_addresses_keep_what_they_have() -> None:
-    async with world(decode=2) as w:
-        clusters, (first, second) = w.gateway.clusters, w.nodes.decode
+    async with watched(decode=2) as w:
+        clusters, (first, second) = w.clusters, w.nodes.decode
         for node in (first, second):
             await node.stop_agent()
         await until(lambda: states(clusters)["d0"] == states(clusters)["d1"] == "down")
@@ -180,8 +180,8 @@ async def test_nodes_that_have_swapped_their_addresses_keep_what_they_have() -> 
 
 @on_loop
 async def test_a_name_is_that_of_one_node() -> None:
-    async with world(decode=2) as w:
-        clusters, links, (first, second) = w.gateway.clusters, w.gateway.links, w.nodes.decode
+    async with watched(decode=2) as w:
+        clusters, (first, second) = w.clusters, w.nodes.decode
         await second.stop_agent()
         await until(lambda: states(clusters)["d1"] == "down")
         first.node_id, first.takes_media = "d1", True
@@ -190,27 +190,30 @@ async def test_a_name_is_that_of_one_node() -> None:
         assert states(clusters) == {"r0": "ready", "p0": "ready", "d1": "ready", second.agent_address: "down"}
         with_image = Prompt(1, [], b"", has_media=True)
         assert "d1" not in clusters.unfit(with_image)
+        now = 0.0
+        links = Links(clusters.nodes, lambda: now)
         links.failed(clusters.by_id("r0"), clusters.by_id("d1"))
-        await until(lambda: w.nodes.remote[0].probes)
+        now = 1.0
+        assert links.probes() == [(clusters.by_id("r0"), [clusters.by_id("d1")])]
 
 
 @on_loop
 async def test_a_description_that_makes_no_sense_keeps_the_node_out() -> None:
-    async with world(decode=2) as w:
-        clusters, (first, second) = w.gateway.clusters, w.nodes.decode
+    async with watched(decode=2) as w:
+        clusters, (first, second) = w.clusters, w.nodes.decode
         first.role = "conductor"
         first.become(pb.NODE_STATE_READY)
         await until(lambda: states(clusters)["d0"] == "down")
         second.node_id = "p0"
         second.become(pb.NODE_STATE_READY)
         await until(lambda: states(clusters)["d1"] == "down")
-        assert (await w.complete(PROMPT)).status == 503
+        assert not clusters.is_ready
 
 
 @on_loop
-async def test_senders_share_one_line_and_congestion_keeps_requests_local() -> None:
-    async with world(remote=2) as w:
-        links = w.gateway.links
+async def test_senders_share_one_line() -> None:
+    async with watched(remote=2) as w:
+        links = Links(w.clusters.nodes, time.monotonic)
         (before,) = links.views()
         assert (before.source, before.destination, before.up) == ("east", "west", True)
         assert before.available_bytes_per_s is None
@@ -222,22 +225,19 @@ async def test_senders_share_one_line_and_congestion_keeps_requests_local() -> N
         await until(lambda: links.views()[0].available_bytes_per_s == 2 * 0.99e6)
         (link_view,) = links.views()
         assert link_view.queued_bytes == 10
-        response = await w.complete("the quick brown fox jumps over the lazy dog " * 40)
-        assert response.headers["x-prfaas-route"].endswith("reason=congested")
 
 
 @on_loop
 async def test_what_waits_for_an_egress_budget_keeps_requests_local() -> None:
-    async with world() as w:
-        (node,), links = w.nodes.remote, w.gateway.links
+    async with deciding() as d:
+        (node,), links = d.nodes.remote, Links(d.clusters.nodes, time.monotonic)
+        # No loss, no longer round trips: only the queue says it.
         link = pb.Link(peer="west", available_bytes_per_s=1e6, budget_bytes_per_s=1e6, queued_bytes=5_000_000)
-        node.load = pb.Load(links=[link])  # no loss, no longer round trips: only the queue says it
-        await until(lambda: links.views()[0].queued_bytes)
+        await d.reports(node, pb.Load(links=[link]))
         (view,) = links.views()
         assert (view.congested, view.budget_bytes_per_s, view.drain_s) == (False, 1e6, 5.0)
-        response = await w.complete("the quick brown fox jumps over the lazy dog " * 40)
-        assert response.headers["x-prfaas-route"].startswith("local; node=p0;")
-        assert response.headers["x-prfaas-route"].endswith("reason=congested")
+        way = d.route("the quick brown fox jumps over the lazy dog " * 40)
+        assert (way.prefill_node, way.reason) == ("p0", Reason.CONGESTED)
 
 
 @on_loop
@@ -257,8 +257,8 @@ async def test_what_is_promised_to_a_link_is_seen_before_it_queues() -> None:
 
 @on_loop
 async def test_the_longest_context_is_that_of_the_nodes_that_are_there() -> None:
-    async with world(decode=2) as w:
-        clusters, node = w.gateway.clusters, w.nodes.decode[1]
+    async with watched(decode=2) as w:
+        clusters, node = w.clusters, w.nodes.decode[1]
         node.max_model_len = 100
         node.become(pb.NODE_STATE_READY)
         await until(lambda: clusters.served and clusters.served.max_model_len == 100)
@@ -273,22 +273,20 @@ async def test_the_longest_context_is_that_of_the_nodes_that_are_there() -> None
 
 @on_loop
 async def test_a_watch_that_fails_in_a_way_nobody_thought_of_is_counted_and_begun_again() -> None:
-    async with world(decode=1) as w:
-        clusters, node = w.gateway.clusters, w.nodes.decode[0]
+    async with watched(decode=1) as w:
+        clusters, node = w.clusters, w.nodes.decode[0]
         with_bad_layout = pb.NodeEvent(description=node.description())
         with_bad_layout.description.layout_json = "[" * 100_000  # json: RecursionError, which is no ValueError
         with_bad_layout.description.layout_fingerprint = "another"
         node.tell(with_bad_layout)
-        async with asyncio.timeout(PATIENCE_S):
-            while 'prfaas_unforeseen_errors_total{work="watch"} 1.0' not in await w.metrics():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: w.errors == ["watch"])
         await until(lambda: states(clusters)["d0"] == "ready")
 
 
 @on_loop
-async def test_a_queue_that_one_sender_sees_keeps_requests_local() -> None:
-    async with world(remote=2) as w:
-        links = w.gateway.links
+async def test_a_queue_that_one_sender_sees_is_the_lines() -> None:
+    async with watched(remote=2) as w:
+        links = Links(w.clusters.nodes, time.monotonic)
         for node, rtt_s in zip(w.nodes.remote, (0.04, 0.2), strict=True):
             link = pb.Link(
                 peer="west", available_bytes_per_s=1e9, rtt_s=rtt_s, min_rtt_s=0.04, congested=rtt_s > 0.08,
@@ -301,8 +299,6 @@ async def test_a_queue_that_one_sender_sees_keeps_requests_local() -> None:
         assert link_view.rtt_inflation == 5.0
         assert link_view.available_bytes_per_s == 1e9  # an idle line, seen by two, is one line
         assert link_view.estimate_error == 0.2
-        response = await w.complete("the quick brown fox jumps over the lazy dog " * 40)
-        assert response.headers["x-prfaas-route"].endswith("reason=congested")
 
 
 @on_loop
@@ -336,28 +332,23 @@ async def test_work_under_way_counts_before_the_node_reports_it() -> None:
 
 @on_loop
 async def test_a_decode_node_without_memory_for_a_prompt_is_passed_over_while_another_has_some() -> None:
-    async with world(decode=2) as w:
-        full, roomy = w.nodes.decode
+    async with deciding(decode=2) as d:
+        full, roomy = d.nodes.decode
         for node, tokens in ((full, 16), (roomy, 1 << 20)):
-            node.load = pb.Load(room=pb.Room(pages_total=1 << 20, free_tokens=tokens, tokens=tokens))
-            node.tell(pb.NodeEvent(load=node.load))
-        await until(lambda: all(n.load.room for n in w.gateway.clusters.nodes if n.role == "decode"))
-        for _ in range(3):
-            await w.complete(PROMPT)
-        assert [len(full.bodies), len(roomy.bodies)] == [0, 3]
-        roomy.load = full.load
-        roomy.tell(pb.NodeEvent(load=roomy.load))
-        await until(lambda: all(n.load.room.tokens == 16 for n in w.gateway.clusters.nodes if n.load.room))
-        assert (await w.complete(PROMPT)).status == 200  # no node has room: one is asked all the same
+            room = pb.Room(pages_total=1 << 20, free_tokens=tokens, tokens=tokens)
+            await d.reports(node, pb.Load(room=room))
+        assert [d.route(PROMPT).decode_node for _ in range(3)] == ["d1"] * 3
+        await d.reports(roomy, full.load)
+        assert d.route(PROMPT).decode_node in ("d0", "d1")  # no node has room: one is asked all the same
 
 
 @on_loop
 async def test_a_node_has_no_more_slots_than_it_says() -> None:
-    async with world(decode=1) as w:
+    async with watched(decode=1) as w:
         node = w.nodes.decode[0]
         node.load = pb.Load(slots=3, steps=[pb.StepTime(batch=2, seconds=0.5), pb.StepTime(batch=1, seconds=-1.0)])
         node.tell(pb.NodeEvent(load=node.load))
-        known = next(each for each in w.gateway.clusters.nodes if each.role == "decode")
+        known = next(each for each in w.clusters.nodes if each.role == "decode")
         await until(lambda: known.load.slots == 3)
         seen = known.view(NOTHING, 16, 0.0)
         assert (seen.max_running, seen.steps) == (3, ((2.0, 0.5),))

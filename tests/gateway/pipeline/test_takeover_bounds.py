@@ -2,15 +2,8 @@
 
 import pytest
 
-from tests.gateway.pipeline.test_takeovers import streamed, streams_broken, takeovers, texts
-from tests.gateway.worlds import World, on_loop, world
-
-
-@pytest.fixture(autouse=True)
-def forgiving(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that failed is trusted again soon: tests let few nodes fail often."""
-    monkeypatch.setattr("gateway.cluster.registry.SUSPECT_S", 0.01)
-    monkeypatch.setattr("gateway.cluster.registry.DEATH_NEWS_S", 0.01)  # there is no news: scripted engines live
+from tests.gateway.pipeline.test_takeovers import streamed, streams_broken, takeovers, texts, world
+from tests.gateway.worlds import World, on_loop
 
 
 def legs(w: World) -> tuple[int, int]:

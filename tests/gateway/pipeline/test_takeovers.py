@@ -1,19 +1,22 @@
 """A decode node fails in the middle of a stream: another one goes on, and the client sees no seam."""
 
 import asyncio
+import functools
 import json
 import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from gateway.cluster.agent_client import AgentClient, NodeEvent
+from gateway.cluster.registry import NodeTimes
 from gateway.errors import NodeError
+from tests.gateway import worlds
 from tests.gateway.scripted import ScriptedNode
-from tests.gateway.worlds import PATIENCE_S, PATIENT, World, on_loop, until, world
+from tests.gateway.worlds import PATIENCE_S, PATIENT, World, on_loop, until
 from transport.control.proto import node_pb2 as pb
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
@@ -21,11 +24,9 @@ WORDS = tuple(f" w{number}" for number in range(12))
 USAGE = {"stream_options": {"include_usage": True}}
 
 
-@pytest.fixture(autouse=True)
-def forgiving(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that failed is trusted again soon: tests let few nodes fail often."""
-    monkeypatch.setattr("gateway.cluster.registry.SUSPECT_S", 0.01)
-    monkeypatch.setattr("gateway.cluster.registry.DEATH_NEWS_S", 0.01)  # there is no news: scripted engines live
+# A node that failed is trusted again soon: tests let few nodes fail often. There is no news: scripted engines live.
+FORGIVING = NodeTimes(suspect_s=0.01, death_news_s=0.01)
+world = functools.partial(worlds.world, node_times=FORGIVING)
 
 
 async def streamed(w: World, path: str = "/v1/completions", **fields: Any) -> list[bytes]:
@@ -141,21 +142,18 @@ async def said(w: World, how_many: int, then: Callable[[ScriptedNode], None]) ->
         return (begun + await response.read()).split(b"\n\n")[:-1]
 
 
-@pytest.fixture
-def hushed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Addresses of nodes that the gateway finds, once each, to have said nothing for too long."""
-    watch, silent = AgentClient.watch, list[str]()
+class HushedAgent(AgentClient):
+    """The gateway finds each of the `hushed` addresses once to have said nothing for too long."""
 
-    async def heard(agent: AgentClient, load_interval_s: float, silence_s: float) -> AsyncGenerator[NodeEvent, None]:
-        async with aclosing(watch(agent, load_interval_s, silence_s)) as events:
+    hushed: ClassVar[list[str]] = []
+
+    async def watch(self, load_interval_s: float, silence_s: float) -> AsyncGenerator[NodeEvent, None]:
+        async with aclosing(super().watch(load_interval_s, silence_s)) as events:
             async for event in events:
-                if agent.address in silent:
-                    silent.remove(agent.address)
-                    raise NodeError(agent.address, "silent")
+                if self.address in self.hushed:
+                    self.hushed.remove(self.address)
+                    raise NodeError(self.address, "silent")
                 yield event
-
-    monkeypatch.setattr(AgentClient, "watch", heard)
-    return silent
 
 
 @on_loop
@@ -169,27 +167,22 @@ async def test_a_stream_leaves_a_node_that_says_that_its_engine_is_silent() -> N
 
 
 @on_loop
-async def test_a_stream_leaves_a_node_of_which_neither_agent_nor_engine_says_anything(
-    monkeypatch: pytest.MonkeyPatch, hushed: list[str]
-) -> None:
-    monkeypatch.setattr("gateway.cluster.registry.QUIET_S", 0.0)
-    async with world() as w:
+async def test_a_stream_leaves_a_node_of_which_neither_agent_nor_engine_says_anything() -> None:
+    async with world(agent_client=HushedAgent, node_times=replace(FORGIVING, quiet_s=0.0)) as w:
         resumable(w, "stall_after 4")
-        events = await said(w, 4, lambda node: hushed.append(node.agent_address))
+        events = await said(w, 4, lambda node: HushedAgent.hushed.append(node.agent_address))
         assert texts(events) == list(WORDS)
         assert await w.fallbacks() == {"decode_node_silent": 1}
         assert 'prfaas_node_watch_failures_total{reason="silent"} 1.0' in await w.metrics()
 
 
 @on_loop
-async def test_an_engine_that_says_something_is_not_left_for_the_silence_of_its_agent(
-    hushed: list[str],
-) -> None:
-    async with world() as w:
+async def test_an_engine_that_says_something_is_not_left_for_the_silence_of_its_agent() -> None:
+    async with world(agent_client=HushedAgent) as w:
         resumable(w)
         for node in w.nodes.decode:
             node.script.word_interval_s = 0.05
-        events = await said(w, 4, lambda node: hushed.append(node.agent_address))
+        events = await said(w, 4, lambda node: HushedAgent.hushed.append(node.agent_address))
         assert texts(events) == list(WORDS)
         assert await w.fallbacks() == {}
 
@@ -304,9 +297,9 @@ async def test_a_node_that_has_only_lost_the_connection_goes_on_itself_once_it_i
 
 
 @on_loop
-async def test_without_any_node_the_stream_ends_as_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.cluster.registry.SUSPECT_S", PATIENCE_S)
-    async with world(decode=1, timeouts=replace(PATIENT, room_s=0.1)) as w:
+async def test_without_any_node_the_stream_ends_as_it_must() -> None:
+    never_again = replace(FORGIVING, suspect_s=PATIENCE_S)
+    async with world(decode=1, timeouts=replace(PATIENT, room_s=0.1), node_times=never_again) as w:
         resumable(w, "die_after 3")
         events = await streamed(w)
         assert texts(events) == list(WORDS[:3])

@@ -8,13 +8,14 @@ import pytest
 from gateway.routing.egress_leases import Shares
 from gateway.telemetry.metrics import Metrics
 from planner.decisions.shares import FLOOR, LEASE_S
-from tests.gateway.worlds import World, on_loop, until, world
+from tests.gateway.views import Watched, watched
+from tests.gateway.worlds import on_loop, until
 from transport.control.proto import node_pb2 as pb
 
 OWN = 10e6
 
 
-async def report(w: World, *queued: int, own: float = OWN) -> None:
+async def report(w: Watched, *queued: int, own: float = OWN) -> None:
     """Each PrfaaS node says what waits at it, and that its clock is at 1000 s."""
     for node, size in zip(w.nodes.remote, queued, strict=True):
         link = pb.Link(peer="west", own_budget_bytes_per_s=own, budget_bytes_per_s=own, queued_bytes=size)
@@ -22,7 +23,7 @@ async def report(w: World, *queued: int, own: float = OWN) -> None:
         node.tell(pb.NodeEvent(load=node.load))
 
     def known() -> list[int]:
-        nodes = w.gateway.clusters.nodes
+        nodes = w.clusters.nodes
         return [link.queued_bytes for node in nodes for link in node.load.links if node.cluster == "east"]
 
     await until(lambda: known() == list(queued))
@@ -30,9 +31,9 @@ async def report(w: World, *queued: int, own: float = OWN) -> None:
 
 @on_loop
 async def test_who_has_nothing_to_send_lends_to_who_has() -> None:
-    async with world(remote=2) as w:
+    async with watched(remote=2) as w:
         metrics = Metrics()
-        shares = Shares(w.gateway.clusters.nodes, metrics.upkeep, time.monotonic, "g")
+        shares = Shares(w.clusters.nodes, metrics.upkeep, time.monotonic, "g")
         busy, idle = w.nodes.remote
         await report(w, 0, 0)
         await shares.tick()
@@ -50,9 +51,9 @@ async def test_who_has_nothing_to_send_lends_to_who_has() -> None:
 @pytest.mark.parametrize("own", [OWN, 0.0])
 @on_loop
 async def test_nobody_is_given_what_has_not_been_lent(own: float) -> None:
-    async with world(remote=2) as w:
+    async with watched(remote=2) as w:
         metrics = Metrics()
-        shares = Shares(w.gateway.clusters.nodes, metrics.upkeep, time.monotonic, "g")
+        shares = Shares(w.clusters.nodes, metrics.upkeep, time.monotonic, "g")
         busy, idle = w.nodes.remote
         await report(w, 90_000_000, 0, own=own)
         idle.script.share = list(itertools.repeat("FAILED_PRECONDITION", 2))

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from gateway.pipeline import reservations as reserve
+from gateway.cluster.inflight_load import booked
+from gateway.pipeline.reservations import until_landed
+from tests.gateway.cluster.test_inflight_load import node_of, route_of
 from tests.gateway.scripted import ScriptedNode
-from tests.gateway.worlds import World, on_loop, until, world
+from tests.gateway.worlds import PATIENCE_S, World, on_loop, until, world
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
 
@@ -145,18 +147,27 @@ async def test_each_of_two_decode_nodes_is_sent_a_prompt_once() -> None:
 
 
 @on_loop
-async def test_nobody_waits_for_ever_for_what_does_not_land(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reserve, "LEAST_PATIENCE_S", 0.0)
-    monkeypatch.setattr(reserve, "PATIENCE", 0.0)
-    async with world(decode=1, local=0, remote=1) as w:
-        (node,) = prefills(w)
-        node.script.prefill_gate = gate = asyncio.Event()
-        tasks = await started(w, [LONG] * 2)
-        await until(lambda: len(w.nodes.decode[0].open_reservations) == 2)
-        gate.set()
-        assert {(await task).status for task in tasks} == {200}
-        assert (await w.fallbacks())["landing_late"] == 1
-        await w.settled()
+async def test_nobody_waits_for_ever_for_what_does_not_land() -> None:
+    decode, hashes = node_of("d0", role="decode"), [b"a", b"b", b"c"]
+    with (
+        booked(decode, lambda: 0.0, hashes[:1]) as short,
+        booked(decode, lambda: 0.0, hashes[:2]) as first,
+        booked(decode, lambda: 0.0, hashes) as second,
+    ):
+        for each in (short, first, second):
+            each.lands(route_of())
+        assert await until_landed(first, 0, 0.0) == (None, True)
+        waiting = asyncio.create_task(until_landed(second, 0, 0.1))
+        short.landed(has_landed=True)
+        landed, is_late = await waiting  # `first` never lands
+        assert (landed, is_late) == (None, True)
+        assert await until_landed(short, 0, PATIENCE_S) == (None, False)
+        waiting = asyncio.create_task(until_landed(second, 0, PATIENCE_S))
+        await asyncio.sleep(0)
+        first.landed(has_landed=True)
+        landed, is_late = await waiting
+        assert landed is not None
+        assert (landed.blocks, is_late) == (2, False)
 
 
 @on_loop

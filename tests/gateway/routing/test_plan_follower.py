@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,8 +16,11 @@ from aiohttp import web
 from gateway.config.gateway import RoutingConfig
 from gateway.config.plan import PlanConfig
 from gateway.errors import ConfigError
+from gateway.routing.plan_follower import Follower
 from planner.decisions.offered import GatewayLoad
 from planner.decisions.plan import LivePlan, Mode, Setting
+from planner.decisions.routing import Target
+from tests.gateway.views import deciding
 from tests.gateway.worlds import World, on_loop, until, world
 
 PROMPT = "hello there the quick brown fox"
@@ -103,86 +107,111 @@ async def test_a_plan_is_followed_at_once_and_recorded() -> None:
         assert plans.asked[-1]["after"] == "1"
 
 
+class Followed:
+    """A follower without a gateway: the plans that it has done as they say, and what it has counted."""
+
+    def __init__(self, config: PlanConfig) -> None:
+        self.plans: list[LivePlan] = []
+        self.polls, self.offers = Counter[str](), Counter[str]()
+        self.follower = Follower(config, self.plans.append, self)
+
+    def plan_polled(self, outcome: str) -> None:
+        self.polls[outcome] += 1
+
+    def plan_offered(self, outcome: str) -> None:
+        self.offers[outcome] += 1
+
+    @property
+    def threshold_tokens(self) -> float:
+        """That of the plan in force."""
+        return self.plans[-1].setting.threshold_tokens
+
+    async def follows(self, version: int) -> None:
+        """Waits until that plan is followed."""
+        await until(lambda: self.plans and self.plans[-1].version == version)
+
+
+@asynccontextmanager
+async def following(config: PlanConfig) -> AsyncIterator[Followed]:
+    followed = Followed(config)
+    asking = asyncio.create_task(followed.follower.run())
+    try:
+        yield followed
+    finally:
+        asking.cancel()
+        await asyncio.wait([asking])
+
+
 @on_loop
 async def test_a_stale_plan_is_refused_and_counted() -> None:
-    async with service() as plans, world(plan=PlanConfig(url=plans.url)) as w:
+    async with service() as plans, following(PlanConfig(url=plans.url)) as f:
         plans.publish(5, 2, threshold_tokens=3.0)
-        await follows(w, 5)
+        await f.follows(5)
         plans.publish(4, 2, threshold_tokens=900.0)
-        await until_counted(w, 'prfaas_plans_total{outcome="stale_version"}')
+        await until(lambda: f.offers["stale_version"])
         plans.publish(6, 1, threshold_tokens=900.0)
-        await until_counted(w, 'prfaas_plans_total{outcome="stale_term"}')
-        assert (await load(w)).threshold_tokens == 3.0
+        await until(lambda: f.offers["stale_term"])
+        assert f.threshold_tokens == 3.0
         plans.publish(6, 3, threshold_tokens=4.0)
-        await follows(w, 6)
-
-
-async def until_counted(w: World, name: str) -> None:
-    async with asyncio.timeout(60.0):
-        while not await metric(w, name):  # noqa: ASYNC110 nobody tells
-            await asyncio.sleep(0.005)
+        await f.follows(6)
 
 
 @on_loop
 async def test_a_service_that_is_gone_or_talks_nonsense_changes_nothing() -> None:
-    async with service() as plans, world(plan=PlanConfig(url=plans.url)) as w:
+    async with service() as plans, following(PlanConfig(url=plans.url)) as f:
         plans.publish(1, threshold_tokens=3.0)
-        await follows(w, 1)
+        await f.follows(1)
         plans.raw = b'{"version": "one"}'
         plans.publish(2, threshold_tokens=900.0)
-        await until_counted(w, 'prfaas_plan_polls_total{outcome="bad_answer"}')
-        assert (await load(w)).threshold_tokens == 3.0
+        await until(lambda: f.polls["bad_answer"])
+        assert f.threshold_tokens == 3.0
         for raw in (b'{"reason": "\xff"}', b" " * (1 << 21)):
             plans.raw = raw
-            bad = await metric(w, 'prfaas_plan_polls_total{outcome="bad_answer"}')
-            async with asyncio.timeout(60.0):
-                while await metric(w, 'prfaas_plan_polls_total{outcome="bad_answer"}') <= bad:  # noqa: ASYNC110
-                    await asyncio.sleep(0.005)
-            assert (await load(w)).threshold_tokens == 3.0
+            bad = f.polls["bad_answer"]
+            await until(lambda bad=bad: f.polls["bad_answer"] > bad)
+            assert f.threshold_tokens == 3.0
         plans.raw = None
-        await follows(w, 2)
+        await f.follows(2)
 
 
 @on_loop
-async def test_without_a_service_requests_go_on() -> None:
+async def test_a_service_that_comes_late_is_followed_from_then_on() -> None:
     async with service() as plans:
         url = plans.url
-    async with world(plan=PlanConfig(url=url)) as w:
-        await until_counted(w, 'prfaas_plan_polls_total{outcome="unreachable"}')
-        assert (await w.complete()).status == 200
+    async with following(PlanConfig(url=url)) as f:
+        await until(lambda: f.polls["unreachable"])
         async with service(int(url.rpartition(":")[2])) as plans:
             plans.publish(1, threshold_tokens=3.0)
-            await follows(w, 1)
+            await f.follows(1)
 
 
 @on_loop
 async def test_a_gateway_that_starts_again_begins_with_its_last_plan(tmp_path: Path) -> None:
     config = PlanConfig(plan_file=tmp_path / "plan.json")
-    async with service() as plans, world(plan=replace(config, url=plans.url)) as w:
+    async with service() as plans, following(replace(config, url=plans.url)) as f:
         plans.publish(3, 2, threshold_tokens=3.0)
-        await follows(w, 3)
+        await f.follows(3)
     assert os.listdir(tmp_path) == ["plan.json"]
     async with world(plan=config) as w:
         followed = (await load(w)).follows
         assert followed is not None
         assert followed.place == (2, 3)
         assert (await w.complete()).headers["x-prfaas-route"].startswith("remote;")
-    for damaged in (b"{", b'{"reason": "\xff"}'):
-        damage(tmp_path / "plan.json", damaged)
-        async with world(plan=config) as w:
-            assert (await load(w)).follows is None
-            assert await metric(w, 'prfaas_plans_total{outcome="unreadable_file"}') == 1
 
 
-def damage(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
+@pytest.mark.parametrize("damaged", [b"{", b'{"reason": "\xff"}'])
+def test_a_damaged_file_is_counted_and_holds_no_plan(tmp_path: Path, damaged: bytes) -> None:
+    (tmp_path / "plan.json").write_bytes(damaged)
+    f = Followed(PlanConfig(plan_file=tmp_path / "plan.json"))
+    f.follower.begin()
+    assert (f.plans, f.offers) == ([], {"unreadable_file": 1})
 
 
 @on_loop
 async def test_the_secret_is_sent(tmp_path: Path) -> None:
     with open(tmp_path / "token", "w") as file:  # noqa: ASYNC230
         file.write("abc\n")
-    async with service() as plans, world(plan=PlanConfig(url=plans.url, token_file=tmp_path / "token")):
+    async with service() as plans, following(PlanConfig(url=plans.url, token_file=tmp_path / "token")):
         await until(lambda: plans.headers)
         assert plans.headers[0] == "Bearer abc"
 
@@ -201,15 +230,13 @@ async def test_a_reload_leaves_the_plan_in_force() -> None:
         assert (await load(w)).threshold_tokens == 3.0
 
 
+@pytest.mark.parametrize(("share", "target"), [(0.0, Target.REMOTE), (1.0, Target.LOCAL)])
 @on_loop
-async def test_a_tie_share_can_be_set_without_a_plan() -> None:
-    async with world(threshold_tokens=7.0, routing=RoutingConfig(tie_share=0.0)) as w:
-        assert (await load(w)).tie_share == 0.0
-        first = await w.complete()
-        num_tokens = int(first.headers["x-prfaas-route"].partition("uncached=")[2].partition(";")[0])
-    for share, target in ((0.0, "remote"), (1.0, "local")):
-        async with world(threshold_tokens=float(num_tokens), routing=RoutingConfig(tie_share=share)) as w:
-            assert (await w.complete()).headers["x-prfaas-route"].startswith(f"{target};")
+async def test_a_tie_share_can_be_set_without_a_plan(share: float, target: Target) -> None:
+    async with deciding(routing=RoutingConfig(tie_share=share)) as d:
+        uncached = d.route(PROMPT).uncached_tokens
+        d.decider.configure(replace(d.config, threshold_tokens=float(uncached)))
+        assert (d.decider.setting.tie_share, d.route(PROMPT).target) == (share, target)
 
 
 @on_loop

@@ -2,25 +2,32 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 
 import pytest
 
 from gateway.cluster.node import Work
 from gateway.config.gateway import RoutingConfig
+from gateway.prompt.prompt import Prompt
+from gateway.routing.prefix_transfers import Move, Moves
+from gateway.routing.replication import Replicas
+from gateway.tasks import TaskSet
+from gateway.telemetry.metrics import Metrics
 from hybrid_cache.index.store import StoreConfig
 from hybrid_cache.layout.layout import ModelLayout
+from planner.decisions.routing import Reason
 from planner.decisions.views import Role
 from tests.gateway.layouts import BLOCK_SIZE, LAYOUT
 from tests.gateway.scripted import ScriptedNode
+from tests.gateway.views import ABUNDANT, Watched, deciding, watched
 from tests.gateway.worlds import PATIENCE_S, World, on_loop, until, world
 from transport.control.proto import node_pb2 as pb
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
 LONGER = LONG * 2
 OTHER = "a lazy cat sat on the mat while it rained all day " * 40
-ABUNDANT = pb.Load(links=[pb.Link(peer="west", available_bytes_per_s=1e9)])
 SLOW_TOKENS_PER_S = 50.0  # computing takes seconds: any move that is made is waited for
 SHARED = RoutingConfig(cross_cluster_cache=True, prefill_tokens_per_s=SLOW_TOKENS_PER_S)
 
@@ -62,51 +69,73 @@ async def test_a_prefix_of_the_other_cluster_is_fetched_first() -> None:
 
 @on_loop
 async def test_what_only_an_engine_has_cached_is_used_where_it_is() -> None:
-    async with world(routing=SHARED) as w:
-        await holds(w, w.nodes.remote[0], [LONG], pb.MEDIUM_ENGINE)
-        response = await w.complete(LONG)
-        assert response.headers["x-prfaas-route"].startswith("remote; node=r0; uncached=")
-        (record,) = await w.records()
-        assert (record["fetched_from"], record["reason"], record["fallbacks"]) == ("", "remote_prefix", [])
-        assert not w.nodes.remote[0].loads
+    async with deciding(routing=SHARED) as d:
+        await d.holds(d.nodes.remote[0], LONG, pb.MEDIUM_ENGINE)
+        way = d.route(LONG)
+        assert (way.prefill_node, way.fetch_from, way.reason) == ("r0", None, Reason.REMOTE_PREFIX)
 
 
 @on_loop
 async def test_nothing_moves_unless_configured() -> None:
-    async with world() as w:
-        await holds(w, w.nodes.remote[0], [LONG])
-        response = await w.complete(LONG)
-        assert response.headers["x-prfaas-route"].startswith("remote; node=r0")
-        assert w.nodes.remote[0].loads == []
+    async with deciding() as d:
+        await d.holds(d.nodes.remote[0], LONG)
+        way = d.route(LONG)
+        assert (way.prefill_node, way.fetch_from) == ("r0", None)
 
 
 @on_loop
 async def test_nothing_moves_over_a_busy_link() -> None:
-    async with world(routing=SHARED) as w:
-        await holds(w, w.nodes.remote[0], [LONG])
-        links = [pb.Link(peer="west", available_bytes_per_s=1e9, utilisation=0.7)]
-        w.nodes.remote[0].load = pb.Load(links=links)
-        await until(lambda: any(link.utilisation for link in w.gateway.links.views()))
-        await w.complete(LONG)
-        assert w.nodes.remote[0].loads == []
+    async with deciding(routing=SHARED) as d:
+        await d.holds(d.nodes.remote[0], LONG)
+        assert d.route(LONG).fetch_from == "r0"
+        busy = pb.Link(peer="west", available_bytes_per_s=1e9, utilisation=0.7)
+        await d.reports(d.nodes.remote[0], pb.Load(links=[busy]))
+        assert d.route(LONG).fetch_from is None
+
+
+@dataclass
+class Moving(Watched):
+    """Moves between nodes that a gateway sees, without the gateway."""
+
+    moves: Moves
+    metrics: Metrics
+
+    def prompt(self, text: str) -> Prompt:
+        return self.request(text).prompt
+
+    def move(self, text: str, source: str = "r0", target: str = "p0") -> Move:
+        """The blocks of a plain prompt go from one node to another."""
+        hashes = tuple(self.prompt(text).hashes)
+        nodes = self.clusters.by_id(source), self.clusters.by_id(target)
+        return Move(*nodes, hashes, len(hashes) * BLOCK_SIZE, LAYOUT.kv_bytes(len(hashes) * BLOCK_SIZE))
+
+    def counts(self, series: str) -> bool:
+        return series in self.metrics.render().decode()
+
+
+@asynccontextmanager
+async def moving(
+    remote: int = 1, *, limit: int = 4, timeout_s: float = PATIENCE_S, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[Moving]:
+    async with watched(remote, clock=clock) as w:
+        metrics, tasks = Metrics(), TaskSet(w.errors.append)
+        moves = Moves(metrics, tasks, clock, limit=limit, timeout_s=timeout_s)
+        try:
+            yield Moving(w.clusters, w.nodes, w.errors, moves, metrics)
+        finally:
+            await tasks.join(PATIENCE_S)
+        assert not w.errors
 
 
 @pytest.mark.parametrize(("fault", "reason"), [("hang", "timeout"), ("NOT_FOUND", "not_found")])
-def test_a_move_that_fails_is_counted_and_computed_instead(fault: str, reason: str) -> None:
-    @on_loop
-    async def scenario() -> None:
-        timeout_s = 0.2 if fault == "hang" else PATIENCE_S
-        async with world(routing=replace(SHARED, move_timeout_s=timeout_s)) as w:
-            await holds(w, w.nodes.remote[0], [LONG])
-            w.nodes.remote[0].script.load = [fault]
-            response = await w.complete(LONG)
-            assert response.status == 200
-            (record,) = await w.records()
-            assert (record["fetched_from"], record["fallbacks"]) == ("", [f"fetch_{reason}"])
-            await w.settled()
-            assert [why for _, why in w.nodes.local[0].aborts] == ["prefix_not_moved"]
-
-    scenario()
+@on_loop
+async def test_a_move_that_fails_is_counted_and_what_was_reserved_for_it_given_back(fault: str, reason: str) -> None:
+    async with moving(timeout_s=1.0 if fault == "hang" else PATIENCE_S) as m:
+        m.nodes.remote[0].script.load = [fault]
+        assert await m.moves.make(m.move(LONG), PATIENCE_S) == reason
+        await until(lambda: [why for _, why in m.nodes.local[0].aborts] == ["prefix_not_moved"])
+        assert m.counts(f'prfaas_prefix_moves_total{{outcome="{reason}",reason="request"}} 1.0')
+        assert not m.nodes.leftovers()
 
 
 @on_loop
@@ -151,90 +180,82 @@ async def test_a_target_without_room_is_no_error() -> None:
 
 @on_loop
 async def test_requests_for_one_prefix_make_one_move_and_one_too_many_is_refused() -> None:
-    async with world(routing=replace(SHARED, max_moves=1)) as w:
-        source = w.nodes.remote[0]
-        await holds(w, source, [LONG, OTHER])
+    async with moving(limit=1) as m:
+        source = m.nodes.remote[0]
         source.script.load, source.script.hang_s = ["hang"], 1.0
-        first = asyncio.create_task(w.complete(LONG))
+        first = asyncio.create_task(m.moves.make(m.move(LONG), PATIENCE_S))
         await until(lambda: source.loads)
-        await asyncio.gather(first, w.complete(LONG), w.complete(OTHER))
+        assert await m.moves.make(m.move(OTHER), PATIENCE_S) == "busy"
+        assert await m.moves.make(m.move(LONG), 0.0) == "late"
+        assert [await m.moves.make(m.move(LONG), PATIENCE_S), await first] == ["ok", "ok"]
         assert len(source.loads) == 1
-        records = await w.records()
-        # Who comes second waits for the first one's computing, on the same node, and has nothing to fetch.
-        assert "r0" in [record["fetched_from"] for record in records]
-        assert "fetch_busy" in [reason for record in records for reason in record["fallbacks"]]
+
+
+def replicas_of(m: Moving, clock: Callable[[], float] = time.monotonic) -> Replicas:
+    return Replicas(m.clusters, m.moves, clock)
+
+
+def many_want(m: Moving, replicas: Replicas, text: str, times: int = 5) -> None:
+    for _ in range(times):
+        replicas.wanted(m.prompt(text), "r0")
 
 
 @on_loop
 async def test_a_prefix_that_many_want_at_once_is_copied_inside_its_cluster() -> None:
-    async with world(remote=2, routing=RoutingConfig(replicate=True)) as w:
-        replicas = w.gateway.replicas
-        assert replicas is not None
-        for node in w.nodes.remote:
-            node.script.tokens_per_s = 5_000.0
-        await holds(w, w.nodes.remote[0], [LONGER])
-        assert len(w.hashes_of(LONGER)) * BLOCK_SIZE >= StoreConfig().min_tokens
-        await w.complete(LONGER)
+    async with moving(remote=2) as m:
+        replicas = replicas_of(m)
+        await m.holds(m.nodes.remote[0], LONGER)
+        assert len(m.prompt(LONGER).hashes) * BLOCK_SIZE >= StoreConfig().min_tokens
+        many_want(m, replicas, LONGER, times=1)
         replicas.tick()
-        assert w.nodes.remote[0].loads == []  # one request is no demand
-        await asyncio.gather(*(w.complete(LONGER) for _ in range(4)))
+        assert m.nodes.remote[0].loads == []  # one request is no demand
+        many_want(m, replicas, LONGER)
         replicas.tick()
-        async with asyncio.timeout(PATIENCE_S):
-            while 'outcome="ok",reason="hot"' not in await w.metrics():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        assert [to for to, _, _ in w.nodes.remote[0].loads] == ["r1"]
+        await until(lambda: m.counts('outcome="ok",reason="hot"'))
+        assert [to for to, _, _ in m.nodes.remote[0].loads] == ["r1"]
 
 
 @on_loop
 async def test_nothing_is_copied_to_a_node_of_another_model() -> None:
-    async with world(remote=3, routing=RoutingConfig(replicate=True)) as w:
-        replicas, (source, other, _) = w.gateway.replicas, w.nodes.remote
-        assert replicas is not None
-        for node in w.nodes.remote:
-            node.script.tokens_per_s = 5_000.0
+    async with moving(remote=3) as m:
+        replicas, (source, other, _) = replicas_of(m), m.nodes.remote
         other.layout = ModelLayout("other", "float32", BLOCK_SIZE, LAYOUT.groups)
         other.become(pb.NODE_STATE_READY)
-        await until(lambda: "r1" not in {node.id for node in w.gateway.clusters.ready(Role.PREFILL)})
-        await holds(w, source, [LONGER])
-        await asyncio.gather(*(w.complete(LONGER) for _ in range(5)))
+        await until(lambda: "r1" not in {node.id for node in m.clusters.ready(Role.PREFILL)})
+        await m.holds(source, LONGER)
+        many_want(m, replicas, LONGER)
         replicas.tick()
-        await counted(w, 'outcome="ok",reason="hot"')
+        await until(lambda: m.counts('outcome="ok",reason="hot"'))
         assert [to for to, _, _ in source.loads] == ["r2"]
-
-
-async def counted(w: World, series: str) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while series not in await w.metrics():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(("faults", "outcome"), [([], "ok"), (["UNAVAILABLE"], "unreachable")])
 @on_loop
 async def test_a_copy_that_is_cold_is_dropped_once_nobody_waits_at_its_node(faults: list[str], outcome: str) -> None:
     ahead_s = [0.0]
-    routing = RoutingConfig(replicate=True)
-    async with world(remote=2, routing=routing, clock=lambda: time.monotonic() + ahead_s[0]) as w:
-        replicas, (source, target) = w.gateway.replicas, w.nodes.remote
-        assert replicas is not None
-        for node in w.nodes.remote:
-            node.script.tokens_per_s = 5_000.0
-        await holds(w, source, [LONGER])
-        await asyncio.gather(*(w.complete(LONGER) for _ in range(5)))
+
+    def clock() -> float:
+        return time.monotonic() + ahead_s[0]
+
+    async with moving(remote=2, clock=clock) as m:
+        replicas, (source, target) = replicas_of(m, clock), m.nodes.remote
+        await m.holds(source, LONGER)
+        many_want(m, replicas, LONGER)
         replicas.tick()
-        await counted(w, 'outcome="ok",reason="hot"')
-        await holds(w, target, [LONGER])
+        await until(lambda: m.counts('outcome="ok",reason="hot"'))
+        await m.holds(target, LONGER)
         replicas.tick()  # it is young
         ahead_s[0] += 300.0
-        known = w.gateway.clusters.by_id("r1")
+        known = m.clusters.by_id("r1")
         for waiting in (1, 0):
-            target.load = pb.Load(links=ABUNDANT.links, waiting=waiting)
+            target.load = pb.Load(waiting=waiting)
             target.tell(pb.NodeEvent(load=target.load))
             await until(lambda: known.load.waiting == waiting)  # noqa: B023
             assert target.drops == []
             target.script.drop = list(faults)
             replicas.tick()
-        await counted(w, f'prfaas_prefix_drops_total{{outcome="{outcome}"}} 1.0')
-        assert target.drops == ([(len(w.hashes_of(LONGER)), 0)] if outcome == "ok" else [])
+        await until(lambda: m.counts(f'prfaas_prefix_drops_total{{outcome="{outcome}"}} 1.0'))
+        assert target.drops == ([(len(m.prompt(LONGER).hashes), 0)] if outcome == "ok" else [])
         replicas.tick()  # it is known no more, whatever came of it
         assert len(target.drops) <= 1
 

@@ -2,12 +2,16 @@
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import replace
 
 from gateway.cluster.node import Work
+from gateway.cluster.prefill_outcome import PrefillOutcome
 from gateway.config.gateway import RoutingConfig
 from gateway.routing.prefix_transfers import Move
-from tests.gateway.routing.test_prefix_transfers import OTHER, holds
+from planner.decisions.routing import Reason, Target
+from tests.gateway.routing.test_prefix_transfers import OTHER
+from tests.gateway.views import deciding
 from tests.gateway.worlds import on_loop, world
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
@@ -44,83 +48,83 @@ async def test_of_two_nodes_of_a_cluster_the_quick_one_gets_most() -> None:
 
 @on_loop
 async def test_what_was_learned_outlives_a_reload() -> None:
-    async with world(remote=2, local=1, decode=1, remote_clusters=("east", "north")) as w:
-        slow, quick = w.nodes.remote
-        slow.script.tokens_per_s, quick.script.tokens_per_s = 500.0, 10_000.0
+    async with deciding(remote=2, remote_clusters=("east", "north")) as d:
+        rates, asked = {"r0": 500.0, "r1": 10_000.0}, Counter[str]()
+
+        def computes(text: str) -> None:
+            node = d.route(text).prefill_node
+            assert node is not None
+            asked[node] += 1
+            tokens = d.request(text).prompt.num_tokens
+            outcome = PrefillOutcome(num_tokens=tokens, prefill_end_s=tokens / rates[node])
+            d.decider.learn(d.clusters.by_id(node), outcome)
+
         for i in range(4):
-            await w.complete(f"{i} {LONG}")
-        config = w.gateway.config
-        w.gateway.reload(replace(config, routing=replace(config.routing, prefill_tokens_per_s=1_000.0)))
+            computes(f"{i} {LONG}")
+        d.decider.configure(replace(d.config, routing=replace(d.config.routing, prefill_tokens_per_s=1_000.0)))
         for i in range(4):
-            await w.complete(f"later {i} {LONG}")
-        assert len(slow.bodies) <= 1
+            computes(f"later {i} {LONG}")
+        assert asked["r0"] <= 1
+        assert asked["r1"] >= 7
 
 
 @on_loop
 async def test_a_conversation_that_began_remote_comes_home() -> None:
-    async with world(decode=1) as w:
-        (remote,), (decode,) = w.nodes.remote, w.nodes.decode
-        first = await w.complete(LONG)
-        assert first.headers["x-prfaas-route"].startswith("remote;")
+    async with deciding() as d:
+        (remote,), (decode,) = d.nodes.remote, d.nodes.decode
+        assert d.route(LONG).target is Target.REMOTE
         talk = LONG
         for turn in range(6):  # the decode node holds what landed and what it has answered, and so does the remote one
-            await holds(w, decode, [talk])
-            await holds(w, remote, [talk])
+            await d.holds(decode, talk)
+            await d.holds(remote, talk)
             talk += f"and {turn} the quick brown fox jumps over "
-            answer = await w.complete(talk)
-            assert answer.headers["x-prfaas-route"].startswith("local; node=d0; uncached=")
-            assert answer.headers["x-prfaas-route"].endswith("reason=held")
-        assert len(remote.bodies) == 1
-        await w.settled()
+            way = d.route(talk)
+            assert (way.decode_node, way.prefill_node or "d0", way.reason) == ("d0", "d0", Reason.HELD)
 
 
 @on_loop
 async def test_a_decode_node_is_spared_prompts_while_it_computes_too_many() -> None:
-    routing = RoutingConfig(prefill_tokens_per_s=200.0)  # so slow that a move may take its time
-    async with world(decode=1, routing=routing) as w:
-        (remote,), (decode,) = w.nodes.remote, w.nodes.decode
-        await holds(w, decode, [LONG])
-        await holds(w, remote, [LONG])
-        w.gateway.clusters.by_id("d0").prefill_share.add(5.0, time.monotonic())
-        answer = await w.complete(f"{LONG} and so on")
-        assert answer.headers["x-prfaas-route"].startswith("local; node=p0; uncached=")
-        assert [to for to, _, _ in decode.loads] == ["p0"]  # what it holds is computed on, elsewhere
+    async with deciding(
+        routing=RoutingConfig(prefill_tokens_per_s=200.0)
+    ) as d:  # so slow that a move may take its time
+        (remote,), (decode,) = d.nodes.remote, d.nodes.decode
+        await d.holds(decode, LONG)
+        await d.holds(remote, LONG)
+        d.clusters.by_id("d0").prefill_share.add(5.0, time.monotonic())
+        way = d.route(f"{LONG} and so on")
+        assert (way.prefill_node, way.fetch_from) == ("p0", "d0")  # what it holds is computed on, elsewhere
 
 
 @on_loop
 async def test_nothing_is_computed_or_fetched_at_home_where_the_configuration_says_so() -> None:
-    async with world(decode=1, routing=RoutingConfig(increment_tokens=0, fetch_bytes_per_s=0.0)) as w:
-        (remote,), (decode,) = w.nodes.remote, w.nodes.decode
-        await holds(w, decode, [LONG])
-        await holds(w, remote, [LONG])
-        answer = await w.complete(f"{LONG} and so on")
-        assert answer.headers["x-prfaas-route"].endswith("reason=remote_prefix")
+    async with deciding(routing=RoutingConfig(increment_tokens=0, fetch_bytes_per_s=0.0)) as d:
+        (remote,), (decode,) = d.nodes.remote, d.nodes.decode
+        await d.holds(decode, LONG)
+        await d.holds(remote, LONG)
+        assert d.route(f"{LONG} and so on").reason is Reason.REMOTE_PREFIX
 
 
 @on_loop
 async def test_a_prefix_is_fetched_inside_the_cluster_only_while_that_pays() -> None:
-    routing = RoutingConfig(prefill_tokens_per_s=200.0)
-    async with world(remote=0, local=2, decode=1, routing=routing) as w:
-        holder, other = w.nodes.local
-        await holds(w, holder, [LONG])
-        w.gateway.clusters.by_id("p0").take(Work(tokens=10_000))  # busy for some time
-        await w.complete(f"{LONG} and so on")
-        assert [to for to, _, _ in holder.loads] == ["p1"]
-        move = Move(*w.gateway.clusters.nodes[:2], hashes=(b"",), num_tokens=1_000, num_bytes=1_000_000)
+    async with deciding(remote=0, local=2, routing=RoutingConfig(prefill_tokens_per_s=200.0)) as d:
+        holder, _ = d.nodes.local
+        await d.holds(holder, LONG)
+        d.clusters.by_id("p0").take(Work(tokens=10_000))  # busy for some time
+        way = d.route(f"{LONG} and so on")
+        assert (way.prefill_node, way.fetch_from) == ("p1", "p0")
+        move = Move(*d.clusters.nodes[:2], hashes=(b"",), num_tokens=1_000, num_bytes=1_000_000)
         for _ in range(20):  # moves turn out to take ten seconds each
-            w.gateway.decider.learn_move(move, 1_000_000, 10.0)
-        await holds(w, holder, [OTHER])
-        await w.complete(f"{OTHER} and so on")
-        assert len(holder.loads) == 1
-        assert len(other.bodies) == 2
+            d.decider.learn_move(move, 1_000_000, 10.0)
+        await d.holds(holder, OTHER)
+        way = d.route(f"{OTHER} and so on")
+        assert (way.prefill_node, way.fetch_from) == ("p1", None)
 
 
 @on_loop
 async def test_a_router_without_caches_sends_what_is_held_at_home_away() -> None:
     routing = RoutingConfig(increment_tokens=0)
-    async with world(decode=1, routing=routing) as w:
-        (local,) = w.nodes.local
-        await holds(w, local, [LONG])
-        assert (await w.complete(f"{LONG} and")).headers["x-prfaas-route"].startswith("local;")
-        w.gateway.reload(replace(w.gateway.config, routing=replace(routing, by_total_length=True)))
-        assert (await w.complete(f"{LONG} so on")).headers["x-prfaas-route"].startswith("remote;")
+    async with deciding(routing=routing) as d:
+        await d.holds(d.nodes.local[0], LONG)
+        assert d.route(f"{LONG} and").target is Target.LOCAL
+        d.decider.configure(replace(d.config, routing=replace(routing, by_total_length=True)))
+        assert d.route(f"{LONG} so on").target is Target.REMOTE

@@ -11,6 +11,7 @@ from gateway.routing.transfer_log import Flows
 from gateway.workers.peers import Siblings
 from gateway.workers.shared_counters import Board, State
 from tests.gateway.admission.test_slo import LONG
+from tests.gateway.cluster.test_inflight_load import node_of
 from tests.gateway.routing.test_prefix_transfers import holds
 from tests.gateway.worlds import World, on_loop, until, world
 
@@ -66,19 +67,16 @@ async def test_moves_and_probes_are_told_between_requests_and_no_cursor_misses_a
         assert set(numbers) <= set(seen)
 
 
-@on_loop
-async def test_what_is_kept_is_bounded_and_a_copy_is_told_from_a_move() -> None:
-    async with world(remote=0, local=2, decode=1) as w:
-        first, second, _ = w.gateway.clusters.nodes
-        ring = Flows(iter(range(1, 100)).__next__, lambda: 5.0, limit=3)
-        for reason in ("request", "hot", "hot", "rebalance"):
-            ring.moved(Move(first, second, (b"\x01" * 32,), 32, 100, reason), "ok", 100, 0.5)
-        assert [(flow.seq, flow.kind, flow.why) for flow in ring.since(0)] == [
-            (2, "replica", "hot"),
-            (3, "replica", "hot"),
-            (4, "replica", "rebalance"),
-        ]
-        assert [flow.seq for flow in ring.since(3)] == [4]
+def test_what_is_kept_is_bounded_and_a_copy_is_told_from_a_move() -> None:
+    ring = Flows(iter(range(1, 100)).__next__, lambda: 5.0, limit=3)
+    for reason in ("request", "hot", "hot", "rebalance"):
+        ring.moved(Move(node_of("p0"), node_of("p1"), (b"\x01" * 32,), 32, 100, reason), "ok", 100, 0.5)
+    assert [(flow.seq, flow.kind, flow.why) for flow in ring.since(0)] == [
+        (2, "replica", "hot"),
+        (3, "replica", "hot"),
+        (4, "replica", "rebalance"),
+    ]
+    assert [flow.seq for flow in ring.since(3)] == [4]
 
 
 @on_loop
@@ -87,22 +85,21 @@ async def test_workers_flows_come_in_the_order_of_their_numbers_and_no_later_one
 ) -> None:
     Board.create(tmp_path / "board", 2, 1)
     boards = [Board(tmp_path / "board", number) for number in range(2)]
-    async with world(remote=0, local=2, decode=1) as w:
-        first, second, _ = w.gateway.clusters.nodes
-        rings = [Flows(board.next_seq, lambda: 5.0) for board in boards]
-        workers = [
-            Siblings(tmp_path, number, boards[number], {"requests": rings[number], "flows": rings[number]})
-            for number in range(2)
-        ]
-        for board, worker in zip(boards, workers, strict=True):
-            await worker.start()
-            board.be(State.READY)
-        for ring in (rings[0], rings[1], rings[1], rings[0]):
-            ring.probed(first, second, "", 0.1)
-        for worker in workers:
-            found, silent = await worker.lines("flows", 1, worker.last_seq())
-            assert ([seq for seq, _ in found], silent) == ([2, 3, 4], 0)
-            assert [seq for seq, _ in (await worker.lines("flows", 0, 2))[0]] == [1, 2]
-        for board, worker in zip(boards, workers, strict=True):
-            await worker.close()
-            board.close()
+    first, second = node_of("p0"), node_of("p1")
+    rings = [Flows(board.next_seq, lambda: 5.0) for board in boards]
+    workers = [
+        Siblings(tmp_path, number, boards[number], {"requests": rings[number], "flows": rings[number]})
+        for number in range(2)
+    ]
+    for board, worker in zip(boards, workers, strict=True):
+        await worker.start()
+        board.be(State.READY)
+    for ring in (rings[0], rings[1], rings[1], rings[0]):
+        ring.probed(first, second, "", 0.1)
+    for worker in workers:
+        found, silent = await worker.lines("flows", 1, worker.last_seq())
+        assert ([seq for seq, _ in found], silent) == ([2, 3, 4], 0)
+        assert [seq for seq, _ in (await worker.lines("flows", 0, 2))[0]] == [1, 2]
+    for board, worker in zip(boards, workers, strict=True):
+        await worker.close()
+        board.close()

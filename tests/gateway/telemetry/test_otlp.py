@@ -17,8 +17,9 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from gateway.config.traces import TracesConfig
 from gateway.request.request import RequestRecord
 from gateway.request.trace_context import Trace
+from gateway.telemetry.otlp import Traces
 from gateway.telemetry.otlp_spans import CLOSE_S, Spans
-from tests.gateway.worlds import on_loop, until, world
+from tests.gateway.worlds import SERVED, on_loop, request_of, world
 from transport.control.settings import SettingsError
 
 LONG = "the quick brown fox jumps over the lazy dog " * 40
@@ -91,9 +92,12 @@ async def test_a_remote_prefill_as_spans() -> None:
 @on_loop
 async def test_whom_nobody_traces() -> None:
     async with Collector() as collector:
-        async with world(traces=TracesConfig(endpoint=collector.url, sample=0.0)) as w:
-            assert (await w.complete("short")).status == 200
-            assert (await w.complete("short", headers={"traceparent": CALLER[:-1] + "0"})).status == 200
+        traces = Traces(TracesConfig(endpoint=collector.url, sample=0.0), lambda *_: None)
+        for given in ({}, {"traceparent": CALLER[:-1] + "0"}):
+            trace, _ = traces.below(given)
+            assert not trace.is_sampled
+            traces.ended(request_of("x", SERVED, trace=trace), of_one_step(), 0.0)
+        await asyncio.to_thread(traces.close)
         assert collector.spans == []
 
 
@@ -110,10 +114,12 @@ async def test_answers_to_one_call_have_spans_of_their_own() -> None:
 @on_loop
 async def test_a_collector_that_fails_is_nobodys_trouble() -> None:
     async with Collector() as collector:
-        collector.status = 400
-        async with world(traces=TracesConfig(endpoint=collector.url)) as w:
-            assert (await w.complete("short")).status == 200
-            await until(lambda: b'prfaas_spans_lost_total{reason="collector"}' in w.gateway.door.metrics.render())
+        collector.status, lost = 400, Counter[str]()
+        traces = Traces(TracesConfig(endpoint=collector.url), lambda reason, number: lost.update({reason: number}))
+        trace, _ = traces.below({"traceparent": CALLER})
+        traces.ended(request_of("x", SERVED, trace=trace), of_one_step(), 0.0)
+        await asyncio.to_thread(traces.close)
+        assert set(lost) == {"collector"}
     async with asyncio.timeout(30), world(traces=TracesConfig(endpoint="http://127.0.0.1:9/v1/traces")) as w:
         assert (await w.complete("short")).status == 200
 
@@ -136,12 +142,16 @@ def of_one_step() -> RequestRecord:
 
 
 @pytest.mark.parametrize("result", SpanExportResult)
-def test_lost_spans_are_counted_with_a_reason(result: SpanExportResult, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.telemetry.otlp_spans.MAX_WAITING", 520)  # more than a batch of the library's
-    monkeypatch.setattr("gateway.telemetry.otlp_spans.INTERVAL_S", 3600.0)  # full batches only
-    monkeypatch.setattr("gateway.telemetry.otlp_spans.CLOSE_S", 30.0)
+def test_lost_spans_are_counted_with_a_reason(result: SpanExportResult) -> None:
     lost, exporter = Counter[str](), Held(result)
-    spans = Spans("", lambda reason, number: lost.update({reason: number}), exporter)
+    spans = Spans(
+        "",
+        lambda reason, number: lost.update({reason: number}),
+        exporter,
+        max_waiting=520,  # more than a batch of the library's
+        interval_s=3600.0,  # full batches only
+        close_s=30.0,
+    )
     for _ in range(256):  # two spans each, a batch
         spans.add(Trace(1, 2), of_one_step(), "m", 0.0)
     assert exporter.is_asked.wait(30)
@@ -153,13 +163,10 @@ def test_lost_spans_are_counted_with_a_reason(result: SpanExportResult, monkeypa
     assert lost == {"queue_full": 6} | ({} if result is SpanExportResult.SUCCESS else {"collector": kept})
 
 
-def test_a_stop_does_not_wait_for_a_collector_that_hangs(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stop_does_not_wait_for_a_collector_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
     assert CLOSE_S < 1
-    monkeypatch.setattr("gateway.telemetry.otlp_spans.CLOSE_S", 0.05)
     exporter = Held(SpanExportResult.SUCCESS)
-    spans = Spans("", lambda *_: None, exporter)
+    spans = Spans("", lambda *_: None, exporter, close_s=0.05)
     spans.add(Trace(1, 2), of_one_step(), "m", 0.0)
     spans.close()  # the exporter hangs for good: this would not come back
     assert "2 spans are lost" in caplog.text

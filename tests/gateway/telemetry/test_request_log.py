@@ -1,9 +1,11 @@
 """The request log: lines that a planner replays, files that stay bounded, disks that are full."""
 
-import errno
 import json
 import os
 import shutil
+import time
+from collections import Counter
+from io import FileIO
 
 import pytest
 from hypothesis import given
@@ -12,9 +14,9 @@ from hypothesis import strategies as st
 from gateway.config.request_log import RequestLogConfig
 from gateway.errors import ConfigError
 from gateway.request.request import RequestRecord
-from gateway.telemetry.request_log import FILES, PATTERN, Entry, RequestLog, line_of
+from gateway.telemetry.request_log import FILES, PATTERN, Entry, RequestLog, line_of, name_of, new_file
 from planner.model.workload import infinite_cache_hits, read_trace
-from tests.gateway.worlds import on_loop, until, world
+from tests.gateway.worlds import SERVED, on_loop, request_of, until, world
 from transport.control.settings import SettingsError
 
 LONG = "the quick brown fox jumps over the lazy dog " * 100
@@ -56,65 +58,69 @@ def test_blocks_are_named_as_a_trace_wants_them(block_size: int, total: int) -> 
     assert all(0 <= each < 1 << 53 for each in line["hash_ids"])
 
 
-@on_loop
-async def test_the_oldest_files_go(tmp_path) -> None:
+def test_the_oldest_files_go(tmp_path) -> None:
     old = [tmp_path / f"requests-2026010{day}T000000Z-1.jsonl" for day in range(1, 10)]
     for age, path in enumerate(old):
         path.write_bytes(b"x" * (1 << 17))
         os.utime(path, (age, age))
     (tmp_path / "notes.txt").write_bytes(b"y" * (1 << 21))
-    async with world(request_log=RequestLogConfig(directory=tmp_path, max_bytes=1 << 20)):
-        kept = [path for path in old if path.exists()]
+    log = RequestLog(RequestLogConfig(directory=tmp_path, max_bytes=1 << 20), lambda *_: None)
+    kept = [path for path in old if path.exists()]
+    log.close()
     assert kept == old[-(FILES - 1) :]
     assert (tmp_path / "notes.txt").exists()
 
 
-@on_loop
-async def test_a_file_that_somebody_deletes_is_begun_again(tmp_path) -> None:
-    async with world(request_log=RequestLogConfig(directory=tmp_path)) as w:
-        (path,) = tmp_path.glob(PATTERN)
-        path.unlink()
-        assert (await w.complete(LONG)).status == 200
+def end(log: RequestLog) -> None:
+    """A request is over."""
+    log.ended(request_of("x", SERVED), record(total=7), 5.0)
+
+
+def test_a_file_that_somebody_deletes_is_begun_again(tmp_path) -> None:
+    log = RequestLog(RequestLogConfig(directory=tmp_path), lambda *_: None)
+    (path,) = tmp_path.glob(PATTERN)
+    path.unlink()
+    end(log)
+    log.close()
     (path,) = tmp_path.glob(PATTERN)
     assert len(path.read_text().splitlines()) == 1
 
 
 @on_loop
-async def test_a_directory_that_was_gone_for_a_while_is_written_to_again(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("gateway.telemetry.request_log.INTERVAL_S", 0.01)
-    directory = tmp_path / "log"
-    async with world(request_log=RequestLogConfig(directory=directory)) as w:
-        shutil.rmtree(directory)
-        directory.write_text("in the way: no file can be opened there")
-        assert (await w.complete(LONG)).status == 200
-        await until(lambda: b'prfaas_request_log_lost_total{reason="disk"} 1.0' in w.gateway.door.metrics.render())
-        directory.unlink()
-        assert (await w.complete(LONG)).status == 200
+async def test_a_directory_that_was_gone_for_a_while_is_written_to_again(tmp_path) -> None:
+    directory, lost = tmp_path / "log", Counter[str]()
+    log = RequestLog(
+        RequestLogConfig(directory=directory), lambda reason, number: lost.update({reason: number}), interval_s=0.01
+    )
+    shutil.rmtree(directory)
+    directory.write_text("in the way: no file can be opened there")
+    end(log)
+    await until(lambda: lost == {"disk": 1})
+    directory.unlink()
+    end(log)
+    log.close()
     (path,) = directory.glob(PATTERN)
     assert len(path.read_text().splitlines()) == 1
 
 
-@on_loop
-async def test_a_full_disk_loses_lines_and_nothing_else(tmp_path, monkeypatch) -> None:
-    def full(log: RequestLog, lines: bytes) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+def test_a_full_disk_loses_lines_and_nothing_else(tmp_path) -> None:
+    lost = Counter[str]()
+    log = RequestLog(
+        RequestLogConfig(directory=tmp_path),
+        lambda reason, number: lost.update({reason: number}),
+        new_file=lambda *_: FileIO("/dev/full", "ab"),
+    )
+    for _ in range(3):
+        end(log)
+    log.close()
+    assert lost == {"disk": 3}
 
-    monkeypatch.setattr(RequestLog, "_append", full)
-    async with world(request_log=RequestLogConfig(directory=tmp_path)) as w:
-        for _ in range(3):
-            assert (await w.complete("short")).status == 200
-        page = w.gateway.door.metrics.render
-    assert b'prfaas_request_log_lost_total{reason="disk"} 3.0' in page()
 
-
-def test_two_containers_share_a_directory_and_no_file(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("gateway.telemetry.request_log.os.getpid", lambda: 1)
-    monkeypatch.setattr("gateway.telemetry.request_log.time.strftime", lambda *_: "20260101T000000Z")
-    logs = [RequestLog(RequestLogConfig(directory=tmp_path), lambda *_: None) for _ in range(2)]  # of one host's name
-    monkeypatch.setattr("gateway.telemetry.request_log.socket.gethostname", lambda: "another")
-    logs.append(RequestLog(RequestLogConfig(directory=tmp_path), lambda *_: None))
-    for log in logs:
-        log.close()
+def test_two_containers_share_a_directory_and_no_file(tmp_path) -> None:
+    began = time.gmtime(0.0)
+    names = [name_of(began, host, 1) for host in ("one", "one", "another")]  # two of one host's name
+    for name in names:
+        new_file(tmp_path, name).close()
     assert len(list(tmp_path.glob(PATTERN))) == 3
 
 

@@ -209,9 +209,8 @@ def test_events_tell_what_can_be_matched():
     assert cache.take_events() == [BlocksRemoved(1, (HASHES[3],)), BlocksRemoved(0, tuple(reversed(HASHES)))]
 
 
-def test_absent_reader_gets_a_snapshot(monkeypatch):
-    monkeypatch.setattr("hybrid_cache.cache.prefix_cache.EVENT_LIMIT", 3)
-    cache = make_cache(FULL)
+def test_absent_reader_gets_a_snapshot():
+    cache = make_cache(FULL, event_limit=3)
     prefill(cache, PROMPT)
     assert cache.take_events() == [CacheCleared(Medium.MEMORY), BlocksStored(0, tuple(HASHES))]
     assert cache.take_events() == []

@@ -4,7 +4,6 @@ import itertools
 import pytest
 from aiohttp import web
 
-from node.engine import http_status as serving
 from node.engine.http_status import follow_adapters, follow_loads, serves
 from transport.control.messages import LoadReport
 
@@ -46,8 +45,7 @@ def test_nobody_listening_is_waited_out() -> None:
     assert not asyncio.run(scenario())
 
 
-def test_adapters_are_told_whenever_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "ADAPTERS_S", 0.0)
+def test_adapters_are_told_whenever_they_change() -> None:
     model, terse, kind = (
         {"id": "base", "parent": None},
         {"id": "terse", "parent": "base"},
@@ -75,7 +73,7 @@ def test_adapters_are_told_whenever_they_change(monkeypatch: pytest.MonkeyPatch)
         host, port = runner.addresses[0][:2]
         told: list[tuple[str, ...]] = []
         try:
-            following = asyncio.create_task(follow_adapters(f"http://{host}:{port}", told.append))
+            following = asyncio.create_task(follow_adapters(f"http://{host}:{port}", told.append, every_s=0.0))
             async with asyncio.timeout(30.0):
                 while len(told) < 3:  # noqa: ASYNC110 it is told by calls
                     await asyncio.sleep(0.01)
@@ -88,8 +86,7 @@ def test_adapters_are_told_whenever_they_change(monkeypatch: pytest.MonkeyPatch)
     assert asyncio.run(scenario()) == [("terse",), ("kind", "terse"), ()]
 
 
-def test_loads_are_told_whenever_they_change(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(serving, "LOADS_S", 0.0)
+def test_loads_are_told_whenever_they_change(caplog: pytest.LogCaptureFixture) -> None:
     idle = {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_waiting_uncached_tokens": 0, "max_running_requests": 8}
     busy = idle | {"num_running_reqs": 3, "num_waiting_reqs": 2, "num_waiting_uncached_tokens": 700}
     answers = itertools.chain(
@@ -109,7 +106,7 @@ def test_loads_are_told_whenever_they_change(monkeypatch: pytest.MonkeyPatch, ca
         host, port = runner.addresses[0][:2]
         found: list[LoadReport] = []
         try:
-            following = asyncio.create_task(follow_loads(f"http://{host}:{port}", found.append))
+            following = asyncio.create_task(follow_loads(f"http://{host}:{port}", found.append, every_s=0.0))
             async with asyncio.timeout(30.0):
                 while len(found) < 3:  # noqa: ASYNC110 it is told by calls
                     await asyncio.sleep(0.01)

@@ -1,7 +1,6 @@
 """What a server publishes of its cache, as it comes over a socket: whole, with gaps, and in words that are not understood."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterable
 
@@ -12,7 +11,7 @@ from hybrid_cache.cache.events import BlocksStored, CacheCleared, CacheEvent, Me
 from hybrid_cache.hashing.block_hash import block_hashes, model_salt
 from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.layout.spec import FullAttention
-from node.engine import kv_events
+from node.engine.kv_events import take_in
 from node.engine.prefix_cache import BlockStored, EngineCache
 
 BLOCK = 4
@@ -33,20 +32,15 @@ def stored() -> BlockStored:
     return BlockStored(block_hashes=[7], parent_block_hash=None, token_ids=TOKENS, block_size=BLOCK)
 
 
-def heard(monkeypatch: pytest.MonkeyPatch, messages: Iterable[Message]) -> list[CacheEvent]:
+def heard(messages: Iterable[Message]) -> list[CacheEvent]:
     """What gateways are told of these messages."""
 
     async def come() -> AsyncIterator[Message]:
         for each in messages:
             yield each
 
-    @contextlib.asynccontextmanager
-    async def subscription(endpoint: str) -> AsyncIterator[AsyncIterator[Message]]:
-        yield come()
-
-    monkeypatch.setattr(kv_events, "_subscription", subscription)
     told: list[CacheEvent] = []
-    asyncio.run(kv_events.follow("ipc://nowhere", EngineCache(LAYOUT, SALT), told.append))
+    asyncio.run(take_in(come(), EngineCache(LAYOUT, SALT), told.append))
     return told
 
 
@@ -54,21 +48,19 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_what_comes_in_order_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    assert heard(monkeypatch, [message(0), message(1, stored()), message(2)]) == [STORED]
+def test_what_comes_in_order_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    assert heard([message(0), message(1, stored()), message(2)]) == [STORED]
     assert not warnings(caplog)
 
 
-def test_after_a_gap_the_cache_begins_anew(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    assert heard(monkeypatch, [message(0, stored()), message(2, stored())]) == [STORED, CLEARED, STORED]
+def test_after_a_gap_the_cache_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
+    assert heard([message(0, stored()), message(2, stored())]) == [STORED, CLEARED, STORED]
     assert warnings(caplog) == ["engine's cache events lost: 2 came after 0"]
 
 
-def test_words_of_a_later_release_are_logged_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_words_of_a_later_release_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     later = [message(number, {"type": "BlockMoved"}) for number in range(100)]
     later[50:51] = [message(50, stored())]
-    assert heard(monkeypatch, later) == [CLEARED, STORED]
+    assert heard(later) == [CLEARED, STORED]
     assert len(warnings(caplog)) == 1
     assert "BlockMoved" in warnings(caplog)[0]

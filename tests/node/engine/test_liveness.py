@@ -14,9 +14,7 @@ import grpc.aio
 import pytest
 from aiohttp import web
 
-from node import agent
-from node.engine import liveness as pulse
-from node.engine.liveness import SILENCE_S, Pulse, Silence, Vigil, is_stopped
+from node.engine.liveness import LOOK_S, SILENCE_S, LivenessTimes, Pulse, Silence, Vigil, ask, is_stopped
 from tests.node.running import BLOCK, config, new_runner, running_node, until
 from transport.control.proto import node_pb2 as pb
 
@@ -119,16 +117,14 @@ async def server(gate: asyncio.Event) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-def test_a_server_that_answers_nobody_is_silent_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "LOOK_S", 0.01)
-    monkeypatch.setattr(pulse, "ASK_S", 0.01)
-    monkeypatch.setattr(pulse, "SILENCE_S", 0.5)
+def test_a_server_that_answers_nobody_is_silent_until_it_answers() -> None:
+    times = LivenessTimes(look_s=0.01, ask_s=0.01, silence_s=0.5)
 
     async def scenario() -> None:
         heard: asyncio.Queue[Silence | None] = asyncio.Queue()
         gate, loop = asyncio.Event(), asyncio.get_running_loop()
         async with server(gate) as url, asyncio.timeout(60.0):
-            vigil = Vigil(loop.time, lambda: heard.put_nowait(vigil.silence))
+            vigil = Vigil(loop.time, lambda: heard.put_nowait(vigil.silence), times=times)
             watching = asyncio.create_task(vigil.watch(url, lambda: None))
             assert await heard.get() is Silence.UNANSWERED
             gate.set()
@@ -139,16 +135,14 @@ def test_a_server_that_answers_nobody_is_silent_until_it_answers(monkeypatch: py
     asyncio.run(scenario())
 
 
-def test_an_engine_that_is_gone_is_not_silent_whatever_the_last_look_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        pulse, "LOOK_S", 0.0
-    )  # a look in every step of the loop: some come between the end and its news
-    monkeypatch.setattr(pulse, "SILENCE_S", -1.0)
+def test_an_engine_that_is_gone_is_not_silent_whatever_the_last_look_says() -> None:
+    # A look in every step of the loop: some come between the end and its news.
+    times = LivenessTimes(look_s=0.0, silence_s=-1.0)
 
     async def scenario() -> None:
         heard: asyncio.Queue[Silence | None] = asyncio.Queue()
         async with server(asyncio.Event()) as url, asyncio.timeout(60.0):
-            vigil = Vigil(asyncio.get_running_loop().time, lambda: heard.put_nowait(vigil.silence))
+            vigil = Vigil(asyncio.get_running_loop().time, lambda: heard.put_nowait(vigil.silence), times=times)
             watching = asyncio.create_task(vigil.watch(url, lambda: None))
             assert await heard.get() is Silence.UNANSWERED
             vigil.end()
@@ -159,22 +153,31 @@ def test_an_engine_that_is_gone_is_not_silent_whatever_the_last_look_says(monkey
     asyncio.run(scenario())
 
 
-def test_a_closed_door_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+class NotingPulse(Pulse):
+    """Says when it has been answered."""
+
+    def __init__(self) -> None:
+        super().__init__(Clock())
+        self.was_answered = asyncio.Event()
+
+    def answered(self) -> None:
+        super().answered()
+        self.was_answered.set()
+
+
+def test_a_closed_door_is_an_answer() -> None:
     async def scenario() -> None:
-        answered = asyncio.Event()
-        monkeypatch.setattr(Pulse, "answered", lambda _: answered.set())
-        vigil = Vigil(asyncio.get_running_loop().time, lambda: None)
-        watching = asyncio.create_task(vigil.watch("http://127.0.0.1:1", os.getpid))
+        felt = NotingPulse()
+        asking = asyncio.create_task(ask("http://127.0.0.1:1", felt))
         async with asyncio.timeout(60.0):
-            await answered.wait()
-        watching.cancel()
+            await felt.was_answered.wait()
+        asking.cancel()
+        await asyncio.wait([asking])
 
     asyncio.run(scenario())
 
 
-def test_a_look_at_hundreds_of_threads_does_not_hold_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "LOOK_S", 0.0)
-
+def test_a_look_at_hundreds_of_threads_does_not_hold_the_event_loop() -> None:
     async def scenario() -> None:
         loop, looking, has_turned, held = asyncio.get_running_loop(), asyncio.Event(), threading.Event(), []
 
@@ -183,8 +186,8 @@ def test_a_look_at_hundreds_of_threads_does_not_hold_the_event_loop(monkeypatch:
             held.append(not has_turned.wait(5.0))
             return False
 
-        monkeypatch.setattr(pulse, "is_stopped", look)
-        watching = asyncio.create_task(Vigil(loop.time, lambda: None).watch("http://127.0.0.1:1", os.getpid))
+        vigil = Vigil(loop.time, lambda: None, times=LivenessTimes(look_s=0.0), is_stopped=look)
+        watching = asyncio.create_task(vigil.watch("http://127.0.0.1:1", os.getpid))
         await looking.wait()
         has_turned.set()
         await asyncio.sleep(0.05)
@@ -195,13 +198,10 @@ def test_a_look_at_hundreds_of_threads_does_not_hold_the_event_loop(monkeypatch:
     asyncio.run(scenario())
 
 
-def test_a_node_says_that_its_engine_is_stopped_and_that_it_is_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pulse, "LOOK_S", 0.05)
-
+def test_a_node_says_that_its_engine_is_stopped_and_that_it_is_back(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with asyncio.timeout(100.0), running_node(config(tmp_path)) as node:
+        times = LivenessTimes(look_s=0.05)
+        async with asyncio.timeout(100.0), running_node(config(tmp_path), liveness=times) as node:
             engine = (await node.describe()).engine_pid
 
             async def is_silent() -> bool:
@@ -226,14 +226,10 @@ def test_a_node_says_that_its_engine_is_stopped_and_that_it_is_back(
         runner.run(scenario())
 
 
-def test_an_engine_that_stays_stopped_is_killed_and_another_one_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pulse, "LOOK_S", 0.05)
-    monkeypatch.setattr(agent, "ENGINE_SILENCE_S", 0.2)
-
+def test_an_engine_that_stays_stopped_is_killed_and_another_one_started(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with asyncio.timeout(100.0), running_node(config(tmp_path)) as node:
+        times = LivenessTimes(look_s=0.05, kill_s=0.2)
+        async with asyncio.timeout(100.0), running_node(config(tmp_path), liveness=times) as node:
             stopped = (await node.describe()).engine_pid
 
             async def another_one_serves() -> bool:
@@ -257,5 +253,5 @@ def test_time_in_which_nobody_looked_is_no_silence() -> None:
         seen.looked(is_stopped=is_stopped)
         return seen.silent_s
 
-    assert [look(1.0), look(1.0), look(1.0), look(3600.0)] == [0.0, 1.0, 2.0, 2.0 + 2 * pulse.LOOK_S]
+    assert [look(1.0), look(1.0), look(1.0), look(3600.0)] == [0.0, 1.0, 2.0, 2.0 + 2 * LOOK_S]
     assert look(1.0, is_stopped=False) == 0.0

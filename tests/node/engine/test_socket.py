@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from node.engine import socket as engine_socket
-from node.engine.socket import EngineConnection, EngineSocket
+from node.engine.socket import HANG_UP_S, EngineConnection, EngineSocket
 from tests.node.handover import run
 from transport.control import messages as m
 
@@ -41,9 +40,9 @@ class Listener:
 
 
 @asynccontextmanager
-async def listening(tmp_path: Path) -> AsyncIterator[tuple[Listener, EngineSocket]]:
+async def listening(tmp_path: Path, hang_up_s: float = HANG_UP_S) -> AsyncIterator[tuple[Listener, EngineSocket]]:
     listener = Listener()
-    socket = EngineSocket(tmp_path / "s", listener)
+    socket = EngineSocket(tmp_path / "s", listener, hang_up_s=hang_up_s)
     await socket.start()
     try:
         yield listener, socket
@@ -82,11 +81,9 @@ def test_jobs_end_only_when_the_engine_has_hung_up_too(tmp_path: Path, said: byt
     run(scenario())
 
 
-def test_an_engine_that_does_not_let_go_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_socket, "HANG_UP_S", 0.05)
-
+def test_an_engine_that_does_not_let_go_is_reported(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with listening(tmp_path) as (listener, socket), engine(socket, b"\xff\xff\xff\xff"):
+        async with listening(tmp_path, hang_up_s=0.05) as (listener, socket), engine(socket, b"\xff\xff\xff\xff"):
             assert await listener.heard.get() == "deaf"
             assert listener.heard.empty()
             await socket.close()

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from node.engine import supervisor
 from node.engine.supervisor import EngineSupervisor, engine_environment
 from node.process.log_rotation import earlier
 from tests.node.running import config
@@ -35,14 +34,23 @@ def test_an_engine_that_reserves_is_told_where(tmp_path: Path) -> None:
     assert "PRFAAS_AGENT_CONTROL" not in engine_environment(config(tmp_path), {}, "127.0.0.1:2")
 
 
-def test_each_start_of_an_engine_has_a_log_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def supervisor(tmp_path: Path, log_path: Path, script: str, max_restarts: int) -> EngineSupervisor:
+    """Its engine is a script of the shell's, started again at once."""
+    return EngineSupervisor(
+        config(tmp_path, engine_max_restarts=max_restarts),
+        tmp_path / "engine.sock",
+        log_path,
+        time.monotonic,
+        lambda: None,
+        command=lambda *_: ["sh", "-c", script],
+        first_backoff_s=0.0,
+    )
+
+
+def test_each_start_of_an_engine_has_a_log_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "far-engine.log"
     for words in ("first", "second"):
-        monkeypatch.setattr(
-            supervisor, "engine_command", lambda *_, words=words: ["sh", "-c", f"echo {words}; echo {words} >&2"]
-        )
-        settings = config(tmp_path, engine_max_restarts=0)
-        asyncio.run(EngineSupervisor(settings, tmp_path / "engine.sock", path, time.monotonic, lambda: None).run())
+        asyncio.run(supervisor(tmp_path, path, f"echo {words}; echo {words} >&2", 0).run())
     assert [log.read_text() for log in (path, earlier(path, 1))] == ["second\nsecond\n", "first\nfirst\n"]
 
 
@@ -57,13 +65,9 @@ def test_each_start_of_an_engine_has_a_log_of_its_own(tmp_path: Path, monkeypatc
     ],
 )
 def test_an_engine_that_never_can_is_not_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, serves: bool, starts: int, refusal: str
+    tmp_path: Path, says: str, serves: bool, starts: int, refusal: str
 ) -> None:
-    monkeypatch.setattr("node.process.restarts.FIRST_BACKOFF_S", 0.0)
-    monkeypatch.setattr(supervisor, "engine_command", lambda *_: ["sh", "-c", f"echo '{says}' >&2; exit 1"])
-    settings = config(tmp_path, engine_max_restarts=2)
-    path = tmp_path / "far-engine.log"
-    engine = EngineSupervisor(settings, tmp_path / "engine.sock", path, time.monotonic, lambda: None)
+    engine = supervisor(tmp_path, tmp_path / "far-engine.log", f"echo '{says}' >&2; exit 1", 2)
     if serves:
         engine.engine_serves()
     asyncio.run(engine.run())

@@ -3,8 +3,7 @@ from pathlib import Path
 import pytest
 
 from node.errors import NoRoom
-from node.kvcache import arena as arena_module
-from node.kvcache.arena import Arena
+from node.kvcache.arena import SHMEM_HUGEPAGES, Arena
 
 
 def test_pages_are_shared_by_path_and_gone_after_close(tmp_path: Path) -> None:
@@ -37,27 +36,21 @@ def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(not arena_module.SHMEM_HUGEPAGES.exists(), reason="a kernel without transparent huge pages")
-def test_hugepages_are_asked_for_and_refused_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.skipif(not SHMEM_HUGEPAGES.exists(), reason="a kernel without transparent huge pages")
+def test_hugepages_are_asked_for_and_refused_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     setting = tmp_path / "shmem_enabled"
-    monkeypatch.setattr(arena_module, "SHMEM_HUGEPAGES", setting)
     for mode, refused in [("always [advise] never", False), ("always advise [never]", True)]:
         caplog.clear()
         setting.write_text(f"{mode}\n")
-        with Arena(tmp_path / "arena", 16384, hugepages=True) as arena:
+        with Arena(tmp_path / "arena", 16384, hugepages=True, hugepages_mode=setting) as arena:
             arena.view(0, 3)[:] = b"abc"
             assert (tmp_path / "arena").read_bytes()[:3] == b"abc"
             assert arena.hugepages is not refused
         assert ("'advise' allows them" in caplog.text) == refused
 
 
-def test_kernel_without_hugepages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(arena_module, "SHMEM_HUGEPAGES", tmp_path / "absent")
-    with Arena(tmp_path / "arena", 16384, hugepages=True) as arena:
+def test_kernel_without_hugepages(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Arena(tmp_path / "arena", 16384, hugepages=True, hugepages_mode=tmp_path / "absent") as arena:
         assert not arena.hugepages
     assert "no huge pages" in caplog.text
     with Arena(tmp_path / "arena", 16384) as arena:

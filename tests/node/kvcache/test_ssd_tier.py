@@ -7,11 +7,14 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hybrid_cache.hashing.block_hash import block_hashes
 from hybrid_cache.tiers.disk import HEADER_BYTES, Buffer, DiskTier, FileDisk
+from node.kvcache.pages import Pages
+from node.kvcache.ssd_tier import SsdWaits
 from tests.node.handover import BLOCK, LAYOUT, HandNode, run, until
 from transport.control import messages as m
 from transport.control.proto import node_pb2 as pb
@@ -51,22 +54,27 @@ async def node_with_ssd(tmp_path: Path, name: str = "p") -> AsyncIterator[tuple[
         disks.append(SlowDisk(directory))
         return DiskTier(LAYOUT, disks[-1], capacity_bytes=capacity_bytes)
 
+    class PagesAboveSlowDisk(Pages):
+        """An engine that computes nothing is faster than any disk: here it does not count."""
+
+        def __init__(self, *parts: Any) -> None:
+            waits = SsdWaits(first_s=60.0, landing_s=60.0)
+            super().__init__(*parts, open_disk=open_disk, ssd_waits=waits)
+
+        def computed(self, num_tokens: int, seconds: float) -> None:
+            pass
+
     node_id = f"{name}-{hash(tmp_path)}"
-    node = HandNode(name, tmp_path, node_id=node_id, ssd_dir=str(tmp_path / "ssd"), ssd_bytes=32 << 20)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("node.kvcache.pages.open_disk", open_disk)
-        # An engine that computes nothing is faster than any disk: here it does not count.
-        patch.setattr("node.kvcache.ssd_tier.FIRST_WAIT_S", 60.0)
-        patch.setattr("node.kvcache.ssd_tier.LANDING_WAIT_S", 60.0)
-        patch.setattr(node.pages, "computed", lambda *_: None)
-        await node.pages.open_ssd()
-        try:
-            yield node, disks[0]
-            await until(lambda: node.producer.is_idle() and node.consumer.is_idle())
-        finally:
-            disks[0].gate.set()
-            disks[0].failing.clear()
-            await node.close()
+    ssd_dir = str(tmp_path / "ssd")
+    node = HandNode(name, tmp_path, node_id=node_id, ssd_dir=ssd_dir, ssd_bytes=32 << 20, pages=PagesAboveSlowDisk)
+    await node.pages.open_ssd()
+    try:
+        yield node, disks[0]
+        await until(lambda: node.producer.is_idle() and node.consumer.is_idle())
+    finally:
+        disks[0].gate.set()
+        disks[0].failing.clear()
+        await node.close()
 
 
 def report(node: HandNode) -> pb.SsdReport:
@@ -243,14 +251,18 @@ def test_a_disk_slower_than_computing_is_not_asked(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_a_directory_in_use_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("node.kvcache.pages.SSD_RETRY_S", 0.01)
+class EagerPages(Pages):
+    """Looks often whether a directory is free."""
 
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts, ssd_retry_s=0.01)
+
+
+def test_a_directory_in_use_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with node_with_ssd(tmp_path) as (node, _):
-            second = HandNode("second", tmp_path, ssd_dir=node.config.ssd_dir, ssd_bytes=node.config.ssd_bytes)
+            ssd = {"ssd_dir": node.config.ssd_dir, "ssd_bytes": node.config.ssd_bytes}
+            second = HandNode("second", tmp_path, pages=EagerPages, **ssd)
             directories = Path(node.config.ssd_dir)
             (directories / second.config.node_id).symlink_to(directories / node.config.node_id)
             opening = asyncio.create_task(second.pages.open_ssd())

@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
-import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
@@ -85,16 +85,25 @@ def test_how_a_child_ended_is_known_to_everyone_who_waits() -> None:
         runner.run(scenario())
 
 
-def test_a_child_is_awaited_without_a_descriptor_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_more(pid: int, flags: int = 0) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """This process can open nothing more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
-    monkeypatch.setattr(os, "pidfd_open", no_more)
 
+def test_a_child_is_awaited_without_a_descriptor_for_that() -> None:
     async def scenario() -> None:
         waited_for = child("sleep", "60")
-        waiting = asyncio.create_task(waited_for.wait())
-        await asyncio.sleep(0)
+        with no_descriptor_left():
+            with pytest.raises(OSError, match="Too many open files"):
+                os.pidfd_open(waited_for.pid)
+            waiting = asyncio.create_task(waited_for.wait())
+            await asyncio.sleep(0)
         assert not waiting.done(), "whoever hears that it has ended starts another one beside it"
         waited_for.terminate()
         assert await waiting == -signal.SIGTERM

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from node.errors import NodeRefusal
+from node.kvcache.pages import Pages
 from tests.node.handover import HandNode, run, two_nodes
 from tests.node.transfer.test_loans import lent
 from transport.control import messages as m
@@ -90,18 +91,16 @@ def test_a_reservation_that_cannot_be_expected_holds_nothing(tmp_path: Path) -> 
     run(scenario())
 
 
-def test_a_reservation_that_waits_for_an_ssd_is_expected_already(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reservation_that_waits_for_an_ssd_is_expected_already(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with two_nodes(tmp_path) as (_, decode):
-            asked, goes_on = asyncio.Event(), asyncio.Event()
+        asked = asyncio.Event()
 
-            async def slowly(joined_hashes: bytes, num_tokens: int) -> None:
+        class PagesAboveStuckDisk(Pages):
+            async def bring_back_for_landing(self, joined_hashes: bytes, num_tokens: int) -> None:
                 asked.set()
-                await goes_on.wait()
+                await asyncio.Event().wait()
 
-            monkeypatch.setattr(decode.pages, "bring_back_for_landing", slowly)
+        async with two_nodes(tmp_path, pages=PagesAboveStuckDisk) as (_, decode):
             for prefix_only in (False, True):
                 asked.clear()
                 request = pb.ReserveRequest(num_tokens=16, block_hashes=bytes(32), prefix_only=prefix_only)

@@ -287,12 +287,15 @@ def test_a_prefix_push_that_is_given_up_frees_its_pages_when_the_lanes_let_go(tm
     run(scenario())
 
 
-def test_what_the_engine_says_it_computed_is_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_engine_says_it_computed_is_what_counts(tmp_path: Path) -> None:
     told: list[tuple[int, float]] = []
-    monkeypatch.setattr(Pages, "computed", lambda _, *cost: told.append(cost))
+
+    class NotingPages(Pages):
+        def computed(self, num_tokens: int, seconds: float) -> None:
+            told.append((num_tokens, seconds))
 
     async def scenario() -> None:
-        async with two_nodes(tmp_path) as (prefill, _):
+        async with two_nodes(tmp_path, pages=NotingPages) as (prefill, _):
             counts = prefill.producer.counts
             for said in ({}, {"computed_tokens": 20, "compute_s": 2.0}, {"computed_tokens": 0, "compute_s": 0.5}):
                 pages = await lent(prefill, "job", [*TOKENS, len(told)])

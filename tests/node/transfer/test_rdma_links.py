@@ -16,6 +16,7 @@ from transport.control.settings import SettingsError
 from transport.rdma import verbs as rdma
 from transport.rdma.device import RdmaDevices, RdmaError
 from transport.rdma.loopback import LoopbackFabric
+from transport.rdma.verbs import RdmaOptions
 
 
 def nodes(
@@ -64,29 +65,32 @@ def test_shared_memory_comes_before_rdma(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_rdma_that_is_asked_for_and_impossible_is_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rdma_that_is_asked_for_and_impossible_is_an_error_that_says_why() -> None:
     def none(*_: object) -> RdmaDevices:
         raise RdmaError("this machine has no RDMA device")
 
-    monkeypatch.setattr("node.transfer.links.open_devices", none)
     config = node_config(TABLE)
-    assert rdma_of(config) is None
-    assert rdma_of(replace(config, transport="tcp")) is None
+    assert rdma_of(config, open_devices=none) is None
+    assert rdma_of(replace(config, transport="tcp"), open_devices=none) is None
     with pytest.raises(ConfigError, match="transport = 'rdma': RDMA is not possible here: this machine has no RDMA"):
-        rdma_of(replace(config, transport="rdma"))
+        rdma_of(replace(config, transport="rdma"), open_devices=none)
     with pytest.raises(ConfigError, match="RDMA is not possible here"):
-        rdma_of(replace(config, rdma_devices=("mlx5_0",)))
+        rdma_of(replace(config, rdma_devices=("mlx5_0",)), open_devices=none)
     with pytest.raises(SettingsError, match="rdma_devices: allowed only with transport"):
         replace(config, transport="tcp", rdma_devices=("mlx5_0",))
 
 
-def test_encryption_that_was_asked_for_is_not_given_up_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encryption_that_was_asked_for_is_not_given_up_by_default() -> None:
     opened = []
-    monkeypatch.setattr("node.transfer.links.open_devices", lambda options: opened.append(options) or RdmaDevices([]))
+
+    def note(options: RdmaOptions) -> RdmaDevices:
+        opened.append(options)
+        return RdmaDevices([])
+
     sealed = replace(node_config(TABLE), integrity="aead", certificate="c", key="k", authority="a")
-    assert rdma_of(sealed) is None
+    assert rdma_of(sealed, open_devices=note) is None
     assert not opened
-    assert rdma_of(replace(sealed, transport="rdma")) is not None
+    assert rdma_of(replace(sealed, transport="rdma"), open_devices=note) is not None
 
 
 def test_a_machine_without_rdma_says_so() -> None:

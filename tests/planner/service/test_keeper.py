@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from planner.decisions.offered import NodeSeen
 from planner.decisions.plan import LivePlan, Mode, Setting, refusal_of
 from planner.decisions.views import Role
 from planner.errors import Refused
@@ -228,22 +227,18 @@ async def test_what_cannot_be_written_down_has_not_happened(tmp_path: Path) -> N
 
 
 @on_loop
-async def test_who_is_replaced_while_a_node_converts_goes_on_converting_when_it_leads_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_is_replaced_while_a_node_converts_goes_on_converting_when_it_leads_again(tmp_path: Path) -> None:
     async with fake_gateway(threshold_tokens=19_684.0, num_prefill=6) as gateway, desk(
         tmp_path, gateway, conversions=True
     ) as at:  # fmt: skip
-        asked: list[str] = []
 
-        async def convert(node: NodeSeen, role: Role, version: int) -> None:
-            at.keeper.superseded = not asked
-            asked.append(node.node_id)
+        def on_asked() -> None:
+            at.keeper.superseded = not at.nodes.asked
 
-        monkeypatch.setattr(at.nodes, "convert", convert)
+        at.nodes.on_asked = on_asked
         await seen_enough(at)
         await at.keeper.apply("ann")
-        await until(lambda: asked == ["n0"])
+        await until(lambda: [node_id for node_id, _, _ in at.nodes.asked] == ["n0"])
         assert at.keeper.ledger.conversions == {"n0": PENDING}
         await at.look()
         await until(lambda: at.keeper.ledger.conversions == {"n0": DONE})

@@ -110,15 +110,17 @@ async def fake_gateway(**fields: Any) -> AsyncIterator[FakeGateway]:
 
 
 class Nodes:
-    """Converts nodes of a fake gateway, or refuses those of `unwilling`."""
+    """Converts nodes of a fake gateway, or refuses those of `unwilling`; `on_asked` is called meanwhile."""
 
     def __init__(self, gateway: FakeGateway) -> None:
         self.unwilling: dict[str, str] = {}
+        self.on_asked: Callable[[], None] = lambda: None
         self.asked: list[tuple[str, Role, int]] = []
         self.under_way = 0
         self._gateway = gateway
 
     async def convert(self, node: NodeSeen, role: Role, version: int) -> None:
+        self.on_asked()
         self.asked.append((node.node_id, role, version))
         self.under_way += 1
         assert self.under_way == 1

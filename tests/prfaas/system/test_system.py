@@ -140,12 +140,10 @@ def test_a_system_whose_processes_are_killed_while_it_starts_comes_up_and_leaves
     assert list((tmp_path / "tmp").glob("*prfaas-*")) == []
 
 
-def test_nodes_that_the_gateway_does_not_see_yet_are_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("prfaas.system.system.TELL_S", 0.05)
+def test_nodes_that_the_gateway_does_not_see_yet_are_waited_for(tmp_path: Path) -> None:
     told: list[str] = []
-    system = System(parse_topology(one_emulated_node(tmp_path), tmp_path), tmp_path / "run", told.append)
+    topology = parse_topology(one_emulated_node(tmp_path), tmp_path)
+    system = System(topology, tmp_path / "run", told.append, tell_s=0.05)
 
     async def scenario() -> None:
         agent = asyncio.create_task(stopped_until_told())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.transport.helpers import SECRET, Memory
+from tests.transport.proxy import Forger
 from transport.coding.choice import (
     CodingPolicy,
     Compression,
@@ -24,7 +25,7 @@ from transport.control.certificates import Authority
 from transport.receive.landing import LandingResult
 from transport.receive.options import ServerOptions
 from transport.receive.server import TransferServer
-from transport.send import outlet, stream
+from transport.send import outlet
 from transport.send.client import ClientOptions, PushResult, TransferClient
 from transport.send.spec import TransferSpec
 from transport.wire.checksum import Integrity
@@ -64,14 +65,20 @@ class Delivery:
     """One transfer of KV-like bytes."""
 
     def __init__(
-        self, server: TransferServer, client: TransferClient, formats: FormatOf | None, *, exact: bool = False
+        self,
+        server: TransferServer,
+        client: TransferClient,
+        formats: FormatOf | None,
+        *,
+        exact: bool = False,
+        address: str = "",
     ) -> None:
         self.source, self.target = kv_memory(), Memory(SIZES, seed=2, page=24 * 1024)
         landed, results = threading.Event(), list[LandingResult]()
         server.expect(
             "t", SECRET, SIZES, self.target, exact=exact, on_done=lambda result: (results.append(result), landed.set())
         )
-        push = client.open(TransferSpec(server.address, "t", SECRET, SIZES, formats=formats), self.source)
+        push = client.open(TransferSpec(address or server.address, "t", SECRET, SIZES, formats=formats), self.source)
         push.ready_all()
         pushed = push.wait(30)
         assert landed.wait(10)
@@ -191,22 +198,11 @@ def test_a_chunk_that_does_not_decode_is_refused_counted_and_sent_plain(
         assert server.counters["rejected:codec"] == done.landed.rejected_chunks > 0
 
 
-def test_a_damaged_chunk_is_sent_again(client: TransferClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    damaged = []
-
-    def damage_first(views: list[memoryview], seed: int, offset: int) -> int:
-        checksum = stream_digest(views, seed, offset)
-        if len(damaged) < 2:
-            damaged.append(offset)
-            return checksum ^ 1
-        return checksum
-
-    stream_digest = stream.digest
-    monkeypatch.setattr(stream, "digest", damage_first)
-    with TransferServer() as server:
-        done = Delivery(server, client, formats(ZSTD))
+def test_a_damaged_chunk_is_sent_again(client: TransferClient) -> None:
+    with TransferServer() as server, Forger(server.address, [500_000, 1_500_000]) as forger:
+        done = Delivery(server, client, formats(ZSTD), address=forger.address)
         assert done.all_equal
-        assert server.counters["rejected:checksum"] == len(damaged) == 2
+        assert server.counters["rejected:checksum"] == 2
         assert done.pushed.stats.bytes_saved > 0  # still coded
 
 
@@ -217,10 +213,14 @@ def test_auto_leaves_a_fast_link_alone(client: TransferClient) -> None:
         assert set(done.pushed.stats.bytes_by_codec) == {"plain"}
 
 
-def test_auto_codes_on_a_narrow_link_with_an_idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuMeter, "idle_cores", lambda *_: 2.0)
+class IdleMachine(CpuMeter):
+    def idle_cores(self, now: float, own_cpu_s: float) -> float:
+        return 2.0
+
+
+def test_auto_codes_on_a_narrow_link_with_an_idle_machine() -> None:
     options = ClientOptions(connections=2, chunk_bytes=300_000, egress_bytes_per_s=1e6)
-    with TransferServer() as server, TransferClient(options=options) as client:
+    with TransferServer() as server, TransferClient(options=options, cpu_meter=IdleMachine) as client:
         server.expect("t", SECRET, SIZES, Memory(SIZES, page=24 * 1024))
         push = client.open(TransferSpec(server.address, "t", SECRET, SIZES, formats=formats(AUTO, AUTO)), kv_memory())
         push.ready_all()

@@ -6,7 +6,7 @@ import pytest
 
 from transport.errors import RemoteProtocolError
 from transport.rdma.device import RECEIVE_DEPTH, QueuePair, QueuePairEnd, RdmaDevices
-from transport.rdma.inlet import RailEnds
+from transport.rdma.inlet import NUMBER_S, RailEnds
 from transport.rdma.loopback import LoopbackFabric
 from transport.rdma.rails import Posting, Write
 from transport.wire.frames import RailAnswer, RailOffer, Written
@@ -15,11 +15,11 @@ from transport.wire.frames import RailAnswer, RailOffer, Written
 class World:
     """A sender's queue pair, granted and connected."""
 
-    def __init__(self) -> None:
+    def __init__(self, number_s: float = NUMBER_S) -> None:
         fabric = LoopbackFabric()
         devices = RdmaDevices([fabric.device("far")])
         self.counted: list[str] = []
-        self.ends = RailEnds(devices, self.counted.append)
+        self.ends = RailEnds(devices, self.counted.append, number_s=number_s)
         self.ends.nics(devices.register(memoryview(bytearray(4096))))
         self.queue_pair: QueuePair = fabric.device("near").queue_pair()
         near = self.queue_pair.end
@@ -58,8 +58,7 @@ def test_a_peer_that_does_not_say_what_it_has_written_is_not_kept_in_mind_withou
         world.named(RECEIVE_DEPTH)
 
 
-def test_a_number_that_does_not_come_costs_the_rail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transport.rdma.inlet.NUMBER_S", 0.01)
-    world = World()
+def test_a_number_that_does_not_come_costs_the_rail() -> None:
+    world = World(number_s=0.01)
     assert not world.named(7)
     assert world.counted == ["rail_opened", "rail_lost"]

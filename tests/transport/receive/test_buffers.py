@@ -9,7 +9,7 @@ import pytest
 from tests.transport.helpers import PATIENCE_S, SECRET, Memory, wait_for
 from tests.transport.raw_sender import RawSender
 from transport.receive.buffers import BufferRoom, Buffers, NoRoom
-from transport.receive.options import ServerOptions
+from transport.receive.options import Limits, ServerOptions
 from transport.receive.server import TransferServer
 from transport.wire.frames import Accept, Chunk, CodedChunk
 
@@ -102,10 +102,9 @@ def test_stalled_coded_chunks_of_many_connections_take_no_more_than_the_budget()
         wait_for(lambda: not server.buffers_lent_bytes)
 
 
-def test_a_chunk_that_comes_too_slowly_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transport.receive.payload.PAYLOAD_S", 0.1)
-    monkeypatch.setattr("transport.receive.payload.LEAST_BYTES_PER_S", 1e9)
-    with TransferServer() as server:
+def test_a_chunk_that_comes_too_slowly_ends_its_connection() -> None:
+    impatient = ServerOptions(limits=Limits(payload_s=0.1, least_bytes_per_s=1e9))
+    with TransferServer(options=impatient) as server:
         server.expect("t", SECRET, [100 * KB], Memory([100 * KB]))
         with RawSender.to(server.address) as sender:
             sender.say(sender.opening(0, "t", [100 * KB]))

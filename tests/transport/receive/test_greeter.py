@@ -8,15 +8,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.transport.helpers import PATIENCE_S, SECRET, Memory, deliver, wait_for
 from tests.transport.raw_sender import MAX_CHUNK_BYTES, RawSender
 from transport.control.certificates import Authority
-from transport.path.tcp import TcpOptions, parse_address
+from transport.path.tcp import TcpOptions, listen, parse_address
 from transport.receive import greeter
-from transport.receive.options import ServerOptions
+from transport.receive.options import Limits, ServerOptions
 from transport.receive.server import TransferServer
 from transport.send.client import ClientOptions, TransferClient
 from transport.wire.checksum import DIGEST_BYTES, Integrity
@@ -88,9 +89,9 @@ def test_a_crowd_that_speaks_something_else_fills_no_log(caplog: pytest.LogCaptu
     assert len(caplog.records) < 40, "a few lines every ten seconds"
 
 
-def test_of_many_addresses_the_oldest_stranger_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greeter, "MAX_VISITORS", 3)
-    with TransferServer() as server, crowd(server.address, HELLO, 5) as sockets:
+def test_of_many_addresses_the_oldest_stranger_makes_room() -> None:
+    small = ServerOptions(limits=Limits(max_visitors=3))
+    with TransferServer(options=small) as server, crowd(server.address, HELLO, 5) as sockets:
         wait_for(lambda: server.counters["turned_away:crowded"] == 2)
         for gone in sockets[:2]:
             while gone.recv(1 << 16):
@@ -98,24 +99,38 @@ def test_of_many_addresses_the_oldest_stranger_makes_room(monkeypatch: pytest.Mo
         wait_for(lambda: server.num_connections == 3)
 
 
-def fail_once(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """The next accept(2) fails, those behind it do not."""
-    accept = socket.socket.accept
+class FailingListener(socket.socket):
+    """Each accept(2) fails that an error number is left for."""
 
-    def failing(listener: socket.socket) -> object:
-        monkeypatch.setattr(socket.socket, "accept", accept)
-        raise OSError(number, errno.errorcode[number])
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(fileno=listen(host, port).detach())
+        self.numbers: list[int] = []
 
-    monkeypatch.setattr(socket.socket, "accept", failing)
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self.numbers:
+            number = self.numbers.pop()
+            raise OSError(number, errno.errorcode[number])
+        return super().accept()
+
+
+@contextmanager
+def server_that_may_fail() -> Iterator[tuple[TransferServer, list[int]]]:
+    """A listener, and the error numbers of its next accept(2)s."""
+    listeners: list[FailingListener] = []
+
+    def listen_here(host: str, port: int) -> FailingListener:
+        listeners.append(FailingListener(host, port))
+        return listeners[-1]
+
+    with TransferServer(listen=listen_here) as server:
+        yield server, listeners[0].numbers
 
 
 @pytest.mark.parametrize("number", [errno.ECONNABORTED, errno.EPROTO, errno.ENETDOWN, errno.EPERM])
-def test_a_connection_that_cannot_be_accepted_costs_nobody_else_his_place(
-    number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with TransferServer() as server, crowd(server.address, HELLO, 1):
+def test_a_connection_that_cannot_be_accepted_costs_nobody_else_his_place(number: int) -> None:
+    with server_that_may_fail() as (server, numbers), crowd(server.address, HELLO, 1):
         wait_for(lambda: server.num_connections == 1)
-        fail_once(monkeypatch, number)
+        numbers.append(number)
         with crowd(server.address, HELLO, 1):
             wait_for(lambda: server.num_connections == 2)
             assert server.counters["lost_connections"] == 1
@@ -123,12 +138,10 @@ def test_a_connection_that_cannot_be_accepted_costs_nobody_else_his_place(
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
-def test_who_waits_makes_room_when_descriptors_or_memory_are_short(
-    number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with TransferServer() as server, crowd(server.address, HELLO, 1) as waiting:
+def test_who_waits_makes_room_when_descriptors_or_memory_are_short(number: int) -> None:
+    with server_that_may_fail() as (server, numbers), crowd(server.address, HELLO, 1) as waiting:
         wait_for(lambda: server.num_connections == 1)
-        fail_once(monkeypatch, number)
+        numbers.append(number)
         with crowd(server.address, HELLO, 1):
             wait_for(lambda: server.counters["turned_away:no_descriptor"] == 1)
             while waiting[0].recv(1 << 16):

@@ -35,8 +35,8 @@ def sink_of(size: int) -> memoryview:
     return memoryview(bytearray(size))
 
 
-def registry(*connections: int) -> Landings:
-    landings = Landings()
+def registry(*connections: int, **limits: int) -> Landings:
+    landings = Landings(**limits)
     for who in connections:
         landings.connected(who)
     return landings
@@ -121,9 +121,8 @@ def test_a_slot_that_is_open_is_not_opened_again() -> None:
     assert not first.senders
 
 
-def test_one_write_too_many_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transport.receive.landings.MAX_ACTIVE", 1)
-    landings = registry(1)
+def test_one_write_too_many_is_named_as_such() -> None:
+    landings = registry(1, max_active=1)
     landings.segments.register("kv", Segment(memoryview(bytearray(100)), SECRET))
     for slot, answer in enumerate((Accept(slot=0, missing=((0, 10),)), Refuse(slot=1, code="too_many_landings"))):
         frame = opening([10], slot, write_id("kv", str(slot)), placement=((0, 10),))
@@ -187,9 +186,8 @@ def test_reads_and_writes_of_more_bytes_than_any_transfer_has_are_refused() -> N
         assert landings.open(1, frame, NONCES, 0.0) == Refuse(slot=slot, code="out_of_bounds")
 
 
-def test_one_read_too_many_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transport.receive.segments.MAX_READS", 1)
-    landings = registry(1)
+def test_one_read_too_many_is_named_as_such() -> None:
+    landings = registry(1, max_reads=1)
     landings.segments.register("kv", Segment(memoryview(bytearray(100)), SECRET, readable=True))
     answers = (Accept(slot=0, missing=()), Refuse(slot=1, code="too_many_reads"), Accept(slot=2, missing=()))
     for name, (slot, answer) in zip("121", enumerate(answers), strict=True):  # the last one asks again for the first

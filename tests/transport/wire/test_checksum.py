@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.transport.helpers import deliver
+from tests.transport.proxy import Forger
 from transport.path.shm import parts_of
 from transport.receive.server import TransferServer
-from transport.send import stream
 from transport.send.client import ClientOptions, TransferClient
 from transport.wire.checksum import DIGEST_BYTES, Digest, Integrity, digest
 from transport.wire.connection import Connection, Role
@@ -67,24 +67,13 @@ def test_what_follows_a_payload_is_agreed_on(integrity: Integrity, behind: int) 
     assert receiver.payload_left == 1000 + behind
 
 
-class DamagedOnce(Digest):
-    """What is sent the first time does not fit its digest."""
-
-    damaged: list[int] = []  # noqa: RUF012
-
-    def trailer(self) -> bytes:
-        true = super().trailer()
-        if self.damaged:
-            return true
-        self.damaged.append(self.value())
-        return bytes([true[0] ^ 1]) + true[1:]
-
-
-def test_a_chunk_that_does_not_fit_its_digest_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DamagedOnce, "damaged", [])
-    monkeypatch.setattr(stream, "Digest", DamagedOnce)
-    with TransferServer() as server, TransferClient(options=ClientOptions(connections=1)) as client:
-        delivery = deliver(server, client, LARGE)
+def test_a_chunk_that_does_not_fit_its_digest_is_sent_again() -> None:
+    with (
+        TransferServer() as server,
+        Forger(server.address, [1_500_000]) as forger,
+        TransferClient(options=ClientOptions(connections=1)) as client,
+    ):
+        delivery = deliver(server, client, LARGE, address=forger.address)
         pushed, landed = delivery.wait()
         assert pushed is not None
         assert landed is not None

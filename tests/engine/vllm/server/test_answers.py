@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.vllm.internals import RECOMPUTED
-from engine.vllm.server.answers import Answers, Message, Receive, Send, named_tokens, why_not
+from engine.vllm.server.answers import Answers, App, Message, Receive, Send, named_tokens, why_not
 from engine.vllm.server.continuation import going_on
 from gateway.api.usage import recompute_reason
 
@@ -83,15 +83,19 @@ def body(params: dict[str, Any] | None, **fields: Any) -> bytes:
     return json.dumps(asks if params is None else asks | {"kv_transfer_params": params}).encode()
 
 
+def answers(app: App) -> Answers:
+    """Before an `app` that needs no vLLM to be prepared."""
+    return Answers(app, prepare=lambda: None)
+
+
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
-    monkeypatch.setattr("engine.vllm.server.answers.prepare_front_end", lambda: None)
+def vllm() -> Vllm:
     return Vllm()
 
 
 @on_loop
 async def test_a_stream_that_is_to_be_resumable_names_its_tokens_and_not_its_prompts(vllm: Vllm) -> None:
-    headers, events = await asked(Answers(vllm), body({"resumable": True}))
+    headers, events = await asked(answers(vllm), body({"resumable": True}))
     assert sum(named_tokens(event) for event in events) == len(WORDS)
     assert not any(b'"prompt_token_ids":[' in event for event in events)
     assert [json.loads(event[6:])["choices"][0]["text"] for event in events[:-1]] == WORDS
@@ -100,15 +104,15 @@ async def test_a_stream_that_is_to_be_resumable_names_its_tokens_and_not_its_pro
 
 @on_loop
 async def test_a_client_that_asks_for_token_ids_gets_those_of_its_prompt_too(vllm: Vllm) -> None:
-    _, events = await asked(Answers(vllm), body({"resumable": True}, return_token_ids=True))
+    _, events = await asked(answers(vllm), body({"resumable": True}, return_token_ids=True))
     assert b'"prompt_token_ids":[5,6,7]' in events[0]
 
 
 @pytest.mark.parametrize("given", range(1, len(WORDS)))
 @on_loop
 async def test_what_has_been_answered_is_not_said_again(vllm: Vllm, given: int) -> None:
-    _, whole = await asked(Answers(vllm), body({"resumable": True}))
-    headers, rest = await asked(Answers(vllm), body({"resumable": True, "answered": list(range(given))}))
+    _, whole = await asked(answers(vllm), body({"resumable": True}))
+    headers, rest = await asked(answers(vllm), body({"resumable": True, "answered": list(range(given))}))
     assert headers[b"x-prfaas-answered"] == str(given).encode()
     assert rest == whole[given:]
 
@@ -116,7 +120,7 @@ async def test_what_has_been_answered_is_not_said_again(vllm: Vllm, given: int) 
 @on_loop
 async def test_an_error_is_said_however_little_was_spelled_again(vllm: Vllm) -> None:
     vllm.fails_after = 1
-    _, events = await asked(Answers(vllm), body({"resumable": True, "answered": [0, 1, 2]}))
+    _, events = await asked(answers(vllm), body({"resumable": True, "answered": [0, 1, 2]}))
     assert events[0].startswith(b'data: {"error"')
 
 
@@ -139,7 +143,7 @@ async def test_an_error_is_said_however_little_was_spelled_again(vllm: Vllm) -> 
 async def test_what_vllm_cannot_go_on_with_is_not_named_and_the_head_says_why(
     vllm: Vllm, fields: dict[str, Any], why: str
 ) -> None:
-    headers, events = await asked(Answers(vllm), body({"resumable": True}, **fields))
+    headers, events = await asked(answers(vllm), body({"resumable": True}, **fields))
     assert headers.get(b"x-prfaas-not-resumable", b"").decode() == why
     assert bool(sum(map(named_tokens, events))) == (not why)
 
@@ -156,8 +160,7 @@ async def test_what_vllm_cannot_go_on_with_is_not_named_and_the_head_says_why(
     ids=["no gateway's", "not wanted", "a prefill leg", "wrong type", "no JSON"],
 )
 @on_loop
-async def test_whatever_else_is_asked_passes_as_it_is(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    monkeypatch.setattr("engine.vllm.server.answers.prepare_front_end", lambda: None)
+async def test_whatever_else_is_asked_passes_as_it_is(sent: bytes) -> None:
     got: list[bytes] = []
 
     async def app(scope: Any, receive: Receive, send: Send) -> None:
@@ -165,7 +168,7 @@ async def test_whatever_else_is_asked_passes_as_it_is(monkeypatch: pytest.Monkey
         await send({"type": "http.response.start", "status": 400, "headers": []})
         await send({"type": "http.response.body", "body": b"{}", "more_body": False})
 
-    assert (await asked(Answers(app), sent)) == ({}, [b"{}"])
+    assert (await asked(answers(app), sent)) == ({}, [b"{}"])
     assert got == [sent]
 
 
@@ -260,7 +263,7 @@ async def test_a_landing_that_could_not_be_used_is_told_in_the_last_chunks(vllm:
     text = sse({"choices": [{"text": '"usage":{', "finish_reason": None}]})
     last = sse({"choices": [{"text": "", "finish_reason": "stop"}]})
     usage = sse({"choices": [], "usage": {"prompt_tokens": 3}})
-    app = Answers(Recomputing([text, text, last, usage, b"data: [DONE]\n\n"]))
+    app = answers(Recomputing([text, text, last, usage, b"data: [DONE]\n\n"]))
     params = {"do_remote_prefill": True, "resumable": resumable}
     _, said = await asked(app, body(params))
     assert said[:2] == [text, text]
@@ -273,5 +276,5 @@ async def test_a_landing_that_could_not_be_used_is_told_in_the_last_chunks(vllm:
 @on_loop
 async def test_what_is_no_landing_is_not_looked_at(vllm: Vllm) -> None:
     last = sse({"choices": [{"text": "", "finish_reason": "stop"}]})
-    _, said = await asked(Answers(Recomputing([last, b"", b""])), body({"salt": "00"}))
+    _, said = await asked(answers(Recomputing([last, b"", b""])), body({"salt": "00"}))
     assert said[0] == last

@@ -4,22 +4,18 @@ import asyncio
 import threading
 from pathlib import Path
 
-import pytest
-
 from engine.vllm.scheduler_side.steps import StepWritten
 from engine.vllm.worker_side.ranks import RankLink, RankServer
 
 
-def test_everybody_who_asks_for_a_job_waits_until_ranks_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "engine.vllm.worker_side.ranks.LET_GO_TIMEOUT_S", 0.01
-    )  # which is only when it is complained about
+def test_everybody_who_asks_for_a_job_waits_until_ranks_let_go(tmp_path: Path) -> None:
     asyncio.run(release_twice(tmp_path))
 
 
 async def release_twice(tmp_path: Path) -> None:
-    known = asyncio.Event()
-    server = RankServer(tmp_path / "ranks.sock", lambda rank, message: known.set(), ranks=1)
+    known, path = asyncio.Event(), tmp_path / "ranks.sock"
+    # Soon, which is only when it is complained about.
+    server = RankServer(path, lambda rank, message: known.set(), ranks=1, let_go_timeout_s=0.01)
     await server.start()
     copying = threading.Event()
     link = await asyncio.to_thread(RankLink, str(server.path), 0, lambda job: copying.wait(30.0))

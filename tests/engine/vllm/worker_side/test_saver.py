@@ -39,7 +39,7 @@ def stuck() -> Iterator[Stuck]:
 
 @pytest.fixture
 def saver(said: list[Message], stuck: Stuck) -> Iterator[Saver]:
-    saver = Saver(said.append, FAST_S)
+    saver = Saver(said.append, FAST_S, max_given_up=8)
     yield saver
     stuck.may_end.set()
     saver.close()
@@ -93,9 +93,8 @@ def test_steps_do_not_wait_while_an_older_copy_is_stuck(saver: Saver, said: list
 
 
 def test_jobs_whose_end_is_never_told_are_not_remembered_for_ever(
-    saver: Saver, said: list[Message], stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+    saver: Saver, said: list[Message], stuck: Stuck
 ) -> None:
-    monkeypatch.setattr("engine.vllm.worker_side.saver.MAX_GIVEN_UP", 8)
     refused = threading.Event()
 
     def late() -> None:

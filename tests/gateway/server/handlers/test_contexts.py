@@ -2,16 +2,16 @@
 
 import asyncio
 import time
-from typing import Any
-
-import pytest
+from typing import Any, cast
 
 from gateway.api.cache_control import Breakpoint
 from gateway.auth.keyring import Tenant
 from gateway.cluster.agent_client import AgentClient
 from gateway.cluster.pinned_prefixes import Kept, KeptContexts, State
-from gateway.server.handlers.contexts import Outcome, details_of, id_of
+from gateway.server.handlers.contexts import OUTCOME_WAIT_S, PAUSES_S, Outcome, details_of, id_of
+from tests.gateway.scripted import ScriptedNode
 from tests.gateway.worlds import on_loop, world
+from transport.control.proto import node_pb2 as pb
 
 
 def wish(tokens: int, ttl: str = "5m") -> Breakpoint:
@@ -100,35 +100,47 @@ async def test_a_node_that_cannot_keep_is_named_and_the_request_is_answered() ->
         assert 'prfaas_contexts_total{outcome="unimplemented"} 1.0' in await w.metrics()
 
 
+class HalfKeepingNode(ScriptedNode):
+    """Keeps a block of whatever it is asked to keep, which was not kept before it was asked first."""
+
+    asked = 0
+
+    async def CreateContext(self, request: Any, context: Any) -> pb.Context:
+        self.asked += 1
+        added = 16 if self.asked == 1 else 0
+        return pb.Context(
+            context_id=request.context_id,
+            num_tokens=16,
+            owned_tokens=16,
+            added_tokens=added,
+            ttl_s=300.0,
+            whole_ttl_s=300.0,
+        )
+
+
 @on_loop
-async def test_a_part_that_is_kept_was_written_however_often_the_rest_was_looked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[str] = []
-
-    async def keep(agent: AgentClient, context_id: str, *_: Any) -> Kept:
-        asked.append(context_id)
-        return kept(context_id, "", num_tokens=16, owned_tokens=16, added_tokens=16 if len(asked) == 1 else 0)
-
-    monkeypatch.setattr(AgentClient, "keep", keep)
-    async with world() as w:
+async def test_a_part_that_is_kept_was_written_however_often_the_rest_was_looked_for() -> None:
+    async with world(kind=HalfKeepingNode) as w:
         response = await w.complete("hello there the quick brown fox " * 8, prompt_cache_options={"ttl": "5m"})
         details = (await response.json())["usage"]["prompt_tokens_details"]
         (told,) = details["breakpoints"]
         assert (told["kept"], told["reason"], details["cache_write_tokens"]) == (16, "partial", 16)
-        assert len(asked) > 1
+        assert max(cast(HalfKeepingNode, node).asked for node in w.nodes.nodes) > 1
+
+
+class HalfKeepingAgent(AgentClient):
+    """The same at once, however many are asked for."""
+
+    async def keep(self, context_id: str, *_: Any) -> Kept:
+        return kept(context_id, "", num_tokens=16, owned_tokens=16, added_tokens=16)
 
 
 @on_loop
-async def test_parts_that_are_kept_do_not_wait_for_each_others_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_parts_that_are_kept_do_not_wait_for_each_others_rest() -> None:
     """A tenant that has its share of a node is told so by every answer, however many there are at once."""
-
-    async def keep(agent: AgentClient, context_id: str, *_: Any) -> Kept:
-        return kept(context_id, "", num_tokens=16, owned_tokens=16, added_tokens=16)
-
-    monkeypatch.setattr(AgentClient, "keep", keep)
-    monkeypatch.setattr("gateway.server.handlers.contexts.PAUSES_S", (0.0, 0.4))
-    async with world() as w:
+    at_once = 12
+    assert at_once * sum(PAUSES_S) > OUTCOME_WAIT_S  # one after the other they would be too late
+    async with world(agent_client=HalfKeepingAgent) as w:
 
         async def reason(number: int) -> str:
             prompt = f"{number} hello there the quick brown fox " * 8
@@ -136,4 +148,4 @@ async def test_parts_that_are_kept_do_not_wait_for_each_others_rest(monkeypatch:
             (told,) = (await response.json())["usage"]["prompt_tokens_details"].get("breakpoints") or [{}]
             return str(told.get("reason", "not told in time"))
 
-        assert await asyncio.gather(*map(reason, range(12))) == ["partial"] * 12
+        assert await asyncio.gather(*map(reason, range(at_once))) == ["partial"] * at_once
