@@ -1,4 +1,4 @@
-"""The lowest version that pyproject.toml allows of each dependency, as constraints for pip: `python scripts/lowest.py EXTRA …`."""
+"""The lowest version that pyproject.toml allows of each dependency, as pip's constraints: `python scripts/lowest.py EXTRA …`."""
 
 import re
 import sys

@@ -1,6 +1,6 @@
 """Builds, checks and tags a release: `python scripts/release.py VERSION` (`make release VERSION=0.1.0`). Publishes nothing.
 
-In dist/ it leaves the wheel, the source distribution and NOTES-VERSION.md. What stands in the way ends it with status 1 and one line.
+It leaves the wheel, the source distribution and NOTES-VERSION.md in dist/. An obstacle ends it with status 1 and one line.
 """
 
 import re
