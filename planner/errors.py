@@ -5,9 +5,13 @@ PlannerError
 │   └── NobodyPrefills routing: who could decode it needs somebody who prefills, and has nobody
 ├── InputError         a configuration, profile or trace names the field, the value and what would do
 │   └── OutsideProfile a length beyond the profiled points, without leave to extrapolate
+├── MissingExtra       scipy is needed, which the extra `planner` installs
 ├── Refused            a change of the plan that cannot be made now
 └── Infeasible         no plan meets the constraints; says which one and the nearest change that would
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class PlannerError(Exception):
@@ -30,9 +34,22 @@ class OutsideProfile(InputError):
     """A length lies outside the profiled points."""
 
 
+class MissingExtra(PlannerError):
+    """A package is needed that only the extra `planner` installs."""
+
+
 class Refused(PlannerError):
     """A change of the plan that cannot be made now; the message says why."""
 
 
 class Infeasible(PlannerError):
     """No plan meets the constraints."""
+
+
+@contextmanager
+def needing_scipy(what: str) -> Iterator[None]:
+    """For the import of scipy, which `what` needs. Raises MissingExtra where scipy is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as exc:
+        raise MissingExtra(f"{what} need scipy: pip install 'prfaas[planner]'") from exc

@@ -10,7 +10,11 @@ from tests.test_walls import PACKAGES
 from tests.vllm import cases
 
 ROOT = Path(__file__).parent.parent
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+DOCS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / folder / "README.md" for folder in ("benchmarks", "examples")),
+]
 # A file of ours, with or without its folder; what a reader would write himself (`my.toml`) has another look: see EXAMPLES.
 FILE = re.compile(r"(?<![\w./~$*-])((?:[\w-]+/)*[\w-]+\.(?:py|c|toml|md))\b")
 EXAMPLES = {"my.toml", "east-p0.toml"}
@@ -28,7 +32,7 @@ def found(pattern: re.Pattern[str]) -> list[tuple[str, str]]:
 def folders() -> Iterator[Path]:
     """Where a path may begin: at the top, or in a package or one of its rooms, when the text speaks of it."""
     yield ROOT
-    for package in (*PACKAGES, "configs", "docs", "tests", "benchmarks"):
+    for package in (*PACKAGES, "configs", "docs", "tests", "benchmarks", "examples"):
         yield ROOT / package
         yield from (path for path in (ROOT / package).rglob("*") if path.is_dir())
 

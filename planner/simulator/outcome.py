@@ -8,6 +8,7 @@ import numpy as np
 
 from planner.decisions.accuracy import Error
 from planner.decisions.classes import ServiceClass
+from planner.errors import needing_scipy
 from planner.model.profile import Floats
 from planner.simulator.scenario import Targets
 
@@ -160,6 +161,8 @@ def confidence_95(values: Sequence[float]) -> float:
     count = len(values)
     if count < 2:
         return float("inf")
-    from scipy.special import stdtrit  # half a second to load, and one seed has no interval
+    # Half a second to load, and one seed has no interval.
+    with needing_scipy("confidence intervals of several seeds"):
+        from scipy.special import stdtrit
 
     return float(stdtrit(count - 1, 0.975) * np.std(values, ddof=1) / np.sqrt(count))

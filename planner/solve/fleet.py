@@ -25,7 +25,7 @@ from typing import Any, Final
 import numpy as np
 
 from planner.decisions.views import ClusterKind
-from planner.errors import Infeasible, InputError
+from planner.errors import Infeasible, InputError, needing_scipy
 from planner.model.profile import Floats
 from planner.model.site import Site
 from planner.model.throughput import decode_seconds
@@ -104,7 +104,9 @@ def solve_split(fleet: Fleet, num_prefill: Sequence[int], cut: int | None = None
     else:
         equal += [(bins + j, count - 1, -float(share)) for j, share in enumerate(fleet.home)]
         size = bins + pd
-    from scipy.optimize import linprog  # takes a second to load, and one PD cluster needs no program
+    # Takes a second to load, and one PD cluster needs no program.
+    with needing_scipy("plans of several PD clusters"):
+        from scipy.optimize import linprog
 
     # Rows in units of their own limit: bytes per second next to instances would lose the solver's tolerance.
     scale = np.where(limits > 0, limits, 1.0)

@@ -6,6 +6,7 @@ GATEWAY and TOOL_GATEWAY say where gateways answer (`tests.clients.behind`).
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import traceback
 from importlib.metadata import version
@@ -22,6 +23,7 @@ from pydantic import BaseModel, ValidationError
 
 URL, TOOL_URL = os.environ["GATEWAY"], os.environ["TOOL_GATEWAY"]
 TEXT = "the quick brown fox jumps over the lazy dog " * 20
+EXAMPLE_S = 600
 MESSAGES = [{"role": "user", "content": TEXT}]
 SCHEMA = {
     "type": "object",
@@ -235,10 +237,17 @@ def litellm_prompt_caching() -> None:
     assert ask("Where is it? ") == (written, 0)
 
 
+def examples() -> None:
+    """Those of SDKs, as a reader runs them."""
+    for name in ("openai_sdk", "anthropic_sdk", "langchain_chat"):
+        command = [sys.executable, f"examples/{name}.py"]
+        subprocess.run(command, check=True, env=os.environ | {"MODEL": MODEL}, timeout=EXAMPLE_S)
+
+
 CHECKS = (
     openai_chats_and_completions, openai_async, openai_errors, openai_responses, openai_tools_and_parse,
     anthropic_messages, anthropic_tools, anthropic_async, openai_prompt_caching, anthropic_prompt_caching, langchain, litellm_sdk,
-    litellm_prompt_caching,
+    litellm_prompt_caching, examples,
 )  # fmt: skip
 
 

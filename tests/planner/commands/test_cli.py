@@ -197,6 +197,36 @@ def test_what_only_some_commands_need_is_not_loaded_by_others(argv):
     assert not loaded_by(*argv) & {"scipy", "rich"}
 
 
+def planned_with_only(packages: set[str], *argv: str) -> subprocess.CompletedProcess[str]:
+    """A command where, of all that is installed, only `packages` can be imported."""
+    code = (
+        "import sys\n"
+        f"allowed = {packages!r}\n"
+        "class Bare:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        top = name.split('.')[0]\n"
+        "        if top not in allowed | sys.stdlib_module_names: raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Bare())\n"
+        "from planner.commands.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True)
+
+
+BARE = {"planner", "hybrid_cache", "transport", "node", "prfaas", "numpy", "msgspec"}
+
+
+@pytest.mark.parametrize("argv", [["solve", "-c", CASE], ["simulate", "-c", CASE, "--requests", "50"]])
+def test_planning_needs_no_grpc_and_no_tokenizer(argv):
+    assert planned_with_only(BARE, *argv).returncode == 0
+
+
+def test_plans_of_several_pd_clusters_name_the_extra_that_they_need():
+    done = planned_with_only(BARE, "solve", "-c", "configs/pairs.toml")
+    assert done.returncode == 1
+    assert "pip install 'prfaas[planner]'" in done.stderr
+
+
 def test_diff_exits_by_verdict(capsys, tmp_path):
     plan = tmp_path / "plan.json"
     run(capsys, "solve", "-c", CASE, "-o", str(plan))
