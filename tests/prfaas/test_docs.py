@@ -43,7 +43,7 @@ def test_every_key_of_a_gateway_is_explained(key: str) -> None:
 
 @pytest.mark.parametrize("name", LINK_METRICS)
 def test_every_metric_of_a_link_is_explained(name: str) -> None:
-    assert f"`{name}`" in rows("guides/watching.md", "Watching it")
+    assert f"`{name}`" in rows("guides/watching.md", "Links, load and memory of a node")
 
 
 @pytest.mark.parametrize(
