@@ -56,7 +56,7 @@ class NodeCollector(Collector):
         yield restarts
         yield _counter(
             "prfaas_engine_silences",
-            "Times the engine ran and answered nobody, by how",
+            "Times the engine ran without answering, by how",
             "kind",
             self._agent.vigil.counts,
         )
