@@ -205,7 +205,7 @@ class NodeConfig:
 
     @property
     def identity(self) -> Identity | None:
-        """Who the node is to other nodes and to gateways; None where nobody asks."""
+        """Who the node is to other nodes and to gateways; None where it is not asked for."""
         if not self.certificate:
             return None
         return Identity(certificate=Path(self.certificate), key=Path(self.key), authority=Path(self.authority))

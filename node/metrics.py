@@ -16,7 +16,7 @@ from transport.path.tcp import format_address
 
 
 class InCluster(Collector):
-    """Another collector's series, each of which says whose it is: `cluster` is the node's own, where `link` is the other end."""
+    """Another collector's series with `cluster` added: the node's own, where `link` is the other end."""
 
     def __init__(self, cluster: str, inner: Collector) -> None:
         self._labels = {"cluster": cluster}

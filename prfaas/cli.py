@@ -159,7 +159,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument("file", nargs="?", metavar="FILE", help="the request's JSON body; - or nothing: standard input")
     asked.add_argument("--prompt", metavar="TEXT", help="a prompt instead")
-    asked.add_argument("--tokens", type=within(1, 10**6), metavar="N", help="so many tokens that nobody has cached")
+    asked.add_argument("--tokens", type=within(1, 10**6), metavar="N", help="so many tokens, none of them cached")
     parser.add_argument("--model", metavar="NAME", help="with --prompt and --tokens (default: the one that is served)")
     parser.add_argument("--tenant", metavar="NAME", help="as if this tenant asked, where the gateway has tenants")
     parser.add_argument("--endpoint", metavar="PATH", help="where the body would be sent, if it does not show")

@@ -23,7 +23,7 @@ class Admission:
         self._idle.set()
 
     def check(self) -> None:
-        """Raises ApiError when nobody more would get a place now."""
+        """Raises ApiError when no further request would get a place now."""
         if self.is_draining:
             raise Unavailable("The gateway is shutting down.", "draining")
         if self._places.taken >= self.limit:

@@ -33,7 +33,7 @@ class Booking:
             decode.expects(max(0, len(hashes) * decode.info.block_size - held_tokens))
 
     def prefill(self, node: Node, route: Route) -> None:
-        """`node` computes the prompt as `route` says from now on, and nobody else does."""
+        """`node` computes the prompt as `route` says from now on, and no other node does."""
         kept = self._computing if self._computing is not None and self._computing[0] is node else None
         if kept is not None:  # who waits for it goes on waiting
             self._computing = None
@@ -61,7 +61,7 @@ class Booking:
     def _begin(self, node: Node, route: Route) -> tuple[Node, Computing]:
         blocks = route.cached_tokens // node.info.block_size if node.info and node.info.block_size else 0
         self.awaited = node.underway.first(self._hashes, blocks)
-        # Nobody waits for what is there already, or awaited from somebody else.
+        # What is there already, or awaited from another request, adds no wait.
         computed = self._hashes if blocks < len(self._hashes) else ()
         return node, node.underway.begin(computed)
 

@@ -68,7 +68,7 @@ class Reservations:
         making = self._tasks.start(reserving, "reserve", expected=(NodeError,))
         hold: Hold | None = None
         try:
-            # Shielded: a client that leaves now must not leave a reservation behind whose id nobody knows.
+            # Shielded: a client that leaves now must not leave a reservation behind whose id is lost.
             hold = Hold(await asyncio.shield(making), [decode])
             if landed is not None and landed_tokens >= chosen.cached_tokens:
                 hold.shared_from = landed.first.prefill_node

@@ -171,7 +171,7 @@ class Runner:
     def _next_way(
         self, request: Request, chosen: Route, failing: str, error: NodeFailure, failed: dict[str, Failure]
     ) -> Route | None:
-        """Who prefills after node `failing`, None for nobody. Raises KillsEngines."""
+        """The node that prefills after node `failing`; None: no node. Raises KillsEngines."""
         noted = self._accounts.doubted if error.failure is Failure.REQUEST else self._accounts.fell_back
         noted(request, f"prefill_{error.reason}", error)
         match self._retries.rule_after(

@@ -173,7 +173,7 @@ class Reader:
 
 
 def _is_mostly_text(body: bytes) -> bool:
-    """Whether decoding `body` makes few objects, each of which begins after a comma or a bracket."""
+    """Whether decoding `body` makes few objects; each begins after a comma or a bracket."""
     data = np.frombuffer(body, np.uint8)  # counts faster as bytes do
     return bool(sum(np.count_nonzero(data == mark) for mark in b",[{") <= MAX_COMMAS_AND_BRACKETS)
 

@@ -224,5 +224,5 @@ def _name(kind: type) -> str:
 def _version() -> str:
     try:
         return version("prfaas")
-    except PackageNotFoundError:  # run from a checkout that nobody has installed
+    except PackageNotFoundError:  # run from a checkout that is not installed
         return "0"

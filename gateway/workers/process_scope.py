@@ -57,7 +57,7 @@ class Alone:
 
     @asynccontextmanager
     async def siblings(self, kept: Mapping[str, Kept]) -> AsyncIterator[Siblings | None]:
-        """The others, who can ask this one inside the block; None: there are none."""
+        """The other workers, which can ask this one inside the block; None: a single process."""
         yield None
 
     def join(self, nodes: Sequence[Node]) -> None:

@@ -47,7 +47,7 @@ class Tally(Offered):
             file.truncate(CELL_BYTES * (HEAD_CELLS + 2 * RING_CELLS))
 
     def close(self) -> None:
-        """Lets go of the file; nobody may ask any more."""
+        """Lets go of the file; it must not be asked any more."""
         del self._head, self.uncached, self.outputs
         self._map.close()
         os.close(self._fd)

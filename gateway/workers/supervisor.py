@@ -1,10 +1,10 @@
-"""A gateway of several processes: the parent serves nobody. It starts workers, starts again what dies, and passes signals on.
+"""A gateway of several processes: the parent serves no requests. It starts workers, restarts what dies, and passes signals on.
 
     parent ── board, names of sockets, metrics' files in a directory of its own ── worker 0 … N-1, all listening on one port
 
 The kernel deals connections out among those that listen (SO_REUSEPORT). A worker that dies takes its own streams with it and
 nothing else: what it had under way is cleared from all that workers share, at once, and what it had counted stays. One that is
-stopped or stuck is killed: the kernel deals it connections all the same. Who takes its place begins with the file as it was at
+stopped or stuck is killed: the kernel deals it connections all the same. Its successor begins with the file as it was at
 the start, like the others, whatever it says meanwhile. Should the parent die, workers stop listening and let their streams
 end; so a gateway that is started again gets the port.
 """
@@ -174,7 +174,7 @@ class Workers:
             ending.cancel()
 
     async def _end_if_silent(self, number: int, child: Child, ending: "asyncio.Task[int]") -> None:
-        """Until a worker has ended; one that is stopped, or stuck, is killed: its clients wait for nobody."""
+        """Until a worker has ended; one that is stopped, or stuck, is killed: its clients wait in vain."""
         heard, since = self._board.beats(number), self._now()
         while not ending.done():
             looked_at = self._now()

@@ -1,7 +1,7 @@
 """Ports that a node is to listen on, and who has them while it cannot.
 
 A node that is started again may come before its predecessor has let go: an agent that drains, an engine that is about to hear
-that its agent is gone. Such a port is waited for. One that somebody else has is a mistake in the configuration.
+that its agent is gone. The node waits for such a port. One that another program has is a mistake in the configuration.
 """
 
 import asyncio
@@ -120,7 +120,7 @@ def _ending(pid: int) -> list[str]:
 def _entries(folder: str) -> list[str]:
     try:
         return os.listdir(folder)
-    except OSError:  # gone, or somebody else's
+    except OSError:  # gone, or another user's
         return []
 
 

@@ -40,7 +40,7 @@ class Answers:
         task.add_done_callback(lambda _: self._forget(key, task))
 
     def cancel(self, key: JobKey) -> None:
-        """Nobody waits for this answer any more."""
+        """This answer is not awaited any more."""
         if task := self._tasks.pop(key, None):
             task.cancel()
 

@@ -160,7 +160,7 @@ async def _ask_ways(pairs: Sequence[tuple[Asked, Asked]]) -> list[Way]:
 
 
 async def _ticket(receiver: Asked) -> TicketInfo | str:
-    """What names a receiver's addresses, or why there is none."""
+    """What names a receiver's addresses, or why it is missing."""
     agent, node = receiver
     try:
         ticket = await agent.reserve_prefix("check", (), node.info.block_size, ROOM_S)

@@ -287,7 +287,7 @@ Ask = Callable[[str, str], str]
 
 
 def asked(known: Mapping[str, str | None], ask: Ask) -> dict[str, str]:
-    """What is known, and what somebody answered to the rest; an empty answer is the default that was shown."""
+    """What is known, and the user's answers to the rest; an empty answer is the default that was shown."""
     return {
         key: value if (value := known.get(key)) is not None else ask(question, default).strip() or default
         for key, (question, default) in QUESTIONS.items()

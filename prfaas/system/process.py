@@ -102,7 +102,7 @@ class Process:
         return await self._process.wait()
 
     def _refusal(self) -> str:
-        """What it said of itself, or else last: whoever refuses to start ends with the reason."""
+        """What it said of itself, or else last: a process that refuses to start ends with the reason."""
         text = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
         lines = [line for line in text.splitlines() if line.strip()]
         own = f"node {self.name}: "
@@ -142,7 +142,7 @@ def _signal_of(status: int) -> int:
 
 
 async def _drained(process: asyncio.subprocess.Process) -> None:
-    # A pipe nobody reads would block the child's last words and, with them, its end.
+    # An unread pipe would block the child's last words and, with them, its end.
     if process.stdout is not None:
         await process.stdout.read()
     await process.wait()

@@ -67,7 +67,7 @@ class Desk:
         self._documents: dict[tuple[str, ...], bytes] = {}  # by the names in them
 
     async def document(self, http: web.Request) -> web.Response:
-        """The API as an OpenAPI document: for whoever is served with the names of the model, once it is known."""
+        """The API as an OpenAPI document: for served tenants with the names of the model, once it is known."""
         names: tuple[str, ...] = ()
         with suppress(Unauthorised):
             self._tenant_of(http.headers)
