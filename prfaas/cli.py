@@ -1,4 +1,4 @@
-"""The command line: `prfaas demo|up|init|check|gateway|node|explain|top|flows|convert|key|certificates|model`."""
+"""The command line of `prfaas`: one parser, and one module of `prfaas.commands` for each command that needs one."""
 
 import argparse
 import asyncio
@@ -239,7 +239,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     topology = load_topology(arguments.config or DEFAULT_FILE, arguments.state_dir)
     if topology.model.profile:
         raise TopologyError(
-            "[model]: profile: a demo compares answers with a model's own, and here is none; use `prfaas up`"
+            "[model]: profile: a demo compares answers with a model's own, and there is no model; use `prfaas up`"
         )
     # Any free port: a demo must not fail because something else listens on 8000.
     demo = Demo(topology.replace_gateway(port=0), arguments.state_dir, arguments.requests, _console())

@@ -424,7 +424,7 @@ def _prefilled(job: AgentJob, request: Request, event: Prefilled) -> None:
 
 
 def _from_model(loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Event], event: Event) -> None:
-    """Called on the model's thread. A closed loop (RuntimeError) means that nobody listens."""
+    """Called on the model's thread. A closed loop (RuntimeError) means that nothing listens."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(inbox.put_nowait, event)
 

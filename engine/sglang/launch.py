@@ -1,7 +1,7 @@
 """`python -m engine.sglang.launch`: becomes an SGLang server whose requests' KVCache goes through this node's agent.
 
 Takes the arguments that `python -m engine.vllm.launch` takes, the node's role and its bootstrap port; what comes after `--` is
-SGLang's. The process is replaced by SGLang's own, so that whoever started this one signals and waits for the server itself.
+SGLang's. The process is replaced by SGLang's own, so that its starter signals and waits for the server itself.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The second room: a place among the requests being served. It is taken when the body is there, not while it is awaited."""
+"""A place among the requests being served. A request takes it when its body is there, not while the body is awaited."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Requests for whose KVCache no decode node has room now: they wait in line, before anything is reserved or computed for them.
+"""The line of requests whose KVCache no decode node has room for. Nothing is reserved or computed for them yet.
 
 The first asks again when another request's room is free, or after a moment: other gateways' requests end, too.
 The line is bounded. A request that would not get through in time is refused and told when to come again.

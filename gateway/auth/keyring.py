@@ -106,7 +106,7 @@ class Keyring:
     def _of_token(self, holder: Holder) -> Tenant:
         found = self._by_subject.get(holder.subject)
         if found is None:
-            raise Unauthorised("The token names nobody who is served here.", "unknown_tenant")
+            raise Unauthorised("The token names no tenant of this gateway.", "unknown_tenant")
         return found
 
     def named(self, name: str) -> Tenant:

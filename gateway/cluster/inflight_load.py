@@ -1,4 +1,4 @@
-"""What a request has under way on nodes, counted from the decision on: a node's own report is a quarter of a second late.
+"""A request's load on its nodes, counted from the routing decision; node reports lag by 250 ms.
 
 Of prompts that come together, the second one's decision must see the first one's, whether anything has been reserved or sent
 by then or not. What was counted is given back when it is done, and all of it at the latest when the try is over.

@@ -307,7 +307,7 @@ class GatewayConfig:
             require(bool(HOST.fullmatch(name)), "hosts", name, "a list of names, in lower case and without a port")
         if not (self.tenants or self.open or is_loopback(self.host)):
             raise SettingsError(
-                f"host = {self.host!r}: others than this machine reach it, and nobody needs a key: "
+                f"host = {self.host!r}: others than this machine reach it, and no key is needed: "
                 "add [gateway.tenants.NAME] (`prfaas key` makes keys), or say open = true"
             )
         missing = [name for name in IDENTITY_KEYS if getattr(self, name) is None]
@@ -377,4 +377,4 @@ def _only_a_gateway(document: Mapping[str, Any]) -> None:
         raise SettingsError("this is a node's file, for `prfaas node`; a gateway's file has one table, [gateway]")
     require_known(document, ["gateway"])
     if not isinstance(document.get("gateway"), dict):
-        raise SettingsError("a gateway's file has one table, [gateway]; there is none")
+        raise SettingsError("a gateway's file has one table, [gateway]; it is missing")

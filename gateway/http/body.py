@@ -1,4 +1,4 @@
-"""The first room: a body arrives, at a minimum rate, by a deadline, within bounds for all clients and for each address.
+"""Receives a body: at a minimum rate, by a deadline, within bounds for all clients and for each address.
 
 Nothing is taken from others while it does: a place among those served is given when the body is there.
 """

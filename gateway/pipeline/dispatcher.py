@@ -1,15 +1,15 @@
-"""One request's life, through eight rooms in one direction; what one room has found is handed to the next.
+"""The steps of one request, in order; each step's result is the next one's input.
 
     receive   the body, at a minimum rate and within bounds                             gateway.http.body
     admit     a place among those being served                                          gateway.admission.concurrency
     read      the body's call, and tokens, block hashes and digest of its prompt        gateway.prompt.reader
-    decide    local or remote, which nodes: a pure function of what is known            gateway.routing.router
-              and whether its class would be served as promised                         gateway.admission.slo
+    decide    local or remote, and which nodes, by what is known now                    gateway.routing.router
+              whether its class would be served as promised                             gateway.admission.slo
     reserve   the decode node makes room and hands out a ticket                         gateway.pipeline.reservations
     run       both legs at once                                                         gateway.pipeline.ticketed
-              for engines that are paired by rooms, without a reservation            gateway.pipeline.sglang_pair
+              for SGLang's pairs, without a reservation                                 gateway.pipeline.sglang_pair
     relay     the decode node's bytes, unchanged but for the number of cached tokens    gateway.pipeline.relay
-    settle    the books are closed                                                      gateway.pipeline.settlement
+    settle    what it held is freed                                                     gateway.pipeline.settlement
 
 Everything held on a node is held by a `with` block: the client going away, a node dying and the answer ending all leave
 by the same door. What fails before the client has seen a byte goes back to `decide` as often as `planner.decisions.retries`

@@ -1,4 +1,4 @@
-"""One request for several answers (a list of prompts, `n`) as so many requests for one, each decided and routed by itself.
+"""One request for several answers (a list of prompts, `n`) as that many requests, each decided and routed by itself.
 
     prompts × n ──► requests of one answer each ──► the corridor, side by side ──► one answer, choices in the order asked for
 

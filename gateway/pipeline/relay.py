@@ -1,4 +1,4 @@
-"""The seventh room: the decode node's bytes go to the client, unchanged but for the number of cached tokens.
+"""Relays the decode node's bytes to the client, unchanged but for the number of cached tokens.
 
 Should the node fail in the middle of a stream, another one goes on where the client's last token was
 (`gateway.pipeline.stream_resume`). Where none can, the error can only be told in the stream: as its last event, at once,

@@ -1,4 +1,4 @@
-"""The fifth room: the decode node makes room and hands out a ticket, before anything is computed."""
+"""Reserves: the decode node makes room and hands out a ticket, before anything is computed."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""The seam of a stream: which tokens its client has had, so that another engine can go on where the first one ended.
+"""Resumes a stream: knows which tokens its client has had, so that another engine can go on from there.
 
 Engines that can go on name each chunk's tokens where they are asked to (`kv_transfer_params.resumable`); the names are taken out
 on the way, and kept, a few bytes per token. The next engine reads the prompt and those tokens, says nothing of them again,

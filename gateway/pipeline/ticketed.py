@@ -1,4 +1,4 @@
-"""The sixth room: both legs at once. The prefill node pushes KVCache under the ticket, the decode node waits for it.
+"""Runs both legs at once. The prefill node pushes KVCache under the ticket, and the decode node waits for it.
 
 Whatever becomes of the prefill, the request hears of it: another prefill node takes over under the same ticket, or the decode
 node is told to compute the prompt itself, or the request ends here and now.

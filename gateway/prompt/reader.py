@@ -1,4 +1,4 @@
-"""The third room: bytes of a body become a call and its prompt, and the event loop goes on meanwhile.
+"""Turns the bytes of a body into a call and its prompt, without holding the event loop.
 
 The shortest bodies are read at once, and chats that go on by little: handing one to a thread and back takes as long. Other
 short ones, and long ones that are mostly text or token ids, are read in threads of this process: what they have in common with

@@ -1,4 +1,4 @@
-"""The fourth room: where a request goes, a pure function of what is known of the clusters now."""
+"""Routes a request by what is known of the clusters now, books its work, and learns from what ends."""
 
 import hashlib
 from collections.abc import Callable, Collection

@@ -1,4 +1,4 @@
-"""The books that all rooms write in: what became of a request, for its record, the log and the metrics."""
+"""Records what became of a request: for its record, the log and the metrics."""
 
 import logging
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What a process of a gateway shares with others: nothing when it is `Alone`; a worker's `Seat` says with whom."""
+"""State that a process shares with other workers: nothing in a single process (`Alone`); a worker has a `Seat`."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The policies by name, and the one that a cache takes if nobody chooses."""
+"""The policies by name, and the one that a cache takes by default."""
 
 from collections.abc import Callable
 from typing import Final

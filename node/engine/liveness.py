@@ -102,7 +102,7 @@ class Vigil:
             log.warning("the engine answers again")
         else:
             self.counts[silence] += 1
-            log.error("the engine runs and answers nobody: %s", silence)
+            log.error("the engine runs without answering: %s", silence)
         self._on_change()
 
 

@@ -1,4 +1,4 @@
-"""Blocks of an engine's that are smaller than ours: ours is held by a group that holds all the pieces of it.
+"""Maps the engine's smaller blocks to ours: a group holds ours if and only if it holds every piece.
 
 vLLM gives layers with more bytes per token blocks of fewer tokens. One hash names a prefix in all its groups, whatever the size
 of their blocks, so the last piece of a block of ours goes by the name of the whole one:

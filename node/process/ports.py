@@ -1,4 +1,4 @@
-"""Ports that a node is to listen on, and who has them while it cannot.
+"""Ports that a node is to listen on, and which process has them while it cannot.
 
 A node that is started again may come before its predecessor has let go: an agent that drains, an engine that is about to hear
 that its agent is gone. The node waits for such a port. One that another program has is a mistake in the configuration.

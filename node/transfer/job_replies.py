@@ -1,4 +1,4 @@
-"""Answers that an engine waits for: one task per job, and every job gets JobPages or Refused, whatever happens."""
+"""Tasks that each send one reply to an engine: every job gets JobPages or Refused, whatever happens."""
 
 import asyncio
 import logging

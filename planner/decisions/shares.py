@@ -74,7 +74,7 @@ class SharedBudget:
         self._bounds: dict[str, Bound] = {}
 
     def holds(self, now: float) -> bool:
-        """Whether somebody may still be sending by a share, whoever is seen."""
+        """Whether a sender may still be sending by a share, even one that is not seen."""
         return any(now < each.until for each in self._bounds.values())
 
     def bound(self, sender: Sender, now: float) -> float:

@@ -1,4 +1,4 @@
-"""`prfaas check`: asks every node that a gateway's file names what it is, and whether everybody reaches whom they must.
+"""`prfaas check`: asks every node that a gateway's file names what it is, and whether each process reaches those that it must.
 
 Nothing is changed: of a receiver a block is reserved for the addresses on its ticket, and given back before a sender asks there.
 """

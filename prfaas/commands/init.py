@@ -47,7 +47,7 @@ class Site:
         if self.engine not in ENGINES:
             raise InitError(f"engine {self.engine!r}: must be one of {', '.join(ENGINES)}")
         if not self.decode:
-            raise InitError("no decode node: somebody must answer")
+            raise InitError("no decode node: one must answer")
         if self.engine == "sglang" and self.tls:
             raise InitError("engine 'sglang': its servers find each other without certificates, so there is no TLS")
         if self.engine == "sglang" and not (self.prefill or self.remote):

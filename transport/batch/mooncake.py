@@ -1,7 +1,7 @@
 """Mooncake's Transfer Engine behind the interface of `batch`: for use inside a cluster, where its RDMA is.
 
-It has no secrets, no access rights and no checksums: whoever reaches its port reads and writes what is registered. Local memory
-has to be registered, too. Needs the `mooncake` extra.
+It has no secrets, no access rights and no checksums: every peer that reaches its port reads and writes what is
+registered. Local memory has to be registered, too. Needs the `mooncake` extra.
 """
 
 from collections.abc import Sequence

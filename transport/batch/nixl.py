@@ -1,6 +1,6 @@
 """NIXL behind the interface of `batch`: for use inside a cluster, over whatever UCX finds there.
 
-Access goes by what an agent publishes (`SegmentRef.handle`): whoever has it reads and writes what is registered. Local memory
+Access goes by what an agent publishes (`SegmentRef.handle`): a peer that has it reads and writes what is registered. Local memory
 has to be registered, too. Needs the `nixl` extra; UCX is set up by its environment variables.
 """
 

@@ -1,4 +1,4 @@
-"""What is no generation: the model list and health for clients, metrics and records for operators."""
+"""Paths without generation: the model list and health for clients, metrics and records for operators."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime

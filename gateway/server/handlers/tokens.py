@@ -1,4 +1,4 @@
-"""What is asked of a model and is no generation: tokens, their number, and what engines of other kinds answer whole.
+"""Paths that ask a model without generating: tokens, their number, and what other kinds of engines answer whole.
 
 Nothing is routed, there is no KVCache to speak of; but a place among those served is taken. What an engine is given costs its
 tenant tokens: as many as its body may have, then as many as the answer counts.
