@@ -47,6 +47,7 @@ SILENCE_S: Final = 30.0  # a worker says four times a second that it is there
 START_S: Final = 120.0  # a second or two on an idle machine
 BAD_CONFIG: Final = 2
 CANNOT_START: Final = -1
+KILLED: Final = (-signal.SIGKILL, -signal.SIGTERM)  # by somebody else, unless we did it
 
 
 class Workers:
@@ -75,6 +76,7 @@ class Workers:
         self._running: dict[int, Child] = {}
         self._has_reloaded = False
         self._ready: set[int] = set()
+        self._killed_by_us: set[int] = set()
         self._served: set[int] = set()  # workers that have been ready once
         self._all_ready = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -117,7 +119,7 @@ class Workers:
             forget_gauges(self._metrics, number)
             if self._stopping.is_set():
                 return
-            pause_s = None if status == BAD_CONFIG and number not in self._served else restarts.on_death(self._now())
+            pause_s = self._pause_s(number, status, restarts)
             if pause_s is None:
                 raise WorkersFail(number, status, max(1, restarts.deaths))
             log.error("worker %d ended with status %d: it is started again in %g s", number, status, pause_s)
@@ -125,6 +127,19 @@ class Workers:
                 async with asyncio.timeout(pause_s):
                     await self._stopping.wait()
             self._board.restarted()
+
+    def _pause_s(self, number: int, status: int, restarts: Restarts) -> float | None:
+        """Until the next start; None: there is none."""
+        if status == BAD_CONFIG and number not in self._served:
+            return None
+        if status in KILLED and number not in self._killed_by_us:
+            return restarts.on_kill(self._now())
+        self._killed_by_us.discard(number)
+        return restarts.on_death(self._now())
+
+    def _kill(self, number: int, child: Child) -> None:
+        self._killed_by_us.add(number)
+        kill_group(child.pid)
 
     async def _run_once(self, number: int, restarts: Restarts) -> int:
         try:
@@ -154,7 +169,7 @@ class Workers:
                     log.error(
                         "worker %d does not start in %.0f s, pid=%d: it is killed", number, self._start_s, child.pid
                     )
-                    kill_group(child.pid)
+                    self._kill(number, child)
                     await ending
             if not ending.done() and self._board.state(number):
                 restarts.on_ready()
@@ -184,7 +199,7 @@ class Workers:
                 heard, since = beats, now
             elif not ending.done() and now - since >= self._silence_s:
                 log.error("worker %d says nothing for %.0f s, pid=%d: it is killed", number, now - since, child.pid)
-                kill_group(child.pid)
+                self._kill(number, child)
                 await ending
 
     def _is_ready(self, number: int) -> None:

@@ -1,7 +1,8 @@
-"""Whether an engine that died is started again, and how soon.
+"""Whether a process that died is started again, and how soon.
 
-Deaths count that lie within the last minute, and so do those since the engine last took requests, however far apart: one whose
-every start takes minutes and fails is no better than one that fails at once.
+Deaths count that lie within the last minute, and so do those since the process last served, however far apart: one whose
+every start takes minutes and fails is no better than one that fails at once. A process that was killed from outside may run well
+when it is started again: such ends lengthen the pause, and no number of them is too many.
 """
 
 from collections import deque
@@ -13,11 +14,12 @@ MAX_DOUBLINGS = 4  # after which it is MAX_BACKOFF_S; powers of any number of de
 
 
 class Restarts:
-    """The deaths of one node's engine. `max_restarts`: how many may count before it is given up."""
+    """The deaths of one process. `max_restarts`: how many may count before it is given up."""
 
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
         self._recent: deque[float] = deque()
+        self._killed: deque[float] = deque(maxlen=MAX_DOUBLINGS + 1)
         self._since_ready = 0
 
     @property
@@ -27,7 +29,7 @@ class Restarts:
         return max(len(self._recent), self._since_ready)
 
     def on_ready(self) -> None:
-        """It takes requests, so it can be started."""
+        """It serves, so it can be started."""
         self._since_ready = 0
 
     def on_death(self, now: float) -> float | None:
@@ -38,4 +40,15 @@ class Restarts:
             self._recent.popleft()
         if self.deaths > self._max_restarts:
             return None
-        return min(FIRST_BACKOFF_S * 2.0 ** min(self.deaths - 1, MAX_DOUBLINGS), MAX_BACKOFF_S)
+        return _pause_s(self.deaths)
+
+    def on_kill(self, now: float) -> float:
+        """Seconds to wait before the next start of a process that was ended from outside."""
+        self._killed.append(now)
+        while self._killed[0] < now - RESTART_WINDOW_S:
+            self._killed.popleft()
+        return _pause_s(len(self._killed))
+
+
+def _pause_s(ends: int) -> float:
+    return min(FIRST_BACKOFF_S * 2.0 ** min(ends - 1, MAX_DOUBLINGS), MAX_BACKOFF_S)

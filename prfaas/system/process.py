@@ -93,7 +93,7 @@ class Process:
             raise StartRefused(
                 f"{self.name}: {self._refusal() or f'it refuses its configuration; see {self.log_path}'}"
             )
-        kind = StartKilled if _signal_of(status) in FROM_OUTSIDE else StartError
+        kind = StartKilled if is_from_outside(status) else StartError
         raise kind(f"{self.name} ended with status {status} before it said {prefix!r}{self._log_tail()}")
 
     async def wait(self) -> int:
@@ -136,9 +136,9 @@ class Process:
         return process.returncode
 
 
-def _signal_of(status: int) -> int:
-    """The signal that ended a process of this exit status; 0: it ended by itself."""
-    return -status if status < 0 else max(0, status - SIGNALLED)
+def is_from_outside(status: int) -> bool:
+    """Whether a process of this exit status was ended by somebody's signal, and not by itself or a crash."""
+    return (-status if status < 0 else status - SIGNALLED) in FROM_OUTSIDE
 
 
 async def _drained(process: asyncio.subprocess.Process) -> None:

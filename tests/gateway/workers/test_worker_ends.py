@@ -31,6 +31,23 @@ async def test_workers_that_end_as_often_as_they_are_started_are_given_up(tmp_pa
 
 
 @on_loop
+async def test_a_worker_that_is_killed_from_outside_is_never_given_up(tmp_path: Path) -> None:
+    Board.create(tmp_path / "board", workers=1, nodes=1)
+    board, started = Board(tmp_path / "board"), []
+
+    def command(number: int) -> list[str]:
+        started.append(number)
+        return [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+
+    workers = Workers(command, board, tmp_path, asyncio.get_running_loop().time, max_restarts=1)
+    running = asyncio.create_task(workers.run(lambda: None))
+    await until(lambda: len(started) > 3)
+    workers.stop()
+    await running
+    board.close()
+
+
+@on_loop
 async def test_a_worker_that_cannot_be_started_just_now_is_started_later(tmp_path: Path) -> None:
     Board.create(tmp_path / "board", workers=2, nodes=1)
     board = Board(tmp_path / "board")

@@ -34,6 +34,13 @@ def test_an_engine_that_serves_and_dies_within_the_window_is_given_up():
         assert restarts.on_death(now) == pause_s
 
 
+def test_ends_from_outside_lengthen_the_pause_and_are_never_too_many():
+    restarts = Restarts(0)
+    assert [restarts.on_kill(float(now)) for now in range(7)] == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
+    assert restarts.on_kill(3 * RESTART_WINDOW_S) == 0.5
+    assert restarts.deaths == 0
+
+
 def test_none_allowed_is_none_made():
     assert Restarts(0).on_death(0.0) is None
 

@@ -27,8 +27,10 @@ class Scripted:
         return self._status
 
 
-def told_of(starts: Sequence[int | Exception | None], max_restarts: int, *, is_needed: bool = True) -> list[str]:
-    """What is said of a process that dies of SIGKILL, and whose next starts come to `starts`; None: it stays."""
+def told_of(
+    starts: Sequence[int | Exception | None], max_restarts: int, *, first: int = 1, is_needed: bool = True
+) -> list[str]:
+    """What is said of a process that ends with status `first`, and whose next starts come to `starts`; None: it stays."""
     told: list[str] = []
     pauses: list[float] = []
     left = list(starts)
@@ -50,7 +52,7 @@ def told_of(starts: Sequence[int | Exception | None], max_restarts: int, *, is_n
 
         keeper = asyncio.create_task(
             keep_up(
-                Scripted(-9),
+                Scripted(first),
                 again,
                 told.append,
                 lambda: 0.0,
@@ -71,25 +73,25 @@ def told_of(starts: Sequence[int | Exception | None], max_restarts: int, *, is_n
 
 
 def test_it_is_started_again_and_said() -> None:
-    assert told_of([None], 5) == ["n0 ended with status -9: it is started again in 0.5 s", "n0 is back"]
+    assert told_of([None], 5) == ["n0 ended with status 1: it is started again in 0.5 s", "n0 is back"]
 
 
 def test_a_start_that_fails_is_tried_again_later() -> None:
     assert told_of([StartError("no room"), None], 5) == [
-        "n0 ended with status -9: it is started again in 0.5 s",
-        "n0 ended with no room: it is started again in 1 s",
+        "n0 ended with status 1: it is started again in 0.5 s",
+        "n0 did not come up: no room: it is started again in 1 s",
         "n0 is back",
     ]
 
 
 def test_a_disk_that_is_full_for_a_moment_does_not_end_everything() -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
-    assert told_of([full, None], 5)[1:] == [f"n0 ended with {full}: it is started again in 1 s", "n0 is back"]
+    assert told_of([full, None], 5)[1:] == [f"n0 did not come up: {full}: it is started again in 1 s", "n0 is back"]
 
 
 def test_what_refuses_to_start_was_up_before_and_may_be_again() -> None:
     assert told_of([StartRefused("no such directory"), None], 5)[-2:] == [
-        "n0 ended with no such directory: it is started again in 1 s",
+        "n0 did not come up: no such directory: it is started again in 1 s",
         "n0 is back",
     ]
 
@@ -97,16 +99,25 @@ def test_what_refuses_to_start_was_up_before_and_may_be_again() -> None:
 def test_what_is_not_needed_is_tried_rarely_instead_of_given_up() -> None:
     assert told_of([1, 1, StartError("no room"), None], 2, is_needed=False)[-3:] == [
         "n0 ended with status 1: it is started again in 30 s",
-        "n0 ended with no room: it is started again in 30 s",
+        "n0 did not come up: no room: it is started again in 30 s",
         "n0 is back",
     ]
 
 
 def test_what_never_stays_up_is_given_up_where_nothing_works_without_it() -> None:
-    with pytest.raises(StartError, match="n0 ended 3 times, at last with status 1: given up"):
+    with pytest.raises(StartError, match="n0 failed 3 times; at last, n0 ended with status 1: given up"):
         told_of([1, 1, 1], 2)
-    with pytest.raises(StartError, match="at last with no room"):
+    with pytest.raises(StartError, match="at last, n0 did not come up: no room"):
         told_of([StartError("no room")], 1)
+
+
+def test_what_is_killed_from_outside_is_never_given_up() -> None:
+    """A gateway that was killed six times within a minute ended every node with it."""
+    killed = StartKilled("n0 ended with status -9 before it said 'ready '; end of n0.log:\nlong")
+    told = told_of([-9, killed, -15, killed, -9, 137, killed, None], 1, first=-9)
+    assert told[0] == "n0 ended with status -9: it is started again in 0.5 s"
+    assert told[3] == "n0 did not come up: n0 ended with status -9 before it said 'ready ': it is started again in 2 s"
+    assert told[-2:] == [f"n0 did not come up: {str(killed).split(';')[0]}: it is started again in 8 s", "n0 is back"]
 
 
 def first_told_of(starts: Sequence[Exception | None], max_restarts: int = 2) -> list[str]:
