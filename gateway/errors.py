@@ -16,7 +16,7 @@ GatewayError
 │   ├── ReaderDied            500: the process that read the body did not survive it
 │   ├── KillsEngines          500: neither did two engines
 │   └── InternalError         500: an error of ours
-├── LegFailed                 HTTP with an engine; `gateway.upstream.legs` says which leg of which node it was
+├── LegFailed                 HTTP with an engine; `gateway.upstream.legs` says which node's leg it was
 └── NodeFailure               a node did not do what was asked; `planner.decisions.retries` says what follows
     ├── NodeError             its agent, over gRPC
     ├── PrefillFailed         its engine, over HTTP

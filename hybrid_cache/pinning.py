@@ -1,8 +1,8 @@
 """Context caching: prefixes that a client pays to keep.
 
 A context is a prefix that was prefilled once and stays until it expires, whatever eviction would like. It is held by a
-reservation of its own, so the pool's rules (never evicted, counted as locked) apply to it like to any running request. Whoever
-uses the prefix lets it live for its whole time again.
+reservation of its own, so the pool's rules (never evicted, counted as locked) apply to it like to any running request. A use
+of the prefix lets it live for its whole time again.
 
 It has an owner. What an owner has is counted in tokens of distinct blocks: a conversation that is kept turn by turn counts once.
 A named one may fill a share of what contexts may hold, so that others find some: what is beyond is kept as far as it fits.

@@ -40,7 +40,7 @@ class NotAppending(Exception):
 
 
 def in_parts(environment: Environment, source: str) -> Template:
-    """`source` with marks between its parts, and of the messages the text of NEW alone, the first of which has the number START.
+    """`source` with marks between its parts, and of the messages the text of NEW alone; the first one has the number START.
 
     Raises NotAppending, or jinja2's errors.
     """

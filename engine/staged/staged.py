@@ -341,8 +341,8 @@ class StagedEngine:
                         self._hear_from(key.data)
                     self._look(self._clock())
         except Exception as exc:
-            log.exception("nobody hears the stages any more")
-            self._die(f"nobody hears the stages any more: {type(exc).__name__}: {exc}")
+            log.exception("the stages are not heard any more")
+            self._die(f"the stages are not heard any more: {type(exc).__name__}: {exc}")
 
     def _hear_from(self, stage: int) -> None:
         try:

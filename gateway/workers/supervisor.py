@@ -47,7 +47,7 @@ SILENCE_S: Final = 30.0  # a worker says four times a second that it is there
 START_S: Final = 120.0  # a second or two on an idle machine
 BAD_CONFIG: Final = 2
 CANNOT_START: Final = -1
-KILLED: Final = (-signal.SIGKILL, -signal.SIGTERM)  # by somebody else, unless we did it
+KILLED: Final = (-signal.SIGKILL, -signal.SIGTERM)  # by another process, unless we did it
 
 
 class Workers:
@@ -129,7 +129,7 @@ class Workers:
             self._board.restarted()
 
     def _pause_s(self, number: int, status: int, restarts: Restarts) -> float | None:
-        """Until the next start; None: there is none."""
+        """Until the next start; None: no start follows."""
         if status == BAD_CONFIG and number not in self._served:
             return None
         if status in KILLED and number not in self._killed_by_us:

@@ -77,8 +77,8 @@ def holder(number: int) -> int | None:
 def is_predecessor(pid: int, node_id: str) -> bool:
     """Whether a process is this node's engine, or an agent that was started with this one's very command line.
 
-    One that is ending has neither any more: its memory goes before its sockets, and gigabytes of it take a moment. Whoever it
-    was, it lets go.
+    One that is ending has neither any more: its memory goes before its sockets, and gigabytes of it take a moment. It lets
+    go in either case.
     """
     try:
         if not (command := Path(f"/proc/{pid}/cmdline").read_bytes()):

@@ -137,7 +137,7 @@ class Process:
 
 
 def is_from_outside(status: int) -> bool:
-    """Whether a process of this exit status was ended by somebody's signal, and not by itself or a crash."""
+    """Whether a process of this exit status was ended by a signal from outside, and not by itself or a crash."""
     return (-status if status < 0 else status - SIGNALLED) in FROM_OUTSIDE
 
 

@@ -53,6 +53,6 @@ def check_open(name: str, *, remote_read: bool, remote_write: bool, backend: str
     """Raises ValueError where more is asked for than a backend without access control can keep."""
     if not (remote_read and remote_write):
         raise ValueError(
-            f"segment {name!r}: {backend} cannot forbid anything; whoever reaches it may read and write registered"
+            f"segment {name!r}: {backend} cannot forbid anything; every peer that reaches it may read and write registered"
             " memory, so register with remote_read=True and remote_write=True, or use BatchEngine"
         )
