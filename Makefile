@@ -23,6 +23,8 @@ LOAD_STAMP  := $(LOAD_VENV)/.installed
 SCHEMA_VENV   := .venv-schema
 SCHEMA_BIN    := $(SCHEMA_VENV)/bin
 SCHEMA_STAMP  := $(SCHEMA_VENV)/.installed
+DOCS_VENV     := .venv-docs
+DOCS_STAMP    := $(DOCS_VENV)/.installed
 
 # SAMPLE=N runs N tests of a long suite that cover every pair of what they differ in (0: as few as do), the rest drawn by SEED;
 # what is left out is printed. LIMITS="--sample-limit D=K" keeps K values of a dimension that costs a start each. Without SAMPLE a
@@ -46,7 +48,7 @@ EXAMPLES     ?= 200
 RELEASE      ?= 0.33.0
 VERSION      ?=
 
-.PHONY: setup demo up test test-all test-e2e test-deploy test-storm test-crowd test-flips test-migration fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-sglang test-schema test-clients test-load test-versions lint format lock proto wheel check-resolution release clean help
+.PHONY: setup demo up test test-all test-e2e test-deploy test-storm test-crowd test-flips test-migration fuzz soak soak-cache test-rdma test-equality test-vllm test-vllm-release test-sglang test-schema test-clients test-load test-versions lint format lock proto wheel docs check-resolution release clean help
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -71,7 +73,7 @@ test: $(STAMP)   ## The tests, about four minutes on two cores; those that take 
 	$(BIN)/python -m pytest -m "not e2e and not slow and not vllm and not sglang" $(SPREAD) --hypothesis-seed=$(SEED)
 
 # CI runs samples of the long ones, others for every commit; this is all of them, for releases: over an hour.
-test-all: lint test test-e2e test-deploy fuzz soak soak-cache test-storm test-crowd test-flips test-migration test-rdma test-vllm test-sglang test-equality test-schema test-clients test-load wheel demo  ## Everything, whole
+test-all: lint test test-e2e test-deploy fuzz soak soak-cache test-storm test-crowd test-flips test-migration test-rdma test-vllm test-sglang test-equality test-schema test-clients test-load docs wheel demo  ## Everything, whole
 
 test-e2e: $(STAMP)  ## Whole systems: nodes killed, connections cut, certificates replaced, disks that lie, plans that move nodes
 	$(BIN)/python -m pytest -m e2e tests/e2e $(sampled)
@@ -135,6 +137,15 @@ test-versions:   ## A sample of the tests with the lowest and with the newest ve
 test-load: $(STAMP) $(LOAD_STAMP)  ## aiperf (a trace in Mooncake's format, agents) and guidellm against the demo's clusters
 	$(BIN)/python -m tests.clients.behind --demo $(BIN)/python -m tests.clients.load $(LOAD_VENV)/bin {GATEWAY}
 
+docs: $(DOCS_STAMP)  ## The documentation as a site in out/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+
+$(DOCS_STAMP): pyproject.toml requirements/docs.lock
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	@$(DOCS_VENV)/bin/python -m pip install --quiet --constraint requirements/docs.lock --group docs
+	@touch $(DOCS_STAMP)
+
 $(LOAD_STAMP): pyproject.toml requirements/load.lock
 	@$(PYTHON) -m venv $(LOAD_VENV)
 	@$(LOAD_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
@@ -194,4 +205,4 @@ release: wheel   ## VERSION=0.1.0: build and check wheel and sdist, write notes 
 	$(BIN)/python scripts/release.py $(VERSION)
 
 clean:           ## Remove what was set up or generated
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(CLIENTS_VENV) $(LOAD_VENV) $(SCHEMA_VENV) .venv-lowest .venv-newest .prometheus dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(CLIENTS_VENV) $(LOAD_VENV) $(SCHEMA_VENV) $(DOCS_VENV) .venv-lowest .venv-newest .prometheus dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis

@@ -1,7 +1,7 @@
 """A byte-level tokenizer for tiny models: every text has tokens, no vocabulary is downloaded.
 
 256 byte tokens and four special ones are what an encoder can produce; the rest of the vocabulary are syllables that
-only a model can choose, so that the output of random weights reads like a language nobody speaks.
+only a model can choose, so that the output of random weights reads like a made-up language.
 """
 
 from datetime import datetime

@@ -6,7 +6,7 @@ EngineError
 ├── TransferError         KVCache that should have arrived or left did not; carries a reason label
 │   └── AgentGone         the connection to the node's agent broke
 ├── PagesInvalid          pages of a job do not fit the layout
-├── PrefillAborted        a computation was told to stop; nobody waits for it
+├── PrefillAborted        a computation was told to stop; it is not awaited
 └── StageDied             a process that the engine computes with is gone, or hangs
 """
 
@@ -60,7 +60,7 @@ class PagesInvalid(EngineError):
 
 
 class PrefillAborted(EngineError):
-    """A computation was told to stop; nobody waits for its result."""
+    """A computation was told to stop; its result is not awaited."""
 
 
 class StageDied(EngineError):

@@ -89,7 +89,7 @@ async def _serve(model: LoadedModel, args: argparse.Namespace) -> int:
     stop, orphaned, parent = asyncio.Event(), asyncio.Event(), os.getppid()
 
     def told_to_stop() -> None:
-        # The kernel says SIGTERM for a supervisor that was killed: nobody waits for the rest, and its successor needs the port.
+        # The kernel says SIGTERM for a supervisor that was killed: the rest is not awaited, and its successor needs the port.
         if os.getppid() != parent:
             orphaned.set()
         stop.set()

@@ -9,7 +9,7 @@ _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 
 
 class EngineMetrics:
-    """One registry per server; whoever serves calls the methods, nothing reads the values back."""
+    """One registry per server; the server calls the methods, nothing reads the values back."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

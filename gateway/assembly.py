@@ -373,7 +373,7 @@ async def serve(
 ) -> None:
     """Serves until SIGTERM or SIGINT, then until the running requests have ended; a second signal ends them too.
 
-    SIGHUP has the configuration read again. A worker whose parent is gone leaves its ports to whoever comes next.
+    SIGHUP has the configuration read again. A worker whose parent is gone leaves its ports to the next gateway.
     """
     loop = asyncio.get_running_loop()
     stop, stop_now = asyncio.Event(), asyncio.Event()
@@ -406,7 +406,7 @@ async def serve(
 
 @contextlib.contextmanager
 def _named(config: GatewayConfig) -> Iterator[None]:
-    """Whoever starts a gateway is told what of its configuration cannot be had."""
+    """Says at the start what of the configuration cannot be had."""
     try:
         yield
     except OSError as error:
@@ -416,7 +416,7 @@ def _named(config: GatewayConfig) -> Iterator[None]:
 async def _heartbeat(
     door: FrontDoor, gates: list[Gate], links: Links, drained: Drained, clock: Callable[[], float], seat: Alone | Seat
 ) -> None:
-    """Measures how late the event loop is, and ends what nobody reads and connections nobody uses."""
+    """Measures how late the event loop is, and ends unread answers and unused connections."""
     while True:
         due = clock() + BEAT_S
         await asyncio.sleep(BEAT_S)

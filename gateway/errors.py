@@ -6,17 +6,17 @@ GatewayError
 ├── WorkersFail               processes of the gateway end as often as they are started
 ├── ApiError                  becomes the client's answer, in OpenAI's shape
 │   ├── BadRequest            400: the client's own mistake, `param` names the field
-│   ├── Unauthorised          401: no key, or one that nobody here has
+│   ├── Unauthorised          401: no key, or an unknown one
 │   ├── Overloaded            429: too many requests in flight, or too much from one address
 │   │   └── TenantLimited     more than this tenant may ask for
 │   ├── Unavailable           503: nothing can serve this now, `retry_after_s` says when to ask again
 │   │   ├── NoDecodeNode      no decode node takes requests at the moment
-│   │   ├── NoPrefillNode     none that could do without, and nobody prefills for them
+│   │   ├── NoPrefillNode     decode nodes need one, and none reaches them
 │   │   └── ShapeKillsEngines engines died under requests of this kind
 │   ├── ReaderDied            500: the process that read the body did not survive it
 │   ├── KillsEngines          500: neither did two engines
 │   └── InternalError         500: an error of ours
-├── LegFailed                 HTTP with an engine; `gateway.upstream.legs` says which leg of which node it was
+├── LegFailed                 HTTP with an engine; `gateway.upstream.legs` says which node's leg it was
 └── NodeFailure               a node did not do what was asked; `planner.decisions.retries` says what follows
     ├── NodeError             its agent, over gRPC
     ├── PrefillFailed         its engine, over HTTP
@@ -99,7 +99,7 @@ class BadRequest(ApiError):
 
 
 class Unauthorised(ApiError):
-    """Whoever asks must show a key. `scheme` is how (WWW-Authenticate, RFC 9110): browsers ask their user for Basic."""
+    """The client must show a key. `scheme` is how (WWW-Authenticate, RFC 9110): browsers ask their user for Basic."""
 
     def __init__(self, message: str, code: str, *, scheme: str = "Bearer") -> None:
         super().__init__(401, message, code=code)
@@ -162,7 +162,7 @@ class ReaderDied(ApiError):
 
 
 class KillsEngines(ApiError):
-    """Engines died under this request one after the other. Nobody is to carry it to a third."""
+    """Engines died under this request one after the other. No one may carry it to a third."""
 
     def __init__(self, nodes: Sequence[str]) -> None:
         message = f"{len(nodes)} engines died while they worked on this request; it is not tried again."

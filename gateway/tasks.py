@@ -17,7 +17,7 @@ SEEN: Final = (asyncio.CancelledError, KeyboardInterrupt, SystemExit)
 
 
 class TaskSet:
-    """Owns tasks. `on_unforeseen` is told the name of each that ended in an error nobody had named."""
+    """Owns tasks. `on_unforeseen` is told the name of each that ended in an unexpected error."""
 
     def __init__(self, on_unforeseen: Callable[[str], None]) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -29,7 +29,7 @@ class TaskSet:
     def start(
         self, work: Coroutine[Any, Any, T], name: str, *, expected: tuple[type[Exception], ...] = ()
     ) -> asyncio.Task[T]:
-        """Begins `work`. Whoever awaits it deals with the errors of `expected`; all others are counted here."""
+        """Begins `work`. Its awaiter deals with the errors of `expected`; all others are counted here."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(lambda ended: self._ended(ended, name, expected))
@@ -75,6 +75,6 @@ class TaskSet:
             self.unforeseen(name, error)
 
     def unforeseen(self, name: str, error: BaseException) -> None:
-        """Counts and logs an error that nobody thought of, in the work called `name`."""
-        log.error("%s failed in a way nobody thought of", name, exc_info=error)
+        """Counts and logs an unforeseen error, in the work called `name`."""
+        log.error("%s failed in an unforeseen way", name, exc_info=error)
         self._on_unforeseen(name)

@@ -1,12 +1,12 @@
 """Context caching: prefixes that a client pays to keep.
 
 A context is a prefix that was prefilled once and stays until it expires, whatever eviction would like. It is held by a
-reservation of its own, so the pool's rules (never evicted, counted as locked) apply to it like to any running request. Whoever
-uses the prefix lets it live for its whole time again.
+reservation of its own, so the pool's rules (never evicted, counted as locked) apply to it like to any running request. A use
+of the prefix lets it live for its whole time again.
 
 It has an owner. What an owner has is counted in tokens of distinct blocks: a conversation that is kept turn by turn counts once.
 A named one may fill a share of what contexts may hold, so that others find some: what is beyond is kept as far as it fits.
-Nobody's contexts (`owner` is empty) are everybody's, who have all of it.
+Contexts without an owner (`owner` is empty) are shared, and may have all of it.
 """
 
 from collections import Counter
@@ -86,7 +86,7 @@ class ContextCache:
 
         A context that is there already goes on for `ttl_s`, and grows if more of its prompt is cached by now. What
         is beyond the owner's share is not kept. With a `budget_tokens` that is all that `owner` may have. Raises NotCached,
-        TooManyContexts, OverBudget, and DuplicateReservation for an id of somebody else's or of another prompt.
+        TooManyContexts, OverBudget, and DuplicateReservation for an id of another owner's or of another prompt.
         """
         before = self._contexts.get(context_id)
         size = self._cache.layout.block_size

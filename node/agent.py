@@ -363,7 +363,7 @@ class NodeAgent:
             raise NodeRefusal("engine_down", f"{self.config.node_id} has no engine right now")
         if self.vigil.silence is not None:
             raise NodeRefusal(
-                "engine_silent", f"{self.config.node_id} has an engine that answers nobody: {self.vigil.silence}"
+                "engine_silent", f"{self.config.node_id} has an engine that does not answer: {self.vigil.silence}"
             )
         return self.consumer
 

@@ -34,7 +34,7 @@ def add_node_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-c", "--config", type=Path, metavar="FILE.toml", help="configuration with one table, [node]; flags win over it"
     )
-    keys = parser.add_argument_group("keys of [node], as docs/running.md explains them")
+    keys = parser.add_argument_group("keys of [node], as docs/reference/node.md explains them")
     for field in fields(NodeConfig):
         if field.name in FILE_ONLY:
             continue

@@ -205,7 +205,7 @@ class NodeConfig:
 
     @property
     def identity(self) -> Identity | None:
-        """Who the node is to other nodes and to gateways; None where nobody asks."""
+        """Who the node is to other nodes and to gateways; None where it is not asked for."""
         if not self.certificate:
             return None
         return Identity(certificate=Path(self.certificate), key=Path(self.key), authority=Path(self.authority))
@@ -281,4 +281,4 @@ def _only_a_node(document: Mapping[str, Any]) -> None:
         raise SettingsError("this is a gateway's file, for `prfaas gateway`; a node's file has one table, [node]")
     require_known(document, ["node"])
     if not isinstance(document.get("node"), dict):
-        raise SettingsError("a node's file has one table, [node]; there is none")
+        raise SettingsError("a node's file has one table, [node]; it is missing")

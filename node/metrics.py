@@ -16,7 +16,7 @@ from transport.path.tcp import format_address
 
 
 class InCluster(Collector):
-    """Another collector's series, each of which says whose it is: `cluster` is the node's own, where `link` is the other end."""
+    """Another collector's series with `cluster` added: the node's own, where `link` is the other end."""
 
     def __init__(self, cluster: str, inner: Collector) -> None:
         self._labels = {"cluster": cluster}
@@ -56,7 +56,7 @@ class NodeCollector(Collector):
         yield restarts
         yield _counter(
             "prfaas_engine_silences",
-            "Times the engine ran and answered nobody, by how",
+            "Times the engine ran without answering, by how",
             "kind",
             self._agent.vigil.counts,
         )

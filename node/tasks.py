@@ -1,4 +1,4 @@
-"""Work of the agent that nobody awaits, each piece with an owner that sees its end: counted, logged at error, begun again."""
+"""Background work of the agent, each piece with an owner that sees its end: counted, logged at error, begun again."""
 
 import asyncio
 import logging
@@ -50,6 +50,6 @@ class Tasks:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """For the event loop: a callback raised, or a task that nobody awaited."""
+        """For the event loop: a callback raised, or a task that was not awaited."""
         self.failures["callback"] += 1
         log.error("%s", context.get("message"), exc_info=context.get("exception"))

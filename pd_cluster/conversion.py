@@ -75,7 +75,7 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """Somebody wants the node in `role`."""
+    """An operator or a plan wants the node in `role`."""
 
     epoch: int
     role: str
@@ -240,7 +240,7 @@ def _end(conversion: Conversion, outcome: Outcome, now: float, detail: str = "")
     return Step(ended, ENDED)
 
 
-# What is not here is news that comes too late, or a time that nobody waits for: nothing follows.
+# What is not here is news that comes too late, or a time that is not awaited: nothing follows.
 TRANSITIONS: Final[Mapping[tuple[Phase, type[Event]], Callable[[Conversion, Any, float], Step]]] = MappingProxyType(
     {
         (Phase.STEADY, Command): _begin,

@@ -2,7 +2,7 @@
 
 PlannerError
 ├── NoReadyNode        routing: nothing can decode the request
-│   └── NobodyPrefills routing: who could decode it needs somebody who prefills, and has nobody
+│   └── NobodyPrefills routing: the decode nodes that could take it need a prefill node, and have none
 ├── InputError         a configuration, profile or trace names the field, the value and what would do
 │   └── OutsideProfile a length beyond the profiled points, without leave to extrapolate
 ├── MissingExtra       scipy is needed, which the extra `planner` installs
@@ -19,7 +19,7 @@ class PlannerError(Exception):
 
 
 class NoReadyNode(PlannerError):
-    """No decode node is ready, so nobody could answer the request."""
+    """No decode node is ready to answer the request."""
 
 
 class NobodyPrefills(NoReadyNode):

@@ -1,4 +1,4 @@
-"""The command line: `prfaas demo|up|init|check|gateway|node|explain|top|flows|convert|key|certificates|model`."""
+"""The command line of `prfaas`: one parser, and one module of `prfaas.commands` for each command that needs one."""
 
 import argparse
 import asyncio
@@ -159,7 +159,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument("file", nargs="?", metavar="FILE", help="the request's JSON body; - or nothing: standard input")
     asked.add_argument("--prompt", metavar="TEXT", help="a prompt instead")
-    asked.add_argument("--tokens", type=within(1, 10**6), metavar="N", help="so many tokens that nobody has cached")
+    asked.add_argument("--tokens", type=within(1, 10**6), metavar="N", help="so many tokens, none of them cached")
     parser.add_argument("--model", metavar="NAME", help="with --prompt and --tokens (default: the one that is served)")
     parser.add_argument("--tenant", metavar="NAME", help="as if this tenant asked, where the gateway has tenants")
     parser.add_argument("--endpoint", metavar="PATH", help="where the body would be sent, if it does not show")
@@ -239,7 +239,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     topology = load_topology(arguments.config or DEFAULT_FILE, arguments.state_dir)
     if topology.model.profile:
         raise TopologyError(
-            "[model]: profile: a demo compares answers with a model's own, and here is none; use `prfaas up`"
+            "[model]: profile: a demo compares answers with a model's own, and there is no model; use `prfaas up`"
         )
     # Any free port: a demo must not fail because something else listens on 8000.
     demo = Demo(topology.replace_gateway(port=0), arguments.state_dir, arguments.requests, _console())

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from jinja2 import Environment, Template, nodes
 from jinja2.visitor import NodeTransformer
 
-MARK: Final = f"\x00{secrets.token_hex(16)}\x00"  # between the parts; nobody who writes a message knows it
+MARK: Final = f"\x00{secrets.token_hex(16)}\x00"  # between the parts; no writer of a message knows it
 NEW: Final = "__new_messages"
 START: Final = "__number_of_the_first_new_message"
 PLAIN_COUNTERS: Final = frozenset(
@@ -40,7 +40,7 @@ class NotAppending(Exception):
 
 
 def in_parts(environment: Environment, source: str) -> Template:
-    """`source` with marks between its parts, and of the messages the text of NEW alone, the first of which has the number START.
+    """`source` with marks between its parts, and of the messages the text of NEW alone; the first one has the number START.
 
     Raises NotAppending, or jinja2's errors.
     """

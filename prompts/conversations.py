@@ -94,7 +94,7 @@ class Conversations:
         try:
             return self._read(messages, _said(fields), chat, tenant, most_new)
         except (BadPrompt, *NOT_JSON):
-            return Read(None, "refused")  # by whoever reads the whole, with the right words
+            return Read(None, "refused")  # by the reader of the whole, with the right words
 
     def _read(self, messages: bytes, said: bytes, chat: Chat, tenant: bytes, most_new: int | None) -> Read:
         check_kwargs(chat)

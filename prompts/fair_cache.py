@@ -1,6 +1,6 @@
 """A cache of bounded size that tenants share fairly: who fills it makes room out of his own.
 
-What is least recently used goes first, of the tenant who holds the most: so nobody who holds less than an equal share loses
+What is least recently used goes first, of the tenant who holds the most: so no tenant with less than an equal share loses
 anything to others. Shared by threads.
 """
 
@@ -47,7 +47,7 @@ class FairCache:
         return shelf.held_bytes if shelf else 0
 
     def get(self, tenant: bytes, key: Hashable) -> Any:
-        """The value, None if there is none (any more)."""
+        """The value; None if it is missing or gone."""
         with self._lock:
             shelf = self._shelves.get(tenant)
             found = shelf.entries.get(key) if shelf else None
@@ -81,7 +81,7 @@ class FairCache:
 
     def _fullest(self, newcomer: bytes) -> bytes:
         own = self._shelves[newcomer].held_bytes
-        if own * len(self._shelves) >= self.held_bytes:  # an equal share or more: nobody else need be looked at
+        if own * len(self._shelves) >= self.held_bytes:  # an equal share or more: no other need be looked at
             return newcomer
         while True:
             size, tenant = self._by_size[0]

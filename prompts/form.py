@@ -30,7 +30,7 @@ KNOWN_KEYS: Final = frozenset(
     {"audio_embeds", "audio_url", "closed", "data", "file", "image_embeds", "image_pil", "image_url", "input_audio"}
     | {"name", "prompt_cache_breakpoint", "refusal", "text", "thinking", "type", "uuid", "video_embeds", "video_url"}
 )
-# Another one for each request: Claude Code's, of which nothing behind it could be cached.
+# Another one for each request: Claude Code's; nothing behind it could be cached.
 BILLING_HEADER: Final = "x-anthropic-billing-header"
 PLAIN: Final = ("role", "content")
 UNSET: Final = (None, "auto")  # values of variables that say nothing
@@ -78,7 +78,7 @@ def in_form_from(messages: Sequence[Message], start: int, by_developer: bool, fo
 
 
 def tools_in_form(tools: Sequence[Any] | None) -> list[Any] | None:
-    """The tools as the template is handed them; what is none stays as it is, for engines to refuse."""
+    """The tools as the template is handed them; what is no tool stays as it is, for engines to refuse."""
     return None if tools is None else [_tool(each) for each in tools]
 
 

@@ -12,7 +12,7 @@ from prompts.segments import TokenArray, token_array
 from prompts.tokenizer import TextTokenizer
 
 # What templates are rendered with, and what `apply_chat_template` of transformers and vLLM takes: fields of the request
-# say it or nobody does. (vLLM answers an error where both do; to let either win would be for one of two ends to be wrong.)
+# say it or it is not said. (vLLM answers an error where both do; to let either win would be for one of two ends to be wrong.)
 RESERVED_KWARGS: Final = frozenset(
     {"messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message"}
     | {"chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"}

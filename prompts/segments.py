@@ -170,6 +170,6 @@ def _position_free(step: dict[str, Any] | None) -> bool:
 
 
 def token_array(ids: Sequence[int]) -> TokenArray:
-    """Token ids as an array. Raises TypeError or OverflowError for what are none."""
+    """Token ids as an array. Raises TypeError or OverflowError for what are no ids."""
     # array() reads a list of ints three times as fast as numpy does.
     return np.frombuffer(array("I", ids), dtype=np.uint32)

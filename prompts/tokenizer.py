@@ -178,7 +178,7 @@ class TextTokenizer:
         return self._template_for(bool(tools)).render_from(start, first, new, tools=tools, **options)
 
     def form(self, has_tools: bool) -> Form:
-        """What the template wants messages to be. Raises BadPrompt where there is none."""
+        """What the template wants messages to be. Raises BadPrompt without a template."""
         return self._template_for(has_tools).form
 
     def not_appending(self, has_tools: bool) -> str:

@@ -1,4 +1,4 @@
-"""Writes the exact versions of each environment: `python scripts/lock.py [dev|clients|load|schema] …` (`make lock`).
+"""Writes the exact versions of each environment: `python scripts/lock.py [dev|clients|docs|load|schema] …` (`make lock`).
 
 A lock is a file of constraints: pip installs what pyproject.toml names, in the versions that the lock names. What only another
 platform or another build of torch needs is not in it, and is resolved there.
@@ -16,6 +16,7 @@ EXTRAS: Final = "embedded,fast,oidc,otlp,planner,plots,zstd"  # as `make setup` 
 WANTED: Final = {
     "dev": ["--editable", f".[{EXTRAS}]", "--group", "dev"],
     "clients": ["--group", "clients"],
+    "docs": ["--group", "docs"],
     "load": ["--group", "load"],
     "schema": ["--group", "schema"],
 }

@@ -1,7 +1,11 @@
-"""What the docs name is there: files, modules, names in them, make's targets, and the places that links lead to."""
+"""What the docs name is there: files, modules, names in them, make's targets, and the places that links lead to.
 
+The pages stay readable, too: a short README, lines that fit a screen, few words that readers stumble over.
+"""
+
+import functools
 import re
-from collections.abc import Iterator
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -12,35 +16,59 @@ from tests.vllm import cases
 ROOT = Path(__file__).parent.parent
 DOCS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
-    *(ROOT / folder / "README.md" for folder in ("benchmarks", "examples")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "examples" / "README.md",
 ]
+CODE = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")) if "_pb2" not in path.name]
 # A file of ours, with or without its folder; what a reader would write himself (`my.toml`) has another look: see EXAMPLES.
 FILE = re.compile(r"(?<![\w./~$*-])((?:[\w-]+/)*[\w-]+\.(?:py|c|toml|md))\b")
 EXAMPLES = {"my.toml", "east-p0.toml"}
 # `python -m engine.vllm.launch`, `hybrid_cache.layout.layout.transfer_ranges(...)`, `transport.control.credentials`
 DOTTED = re.compile(rf"(?:`|python -m )((?:{'|'.join((*PACKAGES, 'benchmarks', 'tests'))})(?:\.\w+)+)(?!\.?\w)")
 TARGET = re.compile(r"(?:`|^ {4})make ([a-z][a-z0-9-]*)", re.MULTILINE)
+# A name of code alone in backticks: `PLACERS`, `route`.
+NAME = re.compile(r"`([A-Za-z_]\w+)`")
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)?(?:#([^)]+))?\)")
+
+
+README_LINES = 100
+LINE_CHARACTERS = 120  # cells of tables may be longer: they wrap where they are read
+ARCHITECTURE_LINES = 150
+STUMBLING = re.compile(r"\b(?:[Ww]ho(?:m)?ever|of which|of whom|(?:is|are) none|[Nn]obody|[Ss]omebody|[Ww]ho has)\b")
+STUMBLING_PER_1000_LINES = 0.2
+STUMBLING_PER_1000_LINES_OF_CODE = 0.06  # answers of the API and names in logs that others may match
+
+
+def name_of(document: Path) -> str:
+    return str(document.relative_to(ROOT))
 
 
 def found(pattern: re.Pattern[str]) -> list[tuple[str, str]]:
     """(document, what matched), each once."""
-    return sorted({(path.name, text) for path in DOCS for text in pattern.findall(path.read_text())})
+    return sorted({(name_of(path), text) for path in DOCS for text in pattern.findall(path.read_text())})
 
 
-def folders() -> Iterator[Path]:
+@functools.cache
+def folders() -> tuple[Path, ...]:
     """Where a path may begin: at the top, or in a package or one of its rooms, when the text speaks of it."""
-    yield ROOT
-    for package in (*PACKAGES, "configs", "docs", "tests", "benchmarks", "examples"):
-        yield ROOT / package
-        yield from (path for path in (ROOT / package).rglob("*") if path.is_dir())
+    tops = [ROOT / package for package in (*PACKAGES, "configs", "docs", "tests", "benchmarks", "examples")]
+    inside = [path for top in tops for path in top.rglob("*") if path.is_dir() and path.name != "__pycache__"]
+    return (ROOT, *tops, *inside)
 
 
 def headings(path: Path) -> set[str]:
-    """The anchors of a document's headings, as GitHub makes them."""
+    """The anchors of a document's headings that the site and GitHub call alike."""
     titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    return {on_github(title) for title in titles} & {on_the_site(title) for title in titles}
+
+
+def on_github(title: str) -> str:
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
+def on_the_site(title: str) -> str:
+    plain = unicodedata.normalize("NFKD", title).encode("ascii", "ignore").decode()
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
 
 
 def exists(dotted: str) -> bool:
@@ -75,7 +103,7 @@ def test_a_target_of_make_is_there(document: str, target: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("document", DOCS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCS, ids=name_of)
 def test_links_lead_somewhere(document: Path) -> None:
     for file, heading in LINK.findall(document.read_text()):
         target = document.parent / file if file else document
@@ -84,4 +112,63 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def test_the_table_of_models_is_that_of_the_tests() -> None:
-    assert cases.table() in (ROOT / "docs" / "vllm.md").read_text()
+    assert cases.table() in (ROOT / "docs" / "guides" / "vllm.md").read_text()
+
+
+PAGES = [path for path in DOCS if path.is_relative_to(ROOT / "docs")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_of_the_site_stay_in_it(page: Path) -> None:
+    for file, _ in LINK.findall(page.read_text()):
+        assert not file or (page.parent / file).resolve().is_relative_to(ROOT / "docs"), file
+
+
+def test_the_site_has_every_page() -> None:
+    listed = re.findall(r"^ +- .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(str(path.relative_to(ROOT / "docs")) for path in PAGES)
+
+
+def sections(page: Path) -> dict[str, str]:
+    """The text below each heading of the second level."""
+    _, *parts = re.split(r"^## (.+)$", page.read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def code_named(text: str) -> str:
+    """What the files and folders say that a text names."""
+    paths = [ROOT / name for name in re.findall(r"`((?:[\w-]+/)+[\w.-]*)`", text)]
+    files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
+    return "\n".join(file.read_text() for file in files if file.suffix in {".py", ".yml", ".proto"})
+
+
+EXTENDING = sections(ROOT / "docs" / "extending.md")
+
+
+@pytest.mark.parametrize("title", EXTENDING)
+def test_names_are_in_the_files_that_their_section_names(title: str) -> None:
+    code = code_named(EXTENDING[title])
+    assert [name for name in set(NAME.findall(EXTENDING[title])) if not re.search(rf"\b{name}\b", code)] == []
+
+
+def test_the_first_minute_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+    assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= ARCHITECTURE_LINES
+    assert "Not run on a GPU yet" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("document", DOCS, ids=name_of)
+def test_a_line_fits_a_screen(document: Path) -> None:
+    lines = enumerate(document.read_text().splitlines(), start=1)
+    assert [n for n, line in lines if len(line) > LINE_CHARACTERS and not line.startswith("|")] == []
+
+
+@pytest.mark.parametrize(
+    ("paths", "bound"),
+    [(DOCS, STUMBLING_PER_1000_LINES), (CODE, STUMBLING_PER_1000_LINES_OF_CODE)],
+    ids=["docs", "code"],
+)
+def test_few_words_make_readers_stumble(paths: list[Path], bound: float) -> None:
+    text = "\n".join(path.read_text() for path in paths)
+    found = STUMBLING.findall(text)
+    assert 1000 * len(found) / text.count("\n") <= bound, found

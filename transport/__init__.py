@@ -15,7 +15,7 @@ within a host and over RDMA (`TransferSpec(..., via=Via.SHM)`, `Via.RDMA`) the s
 still until on_done. Callbacks come from transport threads and must not block. A second sender with the same transfer id and
 secret sends only what is missing. Reasons are `wire.frames.Code` labels.
 
-Rooms, each of which imports only from those below it (contracts in pyproject.toml):
+Rooms; each imports only from those below it (contracts in pyproject.toml):
 
     batch, loopback, metrics   one-sided writes and reads; both ends joined in memory; Prometheus
     send │ receive             the two ends; neither knows the other

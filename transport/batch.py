@@ -1,6 +1,6 @@
 """Batches of one-sided writes and reads, with the semantics of Mooncake's Transfer Engine (Mooncake §3.2.3, §7.4).
 
-    engine.register_memory(name, buffer) -> SegmentRef       to be handed to whoever may write or read there
+    engine.register_memory(name, buffer) -> SegmentRef       to be handed to peers that may write or read there
     batch = engine.allocate_batch(size)
     engine.submit(batch, [Write(source, ref, offset), Read(target, ref, offset), ...])   at most `size` over its life
     engine.status(batch, task) -> TaskStatus                 poll; tasks are numbered in order of submission

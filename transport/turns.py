@@ -44,7 +44,7 @@ class Turns(Generic[Flow]):
 
     def __init__(self, half_life_s: float) -> None:
         self._half_life_s = half_life_s
-        self._flows: dict[Flow, Served] = {}  # who has been served last stands last
+        self._flows: dict[Flow, Served] = {}  # in the order of their latest turns
         # The highest rank that was forgotten. Unknown flows have it: were they newcomers, one that is served and forgotten
         # at once would be the next again, for as long as it wants, before all that are remembered.
         self._forgotten = -inf
@@ -70,11 +70,11 @@ class Turns(Generic[Flow]):
         return float(2.0 ** max(-MOST_LOG2, min(MOST_LOG2, rank - self._newcomer(now))))
 
     def rank(self, flow: Flow, now: float) -> float:
-        """Orders flows at one time: who has the least is first."""
+        """Orders flows at one time: the one with the least is first."""
         return max(self._newcomer(now), self._rank_of(flow))
 
     def first(self, flows: Iterable[Flow], now: float) -> Flow:
-        """Whose turn it is of `flows`, of which there is at least one; of equals, the first."""
+        """Whose turn it is of `flows` (at least one); of equals, the first."""
         return min(flows, key=lambda flow: self.rank(flow, now))
 
     def latest(self) -> Iterator[tuple[Flow, float]]:
@@ -82,7 +82,7 @@ class Turns(Generic[Flow]):
         return ((flow, served.at_s) for flow, served in reversed(self._flows.items()))
 
     def _newcomer(self, now: float) -> float:
-        """The rank of who has been served 1 now."""
+        """The rank of a flow that has been served 1 now."""
         return now / self._half_life_s
 
     def _rank_of(self, flow: Flow) -> float:
@@ -90,7 +90,7 @@ class Turns(Generic[Flow]):
         return self._forgotten if known is None else known.rank
 
     def _forget(self, now: float) -> None:
-        """Those that are newcomers again, or if those are few, who has been served least."""
+        """Those that are newcomers again, or if those are few, those that have been served least."""
         newcomer = self._newcomer(now)
         self._flows = {flow: served for flow, served in self._flows.items() if served.rank >= newcomer}
         if len(self._flows) > KEPT_FLOWS:
@@ -100,5 +100,5 @@ class Turns(Generic[Flow]):
 
 
 def leaves_room(held: int, free: int, wanted: int = 1) -> bool:
-    """Whether a flow that has `held` places may take `wanted` of those that are free. Who has none may have the last one."""
+    """Whether a flow with `held` places may take `wanted` of the `free` ones. A flow without any may have the last one."""
     return wanted <= free and held <= LEFT_FREE * (free - wanted)

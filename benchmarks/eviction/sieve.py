@@ -6,7 +6,7 @@ from hybrid_cache.eviction.base import EvictionPolicy, Key, Use
 class SIEVE(EvictionPolicy):
     """New items enter at the head; the hand moves from tail to head, clears bits and takes the first unvisited item.
 
-    Items that are not offered are passed over. The hand then walks, so it suits pools of which little is locked.
+    Items that are not offered are passed over. The hand then walks, so it suits pools with few locked blocks.
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ disturbance after the other, each between a calm before and a calm after:
 Seconds are of here (the model's times `time_scale`). Of each: P90 TTFT before, in and after; how long after its end P90 was
 near what it was before; what was refused with a reason, what failed although it was accepted, and wrong tokens; which plans
 came into force, and how often the threshold went too far and came back. `--plots DIR` draws them, and the table is Markdown:
-docs/planner.md shows both.
+docs/results.md shows both.
 """
 
 import argparse

@@ -294,7 +294,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=513, help="of each prompt")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--output", type=int, default=32, help="tokens to decode")
-    parser.add_argument("--text", type=Path, default=Path("docs/architecture.md"), help="prompts of real models")
+    parser.add_argument("--text", type=Path, default=Path("docs/design/transport.md"), help="prompts of real models")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")

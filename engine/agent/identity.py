@@ -1,6 +1,6 @@
 """What names a model's KVCache: equal for copies of a model, different as soon as one byte of it is.
 
-Two models under one name would decode each other's KVCache, into wrong tokens that nobody notices. So every byte counts:
+Two models under one name would decode each other's KVCache, into wrong tokens, unnoticed. So every byte counts:
 weights, configuration, quantisation, code and tokenizer; only what is hidden or prose (`*.md`) does not. SHA-256 and not a
 faster checksum, because fine-tunes come from others, and none of them may be made to look like its neighbour. Pieces of
 files are hashed on a few threads, and each file once: what was found is kept on disk under the file's path and stamp.
@@ -244,7 +244,7 @@ def _sealed(body: bytes) -> bytes:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """All of it or nothing, whoever else writes. Raises OSError."""
+    """All of it or nothing, whatever other process writes. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:

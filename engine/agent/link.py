@@ -110,7 +110,7 @@ class AgentJob:
                 self.fail(TransferError(message.reason, message.detail))
 
     def fail(self, error: TransferError) -> None:
-        """Whatever is still computed for this job is for nobody."""
+        """What is still computed for this job is wasted."""
         if self.kv is not None:
             self.kv.revoke()
         for future in (self._pages, self._delivered):
@@ -196,7 +196,9 @@ class AgentLink:
                 self._complain("it hung up")
             except (OSError, MessageError, TimeoutError, PagesInvalid) as exc:
                 self._complain(str(exc) or type(exc).__name__)
-            except Exception:  # ours, but nobody else looks after a lost link: without one the engine is alone for ever
+            except (
+                Exception
+            ):  # ours, but nothing else looks after a lost link: without one the engine is alone for ever
                 log.exception("agent %s: the connection is given up, for another one", self._path)
             await asyncio.sleep(self._retry_s)
             self._retry_s = min(RETRY_MAX_S, 2 * self._retry_s)
@@ -370,7 +372,7 @@ class AgentLink:
             case Resume():
                 self._on_resume()
             case JobPages() | Refused() | Delivered():
-                # An answer may cross with our EndJob; then nobody wants it any more.
+                # An answer may cross with our EndJob; then it is not wanted any more.
                 if (job := self._jobs.get(message.job)) is not None:
                     job.hear(message)
 

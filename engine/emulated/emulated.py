@@ -124,7 +124,7 @@ class EmulatedEngine(AtOnce):
             self._wait(sequence, chunk_s * share)
 
     def prefill_layers(self, sequence: EmulatedSequence, tokens: Sequence[int], kv: JobKV | None) -> Iterator[float]:
-        """`prefill` for somebody who keeps the time: yields the share of it that a layer takes, before it is written."""
+        """`prefill` for a caller that keeps the time: yields the share of it that a layer takes, before it is written."""
         start = sequence.num_tokens
         digests = np.frombuffer(b"".join(sequence.append(tokens)), np.uint8).reshape(-1, DIGEST_BYTES)
         for layer in self._layers:

@@ -183,7 +183,7 @@ class _Chunk:
     """A chunk on its way through the stages."""
 
     def __init__(self, work: Work, passage: Passage, layers: Iterator[float], *, is_last: bool) -> None:
-        """`layers`: `EmulatedEngine.prefill_layers`, of which each layer has the same share."""
+        """`layers`: `EmulatedEngine.prefill_layers`; each layer has the same share."""
         self.work: Final = work
         self.is_last: Final = is_last
         self._passage = passage

@@ -52,5 +52,5 @@ class Pipeline:
         return Passage(tuple(begins), stage_s)
 
     def clear(self, now: float) -> None:
-        """Nobody wants any more what the stages still have: they are free."""
+        """What the stages still have is not wanted any more: they are free."""
         self._free_s = [min(free_s, now) for free_s in self._free_s]

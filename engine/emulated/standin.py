@@ -1,6 +1,6 @@
 """What an engine without a model stands in for: the sizes of a model's KVCache and the times of some hardware, from a file.
 
-All numbers are those of here: whoever writes the file has scaled them. A token of here may stand for many of the model's, so
+All numbers are already scaled to this machine by the file's writer. A token of here may stand for many of the model's, so
 the bytes of one are counted per token of here, and a token of an answer takes `steps_per_token` decode steps.
 """
 
@@ -18,7 +18,7 @@ from hybrid_cache.layout.layout import KVCacheGroup, ModelLayout
 from hybrid_cache.layout.spec import FullAttention, KVCacheSpec, LinearState, SlidingWindow
 
 STATE_LAYERS: Final = 3  # that the fixed bytes are split into; attention is one layer, and so is each kind of window
-LEAST_ROW_BYTES: Final = 2 * DIGEST_BYTES  # K and V each hold a digest, else nobody could check them
+LEAST_ROW_BYTES: Final = 2 * DIGEST_BYTES  # K and V each hold a digest, else they could not be checked
 FASTEST_STEP_S: Final = 1e-6
 
 

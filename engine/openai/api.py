@@ -52,7 +52,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
 
     `resumable`: the chunks of a stream name their tokens, so that another engine can go on should this one die. `answered`:
     the tokens of the answer that a client has had from another engine; what follows them is asked for. `tenant`: whose turn it
-    takes here, with a part of `weight` beside others; those of nobody are one. For `branch_tokens`, `category` and
+    takes here, with a part of `weight` beside others; requests without a tenant are one. For `branch_tokens`, `category` and
     `useful_tokens` see BeginPrefill, which says them to the agent.
     """
 

@@ -38,7 +38,7 @@ class DecodeBatch(Generic[Key]):
         """Its first token comes after one whole step."""
         self._advance(now)
         if not self._due:
-            self._steps = 0.0  # nobody is in the middle of a step, and a float that grows for ever loses its digits
+            self._steps = 0.0  # no request is in the middle of a step, and a float that grows for ever loses its digits
         self._due[key] = math.ceil(self._steps - NEARLY) + 1.0
 
     def go_on(self, key: Key, steps: float) -> None:

@@ -25,7 +25,7 @@ class Lines(Generic[Who]):
 
     @property
     def flows(self) -> KeysView[str]:
-        """With somebody in line."""
+        """With a request in line."""
         return self._lines.keys()
 
     def add(self, flow: str, who: Who) -> None:

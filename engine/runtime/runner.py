@@ -1,4 +1,4 @@
-"""What serving needs of whoever runs a scheduler: the thread of a model, or the timers of a stand-in."""
+"""What serving needs of a runner of the scheduler: the thread of a model, or the timers of a stand-in."""
 
 from typing import Protocol
 

@@ -5,7 +5,7 @@
 So a long prompt slows running streams by one chunk per token and no more. Tenants take turns, chunk by chunk, by what each
 has been served lately (`engine.runtime.turns`): a prompt of one that has had little waits for the chunk under way. Among a
 tenant's prompts the one with the least left to compute goes first, but every chunk that its others were given counts as a
-chunk less: nobody waits for ever.
+chunk less: no request waits for ever.
 
     WAITING ──► PREFILL ──► SETTLING ──► DECODE ──► done      a prefill leg ends after SETTLING: it never samples
        └ in line by tenant, holds no slot                     KVCache that has landed is loaded in a chunk's place
@@ -36,7 +36,9 @@ log = logging.getLogger(__name__)
 
 MAX_RUNNING: Final = 64
 GROWTH_HINT_TOKENS: Final = 1024  # room for output that is reserved at once; more is found when it is needed
-LANDINGS_AHEAD: Final = 4  # loads that may pass a chunk: they are short, and somebody has waited for a link already
+LANDINGS_AHEAD: Final = (
+    4  # loads that may pass a chunk: they are short, and their requests have waited for a link already
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +278,7 @@ class Scheduler:
     # Turns
 
     def _may_begin(self, now: float) -> list[str]:
-        """Flows of which somebody who waits may have a slot."""
+        """Flows with a waiting request that may have a slot."""
         free = self.slots - self._num_begun
         if not self._waiting or free <= 0:
             return []
@@ -301,7 +303,7 @@ class Scheduler:
     # Prefill
 
     def _next_prefill(self) -> Work | None:
-        """Who has the round's chunk, or is loaded in its place."""
+        """The request that has the round's chunk, or is loaded in its place."""
         now = self._clock()
         beginners = self._may_begin(now)
         landing = self._next_landing(beginners, now)
@@ -406,7 +408,7 @@ class Scheduler:
         )
 
     def _decode(self, works: Sequence[Work]) -> None:
-        """One step of all. Who is aborted meanwhile gets no token of it; who has an error has it alone, but for the model's."""
+        """One step of all. An aborted request gets no token of it; an error is one request's alone, unless it is the model's."""
         works = [work for work in works if not work.aborted]
         if not works:
             return

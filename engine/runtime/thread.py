@@ -94,7 +94,7 @@ class ModelThread:
             self._refuse_rest()
 
     def _refuse_rest(self) -> None:
-        """Of what comes in when nobody computes any more; whoever looks last sees it."""
+        """For what comes in when nothing is computed any more; the last one to look sees it."""
         with contextlib.suppress(queue.Empty):
             while True:
                 work = self._inbox.get_nowait()

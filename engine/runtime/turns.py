@@ -1,6 +1,6 @@
 """Tenants share an engine by what each has been served lately (`transport.turns`): whose turn it is, who may have a place.
 
-A flow is a tenant's requests; those of nobody in particular are one. It is charged tokens of prompts that are computed, and of
+A flow is a tenant's requests; those without a tenant are one. It is charged tokens of prompts that are computed, and of
 answers that are decoded, divided by its weight.
 """
 

@@ -51,7 +51,7 @@ class _Parsed:
 
 
 class OpenAIServer:
-    """Routes of one model. Whoever owns it runs the app and drains the service."""
+    """Routes of one model. Its owner runs the app and drains the service."""
 
     def __init__(
         self, service: Service, tokenizer: TextTokenizer, model_name: str, *, max_body_bytes: int = MAX_BODY_BYTES

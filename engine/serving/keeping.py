@@ -2,7 +2,7 @@
 
     answer ends ─ ask the agent for pages ─ the model copies, a piece per round ─ PrefillDone ─ EndJob
 
-Nobody waits for it, so it gives way: to anything in the model's round, to whoever needs the pages, to an engine that is
+No request waits for it, so it gives way: to anything in the model's round, to what needs the pages, to an engine that is
 shutting down, and to its own kind, for a sequence that waits here keeps its memory in the model.
 """
 
@@ -95,7 +95,7 @@ def _check(event: Event) -> None:
 
 
 def _from_model(loop: asyncio.AbstractEventLoop, done: "asyncio.Future[Event]", event: Event) -> None:
-    """Called on the model's thread. A closed loop (RuntimeError) means that nobody listens."""
+    """Called on the model's thread. A closed loop (RuntimeError) means that nothing listens."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(_settle, done, event)
 

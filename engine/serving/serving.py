@@ -110,7 +110,7 @@ class Service:
         self.draining = False
         self._is_ending = False
         self._active: Counter[str] = Counter()  # requests by flow
-        self._asked: Turns[str] = Turns(HALF_LIFE_S)  # who has sent some lately
+        self._asked: Turns[str] = Turns(HALF_LIFE_S)  # flows that have sent some lately
         self._keeper = AnswerKeeper(model, engine.layout.block_size, metrics)
         self._max_requests = max_requests
         self._idle = asyncio.Event()
@@ -427,7 +427,7 @@ def _prefilled(job: AgentJob, request: Request, event: Prefilled) -> None:
 
 
 def _from_model(loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Event], event: Event) -> None:
-    """Called on the model's thread. A closed loop (RuntimeError) means that nobody listens."""
+    """Called on the model's thread. A closed loop (RuntimeError) means that nothing listens."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(inbox.put_nowait, event)
 

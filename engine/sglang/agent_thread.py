@@ -86,7 +86,7 @@ class AgentThread:
             raise
 
     def later(self, call: Callable[[], None]) -> None:
-        """Has the loop call it. Once closed nobody does: the agent has its pages back."""
+        """Has the loop call it. Once closed it is not called: the agent has its pages back."""
         try:
             self._loop.call_soon_threadsafe(call)
         except RuntimeError:

@@ -24,7 +24,7 @@ class AgentControl:
         self._stub: NodeAgentStub | None = None  # its channel belongs to the loop that first calls
 
     async def reserve(self, request_id: str, num_tokens: int, digest: bytes) -> TicketInfo:
-        """A ticket for so many tokens, none of which is cached. Raises TransferError."""
+        """A ticket for so many uncached tokens. Raises TransferError."""
         request = pb.ReserveRequest(
             request_id=request_id, num_tokens=num_tokens, tokens_digest=digest, ttl_s=self._ttl_s
         )

@@ -1,7 +1,7 @@
 """`python -m engine.sglang.launch`: becomes an SGLang server whose requests' KVCache goes through this node's agent.
 
 Takes the arguments that `python -m engine.vllm.launch` takes, the node's role and its bootstrap port; what comes after `--` is
-SGLang's. The process is replaced by SGLang's own, so that whoever started this one signals and waits for the server itself.
+SGLang's. The process is replaced by SGLang's own, so that its starter signals and waits for the server itself.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def main(
         return _refuse(f"served_model {parsed.model_name!r}: what follows a colon is an adapter's name to SGLang")
     version = version_of()
     if version is None:
-        return _refuse("SGLang is not installed here: see docs/sglang.md")
+        return _refuse("SGLang is not installed here: see docs/guides/sglang.md")
     if not is_tested(version):
         print(f"engine: {untested(version)}", file=sys.stderr)
     options = _options(parsed, longest, rest)

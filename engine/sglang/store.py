@@ -116,7 +116,7 @@ class BlockStore:
     @contextmanager
     def _lent(self, names: Sequence[bytes], *, cached_only: bool) -> Iterator[tuple[AgentJob, JobKV]]:
         """Pages of the prompt: of what is cached of it, or of all of it."""
-        begun: list[AgentJob] = []  # ended even if its pages come in the moment in which nobody waits any more
+        begun: list[AgentJob] = []  # ended even if its pages come when they are not awaited any more
         try:
             kv = self._agent.ask(self._begin(b"".join(names), len(names), cached_only, begun), self._answer_timeout_s)
             yield begun[0], kv

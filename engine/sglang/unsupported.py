@@ -6,7 +6,7 @@ import msgspec
 
 NOTHING: Final[tuple[Any, ...]] = (None, False, 0, [], {}, "")
 # Of a prompt's own log probabilities the prefill server knows and the decode server answers; names of requests, sessions and
-# ranks are for whoever pairs the servers to give; `extra_key` and adapters name caches that no gateway knows.
+# ranks are given by what pairs the servers; `extra_key` and adapters name caches that no gateway knows.
 FIELDS: Final = (
     "prompt_logprobs", "echo", "suffix", "return_hidden_states", "return_routed_experts", "return_meta_info",
     "rid", "session_id", "session_params", "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank",

@@ -14,5 +14,5 @@ def untested(version: str) -> str:
     """What a version that is not tested is warned of with."""
     return (
         f"SGLang {version} has not been tested with these backends (tested: {', '.join(TESTED_VERSIONS)}); "
-        "its interface changes between versions, see docs/sglang.md"
+        "its interface changes between versions, see docs/guides/sglang.md"
     )

@@ -27,7 +27,7 @@ class StageMessage(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Whole(StageMessage, frozen=True):
-    """The layout of the whole model, of which each stage has told a part."""
+    """The layout of the whole model; each stage has told a part."""
 
     layout_json: str
 
@@ -61,7 +61,7 @@ class Load(StageMessage, frozen=True):
 class Chunk(StageMessage, frozen=True):
     """More tokens of a sequence; the payload is those (int64), or their hidden states behind the first stage.
 
-    `steps`: one token, whose logits are wanted. `is_void`: somebody before has not computed it, so nobody can.
+    `steps`: one token, whose logits are wanted. `is_void`: an earlier stage has not computed it, so none can.
     """
 
     sequence: int
@@ -85,7 +85,7 @@ class Ready(StageMessage, frozen=True):
 
 
 class Unfit(StageMessage, frozen=True):
-    """No stage can be made of this model, whoever starts it again."""
+    """No stage can be made of this model, however often it is started."""
 
     reason: str
 

@@ -5,7 +5,7 @@ A slot of shared memory belongs to one sequence at a time, and holds its number 
     slot     | number, while it is wanted | number, while its pages may be written | ...
     beats    | steps that stage 0 has taken | of stage 1 | ...
 
-Numbers are never used twice, so whoever knows an old one has nothing in that slot. A stage writes with its lock held; who takes
+Numbers are never used twice, so an old one opens nothing in that slot. A stage writes with its lock held; who takes
 pages back clears the number, and then takes and leaves each stage's lock: whatever was being written is written, and nothing is
 any more. Locks are those of POSIX on the file itself: they go with the process that holds them, however it ends.
 """
@@ -58,13 +58,13 @@ class Permits:
         self._slots[slot, _PAGES] = number
 
     def cancel(self, slot: int, number: int) -> None:
-        """Nobody waits for the sequence any more. Any thread."""
+        """The sequence is not awaited any more. Any thread."""
         self._clear(slot, _WANTED, number)
 
     def withdraw_pages(self, slot: int, number: int, stuck_s: float = STUCK_S) -> list[int]:
         """Returns once no stage writes to them, but for those it names: they hold their lock, and must be ended. Any thread.
 
-        Whoever finds that they have been taken back asks all the same: who did that may still be waiting.
+        A caller that finds them taken back asks all the same: the one that took them may still be waiting.
         """
         self._clear(slot, _PAGES, number)
         return [stage for stage in range(self._stages) if not self._passes(stage, time.monotonic() + stuck_s)]

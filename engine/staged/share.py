@@ -91,7 +91,7 @@ class Share:
     ) -> tuple[torch.Tensor | None, Any]:
         """Hidden states behind the share, unless it is the last, and what `run` returned.
 
-        Behind the first stage nobody has `embeddings`: anything in their form will do.
+        Behind the first stage there are no `embeddings`: anything in their form will do.
         """
         if self.layers.start:
             assert isinstance(chunk, torch.Tensor)
@@ -205,7 +205,7 @@ class _Elsewhere(nn.Module):
 
 
 def load_share(directory: Path, layers: range) -> Any:
-    """A transformers model of which only `layers` are there, and what belongs to the ends. Raises ModelError."""
+    """A transformers model with only `layers`, and what belongs to the ends. Raises ModelError."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     quiet_transformers()

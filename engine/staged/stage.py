@@ -1,9 +1,9 @@
-"""`python -m engine.staged.stage`: one stage of an engine's pipeline, started by `engine.staged.staged` and by nobody else.
+"""`python -m engine.staged.stage`: one stage of an engine's pipeline, started by `engine.staged.staged` alone.
 
     from before ─► reader's thread ─► queue ─► layers: KVCache to pages ─► the stage behind
                                                    └─ what has been written ─► the engine
 
-A stage ends with its engine, and with either of its neighbours: what it would compute is for nobody. The queue needs no bound of
+A stage ends with its engine, and with either of its neighbours: what it would compute is wasted. The queue needs no bound of
 its own: of chunks that are not through there are few (`engine.staged.staged`).
 """
 
@@ -95,7 +95,7 @@ class StageLoan:
 
 
 class Stage:
-    """Computes a share of the layers for whoever is wanted, in the order in which things come in."""
+    """Computes a share of the layers for live sequences, in the order in which things come in."""
 
     def __init__(self, share: Share, place: Place) -> None:
         self._share = share
@@ -105,7 +105,7 @@ class Stage:
         self._arena: Arena | None = None
 
     def hear(self, message: StageMessage, payload: bytearray) -> None:
-        """Raises OSError where nobody listens any more."""
+        """Raises OSError where nothing listens any more."""
         match message:
             case Chunk():
                 self._compute(message, payload)
@@ -195,7 +195,7 @@ class Stage:
     def _fail(self, sequence: _Sequence, error: Exception) -> None:
         sequence.is_broken = True
         reason = "pages_invalid" if isinstance(error, PagesInvalid) else "failed"
-        # Pages are taken back whenever a client leaves; whoever still waits is told by the engine.
+        # Pages are taken back whenever a client leaves; the engine tells those that still wait.
         if reason == "failed":
             log.error("stage %d: sequence %d: %s", self._place.stage, sequence.number, error, exc_info=error)
         self._tell(Failure(sequence.number, reason, f"{type(error).__name__}: {error}"))
@@ -262,7 +262,7 @@ def _end_with(parent: int) -> None:
 
 def _end_with_engine(engine: socket.socket) -> None:
     """In the middle of a chunk, too. What the engine has had us hold, its connection to the agent, goes with us: so the agent
-    learns that nobody writes to the pages that it has lent when that is so, and not when the engine is gone."""
+    learns that its lent pages are not written to any more when that is so, and not when the engine is gone."""
     held: list[int] = []
     with contextlib.suppress(OSError):
         while True:

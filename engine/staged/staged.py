@@ -179,7 +179,7 @@ class StagedEngine:
         sequence = StagedSequence(number, slot, self._stages, lambda: self._permits.cancel(slot, number))
         self._sequences[number] = sequence
         self._outbox.put((m.Begin(number, slot, expected_tokens), b""))
-        # Whoever has it last lets go of it: a request, an answer that is not kept, a scheduler that fails.
+        # Its last holder lets go of it: a request, an answer that is not kept, a scheduler that fails.
         weakref.finalize(sequence, self._drop, number, slot).atexit = False
         return sequence
 
@@ -341,8 +341,8 @@ class StagedEngine:
                         self._hear_from(key.data)
                     self._look(self._clock())
         except Exception as exc:
-            log.exception("nobody hears the stages any more")
-            self._die(f"nobody hears the stages any more: {type(exc).__name__}: {exc}")
+            log.exception("the stages are not heard any more")
+            self._die(f"the stages are not heard any more: {type(exc).__name__}: {exc}")
 
     def _hear_from(self, stage: int) -> None:
         try:
@@ -395,7 +395,7 @@ class StagedEngine:
             self._die(f"stage {stage} has computed nothing for {STALL_S:g} s")
 
     def _die(self, why: str) -> None:
-        """Nothing can be computed any more: whoever runs the engine ends it."""
+        """Nothing can be computed any more: the engine's runner ends it."""
         if self._closing or self._died:
             return
         log.error("%s: the engine ends", why)
@@ -416,9 +416,9 @@ class Stalls:
     def look(self, given: int, done: Sequence[int], beats: Sequence[int], now: float) -> int | None:
         """The last stage that has had something to do and has computed nothing for STALL_S. `given` and `done`: chunks.
 
-        Those before it may have nobody who takes what they have computed. Layers of a step of decoding do not beat: there a
-        stage moves from chunk to chunk. Time in which nobody looked does not count: we were stopped ourselves, and the stages
-        maybe with us.
+        Those before it may have no stage that takes what they have computed. Layers of a step of decoding do not beat: there a
+        stage moves from chunk to chunk. Time in which this thread did not look does not count: this process was stopped,
+        and maybe the stages with it.
         """
         passed_s, self._looked_s = min(now - self._looked_s, 2 * LOOK_S), now
         hangs = None

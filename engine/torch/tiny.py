@@ -191,7 +191,7 @@ def _check_destination(out: Path, marker: dict[str, Any], overwrite: bool) -> No
         raise ModelError(f"{out} is a file, not a directory")
     if overwrite or not out.exists() or not any(out.iterdir()):
         return
-    # Somebody's real weights must not be replaced by noise because a path was mistyped.
+    # Real weights must not be replaced by noise because a path was mistyped.
     if not _is_of(out / MARKER_FILE, marker):
         raise ModelError(f"{out} holds something else: name another directory, or overwrite it with --overwrite")
 

@@ -117,7 +117,7 @@ def _row(value: Any, index: int, num_rows: int) -> Any:
 
 
 def _joined(states: Sequence[dict[int, torch.Tensor | None]], index: int) -> torch.Tensor | None:
-    """The states of all sequences as one tensor, of which theirs are rows from now on."""
+    """The states of all sequences as one tensor; theirs are rows of it from now on."""
     parts = [each[index] for each in states]
     tensors = [part for part in parts if part is not None]
     if not tensors:

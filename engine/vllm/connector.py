@@ -97,7 +97,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             internals.check_scheduling(vllm_config)
             if role is KVConnectorRole.WORKER:
                 self._cached = cached(vllm_config, kv_cache_config)
-                # Nobody asks a rank for its model's name, and reading all weights for it would take long.
+                # A rank is not asked for its model's name, and reading all weights for it would take long.
                 layout = layout_of(vllm_config, self._cached, "")
                 if layout.stages > 1:
                     internals.mend_eager_stages()
@@ -173,7 +173,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False, self._scheduling.request_finished(request)
 
     def reset_cache(self) -> bool | None:
-        """False: the agent's pages stay. Whoever loads other weights has to start the node anew."""
+        """False: the agent's pages stay. After loading other weights, restart the node."""
         return False
 
     # Worker

@@ -177,7 +177,7 @@ def check_scheduling(vllm_config: Any) -> None:
 
 
 RECOMPUTED: Final[ContextVar[list[str] | None]] = ContextVar("RECOMPUTED", default=None)
-"""A list of whoever answers a request: why its landing could not be used is in it before the last words are said."""
+"""A list of what answers a request: why its landing could not be used is in it before the last words are said."""
 
 
 def prepare_front_end() -> None:
@@ -213,7 +213,7 @@ def continue_answers() -> None:
 
 
 def _noted(said: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """What vLLM says, as it is; why a landing could not be used is in whoever's list waits for it."""
+    """What vLLM says, as it is; why a landing could not be used is in the list that waits for it."""
     told = RECOMPUTED.get()
     return said if told is None else _noting(said, told)
 
@@ -322,7 +322,7 @@ def mend_eager_stages() -> None:
 
 
 def mend_seeded_chunks() -> None:
-    """A prompt in several chunks samples a token after each, and vLLM takes a seeded generator back for those that nobody reads:
+    """A prompt in several chunks samples a token after each, and vLLM takes a seeded generator back for those that are not used:
     by an offset, which a CPU's generators do not have. Its CPU build (0.32) dies of it, with or without a connector.
     Here those samples leave the generator alone.
     """

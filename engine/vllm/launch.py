@@ -1,7 +1,7 @@
 """`python -m engine.vllm.launch`: becomes a vLLM API server whose KVCache goes through this node's agent.
 
 Takes the arguments that `python -m engine` takes; what comes after `--` is vLLM's. The process is replaced by vLLM's own,
-so that whoever started this one signals and waits for the server itself.
+so that its starter signals and waits for the server itself.
 """
 
 import argparse

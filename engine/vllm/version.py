@@ -2,7 +2,11 @@
 
 from typing import Final
 
-TESTED_VERSIONS: Final = ("0.32", "0.33", "0.31")  # with any patch release; docs/vllm.md says how much was run of each
+TESTED_VERSIONS: Final = (
+    "0.32",
+    "0.33",
+    "0.31",
+)  # with any patch release; docs/guides/vllm.md says how much was run of each
 
 
 def is_tested(version: str) -> bool:
@@ -14,7 +18,7 @@ def untested(version: str) -> str:
     """What a version that is not tested is warned of with."""
     return (
         f"vLLM {version} has not been tested with this connector (tested: {', '.join(TESTED_VERSIONS)}.x); "
-        "its interface changes between versions, see docs/vllm.md"
+        "its interface changes between versions, see docs/guides/vllm.md"
     )
 
 

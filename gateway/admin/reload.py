@@ -21,7 +21,7 @@ from gateway.errors import ApiError, ConfigError, Unavailable
 
 log = logging.getLogger("prfaas.gateway")
 
-SECRET: Final = frozenset({"keys", "operator_keys"})  # digests, but nobody's business
+SECRET: Final = frozenset({"keys", "operator_keys"})  # digests, but still not to be shown
 _PASSWORD: Final = re.compile(r"(://)[^/?#\s]*@")  # and the name before it, in a URL (RFC 3986, 3.2.1)
 
 

@@ -1,4 +1,4 @@
-"""The second room: a place among the requests being served. It is taken when the body is there, not while it is awaited."""
+"""A place among the requests being served. A request takes it when its body is there, not while the body is awaited."""
 
 import asyncio
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Admission:
         self._idle.set()
 
     def check(self) -> None:
-        """Raises ApiError when nobody more would get a place now."""
+        """Raises ApiError when no further request would get a place now."""
         if self.is_draining:
             raise Unavailable("The gateway is shutting down.", "draining")
         if self._places.taken >= self.limit:

@@ -1,4 +1,4 @@
-"""Work of which only so much is done at once: whoever waits is let in by tenant in turn, and by arrival within a tenant."""
+"""A fair semaphore: at most N holders, round-robin by tenant, FIFO within one."""
 
 import asyncio
 from collections import deque

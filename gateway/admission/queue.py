@@ -1,7 +1,7 @@
-"""Requests for whose KVCache no decode node has room now: they wait in line, before anything is reserved or computed for them.
+"""The line of requests whose KVCache no decode node has room for. Nothing is reserved or computed for them yet.
 
-Whoever is first asks again when somebody's room has become free, or after a moment, since other gateways' requests end, too.
-The line is as long as it may be, and nobody stands in it who would not get through in time: those are told when to come again.
+The first asks again when another request's room is free, or after a moment: other gateways' requests end, too.
+The line is bounded. A request that would not get through in time is refused and told when to come again.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from planner.decisions.classes import UNPROMISED, ServiceClass
 from planner.decisions.waiting import EVERYBODYS, Drain, Line, Share
 
 ASK_AGAIN_S: Final = 0.25
-HELD_BACK_S: Final = 1.0  # whoever has been refused for its tenant's part yields to others for so long
+HELD_BACK_S: Final = 1.0  # a request refused for its tenant's part yields to others for so long
 
 
 class WaitingLine:
@@ -56,7 +56,7 @@ class WaitingLine:
         return self._limit
 
     def configure(self, limit: int, ageing_s: float) -> None:
-        """Other rules for whoever comes from now on."""
+        """Other rules for requests that come from now on."""
         self._limit, self._line.ageing_s = limit, ageing_s
 
     def place(
@@ -66,18 +66,18 @@ class WaitingLine:
         return Place(self, service, inf if arrived is None else arrived + service.deadline_s, share)
 
     def freed(self) -> None:
-        """A request has ended: whoever is first may ask again."""
+        """A request has ended: the first in line may ask again."""
         self._freed.set()
 
     def expected_s(self, service: ServiceClass, share: Share = EVERYBODYS) -> float:
-        """Predicted wait of a request of that class and tenant that joined now; 0 while nobody waits or nothing is known."""
+        """Predicted wait of a request of that class and tenant that joined now; 0 while none waits or nothing is known."""
         if not len(self) or not self.drain.is_known:
             return 0.0
         now = self._clock()
         return self.drain.wait_s(self._line.ahead_of(service.priority, now + self.patience_s, now, share))
 
     def must_wait(self, service: ServiceClass, share: Share = EVERYBODYS) -> bool:
-        """Whether somebody would come before a request of that class and tenant that joined now."""
+        """Whether another request would come before one of that class and tenant that joined now."""
         now = self._clock()
         return self._line.is_anyone_ahead(service.priority, now + self.patience_s, now, share)
 
@@ -96,7 +96,7 @@ class WaitingLine:
             raise self.refusal(place, expected_s)
         if not self._line:
             self.drain.on_line(now)
-        # With no room left, here or in another line, only the place of somebody in this one is to be had.
+        # With no room left, here or in another line, only a place of a request in this one can be had.
         self._line.limit = len(self) + self._room.take(self._limit)
         joined = self._line.join(
             place, now, priority=place.service.priority, due=place.due, share=place.share, cost=max(1, place.tokens)
@@ -140,7 +140,7 @@ class WaitingLine:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ASK_AGAIN_S):
                     await self._freed.wait()
-        if self._is_first(place):  # nobody of a higher priority has come meanwhile, whose room it would be
+        if self._is_first(place):  # no request of a higher priority has come meanwhile, whose room it would be
             self._freed.clear()
             return True
         return False
@@ -156,7 +156,7 @@ class WaitingLine:
             self._left()
 
     def refusal(self, place: "Place", retry_after_s: float) -> Overloaded:
-        """What somebody is told who gets no place, or loses it."""
+        """The error for a request that gets no place, or loses it."""
         waiting = f"{len(self)} requests wait for it"
         if place.is_displaced:
             others = "requests of a higher priority, or of tenants with fewer in line"

@@ -1,4 +1,4 @@
-"""Between deciding and reserving: who would not be served as promised is told so, before anything is held or computed for them.
+"""Refuses requests that would miss their class's promise, before anything is held or computed for them.
 
 What it takes to know that is kept here as well: which requests decode has, which will come to it, and how long its steps are.
 Of what other gateways have sent only the number is known, from the nodes' reports.

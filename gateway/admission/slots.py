@@ -1,4 +1,4 @@
-"""Places of a kind, of which there may only be so many: in one process, or in all workers of a gateway together."""
+"""A bounded counter, in one process or shared by all workers of a gateway."""
 
 from typing import Protocol
 

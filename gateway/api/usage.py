@@ -31,7 +31,7 @@ class _Told(msgspec.Struct):
 _USAGE: Final = msgspec.json.Decoder(_Told)
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
-Details = Callable[[int], Awaitable[Mapping[str, Any]]]  # of a prompt of which so many tokens were cached
+Details = Callable[[int], Awaitable[Mapping[str, Any]]]  # of a prompt with so many cached tokens
 CachedTokens = Callable[[], Awaitable[int | None]]
 
 
@@ -78,7 +78,7 @@ def _object(raw: msgspec.Raw | None) -> dict[str, Any]:
 
 
 def completion_tokens(body: bytes | None) -> int | None:
-    """What the usage of an answer counts, the last of a stream's; None where there is none."""
+    """What the usage of an answer counts, the last of a stream's; None without one."""
     found = _COMPLETION_TOKENS.findall(body or b"")
     return int(found[-1]) if found else None
 

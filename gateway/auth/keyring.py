@@ -1,11 +1,11 @@
-"""Who may ask: API keys, of which only digests are kept, and whose they are.
+"""Who may ask: digests of API keys, and whose they are.
 
 [gateway.tenants.acme]
 keys = ["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]   # as `prfaas key` prints them
-group = "acme"                                     # shares KVCache with the tenants of this group; default: with nobody
+group = "acme"                                     # shares KVCache with the tenants of this group; default: its own
 requests_per_minute = 600                          # 0, the default, is no limit
 weight = 2.0                                       # of its part while tenants wait for the same
-classes = ["interactive", "batch"]                 # of which its requests may be; the first, where they say nothing
+classes = ["interactive", "batch"]                 # its requests may be of these; the first, where they say nothing
 
 Without tenants everybody may ask, and prompts share one cache. With them each request needs a key, and operators' pages
 one of `operator_keys`.
@@ -106,7 +106,7 @@ class Keyring:
     def _of_token(self, holder: Holder) -> Tenant:
         found = self._by_subject.get(holder.subject)
         if found is None:
-            raise Unauthorised("The token names nobody who is served here.", "unknown_tenant")
+            raise Unauthorised("The token names no tenant of this gateway.", "unknown_tenant")
         return found
 
     def named(self, name: str) -> Tenant:
@@ -155,7 +155,7 @@ def bearer(authorisation: str) -> str:
 
 
 def password(authorisation: str) -> str:
-    """The password in an Authorization header (RFC 7617), whoever it is of; "" without one."""
+    """The password in an Authorization header (RFC 7617), whatever the user name; "" without one."""
     scheme, _, both = authorisation.partition(" ")
     if scheme.lower() != "basic":
         return ""

@@ -50,7 +50,7 @@ MAX_TOKEN_CHARACTERS: Final = 16_384
 MAX_REMEMBERED: Final = 4096  # tokens that hold
 MAX_TRIED: Final = 8  # keys of one name, or of none, that a token is tried with
 REFRESH_S: Final = 600.0
-SOONEST_S: Final = 10.0  # between two questions, however many tokens name keys that nobody knows
+SOONEST_S: Final = 10.0  # between two questions, however many tokens name unknown keys
 TIMEOUT_S: Final = 10.0
 LEEWAY_S: Final = 30.0  # that two clocks may differ
 

@@ -326,7 +326,7 @@ class AgentClient:
         return ticket_info(await self._call(self._stub.Reserve, message))
 
     def _asked(self, call: pb.Call) -> "asyncio.Future[pb.CallAnswer] | None":
-        """The answer to a call over the kept connection; None where there is none: then it is to go by gRPC."""
+        """The answer to a call over the kept connection; None without one: then the call goes by gRPC."""
         connection = self.kept.connection()
         if isinstance(connection, CallConnection):
             return connection.ask(call, self.timeout_s)

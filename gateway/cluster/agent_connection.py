@@ -1,7 +1,7 @@
 """The kept connection to one agent, over which go the calls that every request makes.
 
-It is opened when the agent says where, and again when a call finds it gone; until then calls go by gRPC, so that who has an agent
-of before, or a firewall between, loses nothing but CPU. A call fails as it would by gRPC, with the same labels.
+It is opened when the agent says where, and again when a call finds it gone. Until then calls go by gRPC: an older agent, or a
+firewall in between, costs only CPU. A call fails as it would by gRPC, with the same labels.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class CallConnection(asyncio.Protocol):
         self._end = ("unreachable", "the kept connection broke")
         self._is_retired = False
         self.is_read = True  # what it says, by the agent
-        self._owed: set[int] = set()  # calls that nobody waits for, of a connection that stalled
+        self._owed: set[int] = set()  # calls that are not awaited any more, of a connection that stalled
 
     def __len__(self) -> int:
         return len(self._asked)
@@ -81,7 +81,7 @@ class CallConnection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are none by class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are not so by class
         keep_alive(transport.get_extra_info("socket"))
         self._transport.set_write_buffer_limits(high=MAX_UNREAD_BYTES)
         self._transport.write(CALLER)
@@ -110,7 +110,7 @@ class CallConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.greeted.done():
             self.greeted.set_exception(exc or ConnectionError("closed before it was greeted"))
-            self.greeted.exception()  # seen, should nobody wait for it any more
+            self.greeted.exception()  # seen, if it is not awaited any more
         self._fail_all(NodeError(self._address, *self._end))
 
     def _heard(self, answer: pb.CallAnswer) -> None:
@@ -121,7 +121,7 @@ class CallConnection(asyncio.Protocol):
             if not waiting[0].done():
                 waiting[0].set_result(answer)
                 return
-        if answer.HasField("ticket"):  # of a reservation that nobody waits for any more
+        if answer.HasField("ticket"):  # of a reservation that is not awaited any more
             self._give_back(answer.ticket.transfer_id)
 
     def _give_back(self, transfer_id: str) -> None:
@@ -130,7 +130,7 @@ class CallConnection(asyncio.Protocol):
             self._outbox.say(call.SerializeToString())
 
     def give_up(self, number: int, timeout_s: float) -> None:
-        """Nobody waits any longer for the answer to call `number`, which has had `timeout_s`."""
+        """The answer to call `number`, which has had `timeout_s`, is not awaited any more."""
         answer, deadline = self._asked.pop(number)
         deadline.cancel()
         if not answer.done():
@@ -252,4 +252,4 @@ class KeptCalls:
     def _ended(self, attempt: "asyncio.Task[None]") -> None:
         self._connecting = None
         if not attempt.cancelled() and (error := attempt.exception()) is not None:
-            log.error("a kept connection to %s failed in a way nobody thought of", self._address, exc_info=error)
+            log.error("a kept connection to %s failed in an unforeseen way", self._address, exc_info=error)

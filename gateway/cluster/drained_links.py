@@ -1,4 +1,4 @@
-"""Links that operators have drained: of one process, of all workers of a gateway, or of whoever is given the same folder."""
+"""Links that operators have drained: of one process, of all workers of a gateway, or of all gateways with the same folder."""
 
 import logging
 import os
@@ -35,7 +35,7 @@ class OwnDrained:
 
 
 class SharedDrained:
-    """Of all who have this folder: an empty file for each link, so that nobody undoes what another is told.
+    """Of all gateways with this folder: an empty file for each link, so that none undoes what another was told.
 
     A folder that is gone or cannot be read says nothing: what was known of it stays, and comes back with the next change.
     """
@@ -60,7 +60,7 @@ class SharedDrained:
         try:
             names = os.listdir(self._folder)
         except OSError as error:
-            # Nobody has made it yet, where nothing is drained.
+            # It does not exist yet, where nothing is drained.
             if not self._is_failing and (self._known or not isinstance(error, FileNotFoundError)):
                 self._is_failing = True
                 log.error("which links are drained cannot be read, it stays as it was: %s", error)

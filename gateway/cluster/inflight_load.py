@@ -1,4 +1,4 @@
-"""What a request has under way on nodes, counted from the decision on: a node's own report is a quarter of a second late.
+"""A request's load on its nodes, counted from the routing decision; node reports lag by 250 ms.
 
 Of prompts that come together, the second one's decision must see the first one's, whether anything has been reserved or sent
 by then or not. What was counted is given back when it is done, and all of it at the latest when the try is over.
@@ -33,7 +33,7 @@ class Booking:
             decode.expects(max(0, len(hashes) * decode.info.block_size - held_tokens))
 
     def prefill(self, node: Node, route: Route) -> None:
-        """`node` computes the prompt as `route` says from now on, and nobody else does."""
+        """`node` computes the prompt as `route` says from now on, and no other node does."""
         kept = self._computing if self._computing is not None and self._computing[0] is node else None
         if kept is not None:  # who waits for it goes on waiting
             self._computing = None
@@ -61,7 +61,7 @@ class Booking:
     def _begin(self, node: Node, route: Route) -> tuple[Node, Computing]:
         blocks = route.cached_tokens // node.info.block_size if node.info and node.info.block_size else 0
         self.awaited = node.underway.first(self._hashes, blocks)
-        # Nobody waits for what is there already, or awaited from somebody else.
+        # What is there already, or awaited from another request, adds no wait.
         computed = self._hashes if blocks < len(self._hashes) else ()
         return node, node.underway.begin(computed)
 

@@ -1,4 +1,4 @@
-"""Prompts that this gateway has computed on one node just now: whoever goes on from one of them waits for it there.
+"""Prompts that a node is computing for this gateway: a prompt that goes on from one of them waits for it there.
 
 A node's engine looks for a prefix when it is asked, not when it begins, so a prompt that is sent too early computes again what
 is being computed in front of it. A decode node looks when it reserves: what is reserved too early is sent again.
@@ -61,10 +61,10 @@ class Underway:
             del self.by_end[computing.hashes[-1]]
 
     def longest(self, hashes: Sequence[bytes], held: int) -> int:
-        """Blocks of a prompt with these full blocks that will be there, of which `held` are already."""
+        """Blocks of a prompt with these full blocks that will be there; `held` are already."""
         return self._promises.longest(hashes, held)
 
     def first(self, hashes: Sequence[bytes], blocks: int) -> Computing | None:
-        """Who will first have computed exactly the first `blocks` of these; None if nobody does just now."""
+        """The node that will first have computed exactly the first `blocks` of these; None: no node does just now."""
         found = self.by_end.get(hashes[blocks - 1], ()) if 0 < blocks <= len(hashes) else ()
         return found[0] if found else None

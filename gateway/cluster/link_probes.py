@@ -1,4 +1,4 @@
-"""Asks links that failed whether they carry anything again: a greeting over the path, nobody's prompt.
+"""Asks links that failed whether they carry anything again: a greeting over the path, no prompt.
 
     receiver.Reserve(one block) ──ticket──► sender.Probe ──the way of KVCache──► receiver ──an answer──► the link is up
 

@@ -81,7 +81,7 @@ class Links:
 
     @property
     def num_failed(self) -> int:
-        """Paths that failed and of which nobody has heard since."""
+        """Paths that failed and have not answered since."""
         return self._paths.num_failed
 
     # What decisions ask

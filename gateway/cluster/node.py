@@ -120,7 +120,7 @@ class Node:
         landing_tokens: int = 0,
         landing_s: float = 0.0,
     ) -> NodeView:
-        """This node as a decision sees it that is about a prompt of which it holds `holding`; it must have been described.
+        """This node as a decision about a prompt sees it, if it holds `holding` of it; it must have been described.
 
         Once it has computed what it computes now, it will hold `promised_tokens`; the attention of `landing_tokens` will be
         there in `landing_s`.

@@ -16,7 +16,7 @@ class State(StrEnum):
 
     KEPT = "kept"
     LOST = "lost"  # its node has ended since
-    UNREACHABLE = "unreachable"  # nobody can say
+    UNREACHABLE = "unreachable"  # unknown while its node does not answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

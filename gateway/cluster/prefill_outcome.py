@@ -10,7 +10,7 @@ class PrefillOutcome(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int = 0
     cached_tokens: int = 0
     bytes_total: int = 0
-    bytes_before_prefill_end: int | None = 0  # None: nobody knows
+    bytes_before_prefill_end: int | None = 0  # None: unknown
     bytes_saved: int = 0
     codecs: dict[str, int] = {}
     prefill_start_s: float = 0.0

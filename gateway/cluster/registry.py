@@ -298,7 +298,7 @@ class Clusters:
             self._give_up(node, STILL_S)
 
     def _give_up(self, node: Node, quiet_s: float) -> None:
-        """Ends what waits for an engine that says nothing, if somebody else could do its work: it may come back."""
+        """Ends what waits for an engine that says nothing, if another node could do its work: it may come back."""
         if node.info is not None and self.ready(Role.DECODE):
             self._on_silent(node.info.engine_url, quiet_s)
 
@@ -389,12 +389,12 @@ class Clusters:
     async def _tidy(self) -> None:
         """Takes what was dropped out of the indexes, in steps between which others have their turn."""
         for index in list(self._indexes.values()):
-            while index.tidy():  # noqa: ASYNC110 nobody else does it
+            while index.tidy():  # noqa: ASYNC110 nothing else does it
                 await asyncio.sleep(0)
         self._drop_indexes()
 
     def _drop_indexes(self) -> None:
-        """Those of layouts that nobody has any more, but for the one served: its nodes may come back.
+        """Those of layouts that no node has any more, but for the one served: its nodes may come back.
 
         Not before they are empty: a million blocks are not freed at once.
         """

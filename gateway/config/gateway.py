@@ -68,13 +68,13 @@ class RoutingConfig:
     `tie_share` of the prompts with exactly as many uncached tokens as the threshold stay local.
     An empty `home_cluster` lets load choose the decode cluster.
     With `cross_cluster_cache` a prefix that only the other cluster has is sent where the prefill runs, while the link between
-    them has room to spare; `link_bytes_per_s` is the bandwidth of a link that nobody has measured yet, 0 is unknown and counts
+    them has room to spare; `link_bytes_per_s` is the bandwidth of a link that is not measured yet, 0 is unknown and counts
     as none to spare. `fetch_bytes_per_s` is how fast prefixes move inside a cluster, until some have shown it; 0 keeps them
     where they are.
     A decode node computes up to `increment_tokens` of a prompt whose beginning it holds itself, while that is soon done and it
     has time for it; 0 leaves every prompt to prefill nodes. While a decode node has spent `decode_prefill_share` of its time on
-    prompts, it is given no more of them, whoever has no room. `decode_load_slack` is how much slower a decode node's tokens may
-    be for the sake of a prefix that it holds.
+    prompts, it is given no more of them, even if no node has room. `decode_load_slack` is how much slower a decode node's
+    tokens may be for the sake of a prefix that it holds.
     With `by_total_length` whole prompts are compared with the threshold, cached or not, as by a router without caches: to compare
     with.
     With `replicate` prefixes that many requests want at once are copied to further prefill nodes of their cluster.
@@ -307,7 +307,7 @@ class GatewayConfig:
             require(bool(HOST.fullmatch(name)), "hosts", name, "a list of names, in lower case and without a port")
         if not (self.tenants or self.open or is_loopback(self.host)):
             raise SettingsError(
-                f"host = {self.host!r}: others than this machine reach it, and nobody needs a key: "
+                f"host = {self.host!r}: others than this machine reach it, and no key is needed: "
                 "add [gateway.tenants.NAME] (`prfaas key` makes keys), or say open = true"
             )
         missing = [name for name in IDENTITY_KEYS if getattr(self, name) is None]
@@ -377,4 +377,4 @@ def _only_a_gateway(document: Mapping[str, Any]) -> None:
         raise SettingsError("this is a node's file, for `prfaas node`; a gateway's file has one table, [gateway]")
     require_known(document, ["gateway"])
     if not isinstance(document.get("gateway"), dict):
-        raise SettingsError("a gateway's file has one table, [gateway]; there is none")
+        raise SettingsError("a gateway's file has one table, [gateway]; it is missing")

@@ -20,7 +20,7 @@ class TenantConfig:
     """`[gateway.tenants.NAME]`. `keys` are SHA-256 digests in hexadecimal; several while one replaces another.
 
     `subjects` are what tokens of an identity provider call it (`gateway.auth.oidc`), beside its name here.
-    A limit of 0 is none. `pinned_tokens` is what it may have kept in nodes' memories (`prompt_cache_breakpoint`,
+    A limit of 0 is no limit. `pinned_tokens` is what it may have kept in nodes' memories (`prompt_cache_breakpoint`,
     `cache_control`), each block once; 0: nothing. Of what tenants wait for together each gets a part by its `weight`.
     `classes` are names of `[gateway.classes]`: with them its requests are of these only; without, of any that has no keys.
     """
@@ -62,7 +62,7 @@ def check_digest(name: str, key: str) -> None:
 
 
 def check_tenants(tenants: Mapping[str, TenantConfig], classes: Collection[str], has_tokens: bool = False) -> None:
-    """Raises SettingsError for names that are none, of tenants or `classes`, keys that two have, and tenants without any."""
+    """Raises SettingsError for invalid names of tenants or `classes`, keys that two have, and tenants without keys."""
     require(len(tenants) <= MAX_TENANTS, "tenants", len(tenants), f"{MAX_TENANTS} at most")
     for name, each in tenants.items():
         require(bool(NAME.fullmatch(name)), "tenants", name, WHAT_NAMES_ARE)

@@ -7,7 +7,7 @@ from transport.control.settings import require, require_range
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracesConfig:
-    """`[gateway.traces]`: spans go to an OTLP collector's `endpoint` over HTTP; "": there are none.
+    """`[gateway.traces]`: spans go to an OTLP collector's `endpoint` over HTTP; "": no traces.
 
     Of requests that come without a decision of their caller's a share `sample` is traced.
     """

@@ -1,4 +1,4 @@
-"""The first room: a body arrives, at a minimum rate, by a deadline, within bounds for all clients and for each address.
+"""Receives a body: at a minimum rate, by a deadline, within bounds for all clients and for each address.
 
 Nothing is taken from others while it does: a place among those served is given when the body is there.
 """
@@ -118,7 +118,7 @@ class Receiver:
             raise BadRequest(f"The body cannot be read: {reason}", code="invalid_body") from error
 
     def _due(self, began: float, received: int) -> float:
-        """When a body of which `received` bytes are there has to be further, or complete."""
+        """When a body with `received` bytes so far has to be further, or complete."""
         earned = self._limits.body_grace_s + received / self._limits.min_body_bytes_per_s
         return began + min(self._body_s, earned)
 

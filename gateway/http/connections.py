@@ -3,7 +3,7 @@
     new ── head ──► receiving ── body ──► serving ── answer ──► idle ── head ──► receiving …
 
 A connection in any state but `serving` waits for its client and may be closed for it: when it is too slow, and when there are
-too many, the one that has waited for longest first. So whoever sends a request gets in, however many strangers hold
+too many, the one that has waited for longest first. So a client that sends a request gets in, however many strangers hold
 connections. The operators' listener has a gate, and descriptors, of its own.
 """
 
@@ -173,7 +173,7 @@ class Connection(RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._wire = cast(asyncio.Transport, transport)  # uvloop's transports are none by class
+        self._wire = cast(asyncio.Transport, transport)  # uvloop's transports are not so by class
         peer = transport.get_extra_info("peername")
         self.address = peer[0] if isinstance(peer, tuple) else ""
         self._gate.opened(self)

@@ -1,19 +1,19 @@
-"""One request's life, through eight rooms in one direction; what one room has found is handed to the next.
+"""The steps of one request, in order; each step's result is the next one's input.
 
     receive   the body, at a minimum rate and within bounds                             gateway.http.body
     admit     a place among those being served                                          gateway.admission.concurrency
     read      the body's call, and tokens, block hashes and digest of its prompt        gateway.prompt.reader
-    decide    local or remote, which nodes: a pure function of what is known            gateway.routing.router
-              and whether its class would be served as promised                         gateway.admission.slo
+    decide    local or remote, and which nodes, by what is known now                    gateway.routing.router
+              whether its class would be served as promised                             gateway.admission.slo
     reserve   the decode node makes room and hands out a ticket                         gateway.pipeline.reservations
     run       both legs at once                                                         gateway.pipeline.ticketed
-              for engines that are paired by rooms, of which nobody reserves            gateway.pipeline.sglang_pair
+              for SGLang's pairs, without a reservation                                 gateway.pipeline.sglang_pair
     relay     the decode node's bytes, unchanged but for the number of cached tokens    gateway.pipeline.relay
-    settle    the books are closed                                                      gateway.pipeline.settlement
+    settle    what it held is freed                                                     gateway.pipeline.settlement
 
 Everything held on a node is held by a `with` block: the client going away, a node dying and the answer ending all leave
 by the same door. What fails before the client has seen a byte goes back to `decide` as often as `planner.decisions.retries`
-allows; so does a stream of which the client has had a part, with that part as the end of its prompt
+allows; so does a stream that the client has a part of, with that part as the end of its prompt
 (`gateway.pipeline.stream_resume`).
 """
 
@@ -225,7 +225,7 @@ class Dispatcher:
     async def _ready_route(self, request: Request) -> Route:
         """A route once some decode node is ready: the one that failed may be back, or has only lost a connection.
 
-        Raises NoDecodeNode if none is as soon as somebody would have waited for room.
+        Raises NoDecodeNode if none is ready when a request would have to wait for room.
         """
         due = self._clock() + self._line.patience_s
         while True:
@@ -237,7 +237,7 @@ class Dispatcher:
             await asyncio.sleep(ASK_AGAIN_S)
 
     async def _learn_deaths(self, request: Request) -> None:
-        """Which of the engines that broke a stream have died of it. The first is waited for by nobody: the client waits."""
+        """Which of the engines that broke a stream have died of it. The first is not waited for: the client waits."""
         if len(request.broken) + len(request.deaths) < MAX_DEATHS:
             return
         broken, request.broken = request.broken, []
@@ -352,7 +352,7 @@ class Dispatcher:
                 if Failure.FULL in tried.failed.values():
                     raise Overloaded("No decode node has room. Please retry.", "no_room") from None
                 raise
-            if Failure.AWAY in tried.failed.values():  # whoever has taken its place is about to say so
+            if Failure.AWAY in tried.failed.values():  # what has taken its place is about to say so
                 return None
             raise
 

@@ -1,4 +1,4 @@
-"""Prompts that an engine reads for the gateway: those of styles that it is known to read otherwise
+"""Has an engine read prompts for the gateway: those of styles that the engine is known to read otherwise
 (`gateway.prompt.tokenizer_trust`).
 
 vLLM's `/render` says which tokens a request stands for, without computing anything. They name the prompt's blocks here, and both

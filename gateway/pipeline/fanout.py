@@ -1,4 +1,4 @@
-"""One request for several answers (a list of prompts, `n`) as so many requests for one, each decided and routed by itself.
+"""One request for several answers (a list of prompts, `n`) as that many requests, each decided and routed by itself.
 
     prompts × n ──► requests of one answer each ──► the corridor, side by side ──► one answer, choices in the order asked for
 
@@ -111,7 +111,7 @@ def _seed(number: int) -> int:
 
 
 class Merged:
-    """One answer out of those to `size` calls, of which each prompt has `n`; `begin` begins it, with headers and a length."""
+    """One answer out of those to `size` calls, `n` for each prompt; `begin` begins it, with headers and a length."""
 
     def __init__(self, size: int, n: int, *, streams: bool, with_usage: bool, begin: Begin) -> None:
         self.reply: Reply | None = None
@@ -297,7 +297,7 @@ def _of_engines() -> Iterator[None]:
 
 
 def _numbered(fields: Mapping[str, Raw], number: int) -> list[dict[str, Any]]:
-    """The choices of an answer, of which each is choice `number` of all."""
+    """The choices of an answer; each becomes choice `number` of all."""
     with _of_engines():
         choices = _CHOICES.decode(fields.get("choices", Raw(b"[]")))
     return [choice | {"index": Raw(b"%d" % number)} for choice in choices]

@@ -1,4 +1,4 @@
-"""The seventh room: the decode node's bytes go to the client, unchanged but for the number of cached tokens.
+"""Relays the decode node's bytes to the client, unchanged but for the number of cached tokens.
 
 Should the node fail in the middle of a stream, another one goes on where the client's last token was
 (`gateway.pipeline.stream_resume`). Where none can, the error can only be told in the stream: as its last event, at once,
@@ -30,7 +30,7 @@ COMMENT: Final = b":\n\n"  # clients of SSE ignore it
 CUT: Final = (
     "stream_cut",
     "the stream ended before its end",
-)  # told as an error: nobody is to take a part for the whole
+)  # told as an error: a part must not be taken for the whole
 
 PIECE_BYTES: Final = 128 * 1024  # of a whole answer: more than a transport holds without asking to wait for the client
 
@@ -210,7 +210,7 @@ class _Continued:
         self._has_ended = False
 
     async def read(self) -> bytes:
-        """The next bytes for the client, b"" at the end. Raises DecodeFailed when nobody can go on."""
+        """The next bytes for the client, b"" at the end. Raises DecodeFailed when no node can go on."""
         failed_at: float | None = None
         while not self._has_ended:
             try:
@@ -251,7 +251,7 @@ class _Continued:
             raise DecodeFailed(self._answering.attempt.decode.id, error.reason, str(error)) from error
 
     async def _after(self, error: DecodeFailed) -> bytes | None:
-        """Has another node go on; or what is missing, if no token is. Raises `error` if nobody can."""
+        """Has another node go on; or what is missing, if no token is. Raises `error` if no node can."""
         request, seam = self._request, self._seam
         self._accounts.fell_back(request, f"decode_{error.reason}", error)
         if seam.is_too_long or not seam.knows_tokens:
@@ -274,7 +274,7 @@ class _Continued:
 
 
 def _notice_error(request: Request, told: bytes) -> None:
-    """An error that an engine tells, and the gateway has nobody else for, is the client's: its answer ends there."""
+    """An error that an engine tells goes to the client if no other node can go on: its answer ends there."""
     if ERROR in told and request.broken_off is None:
         detail = told[told.index(ERROR) :][:MAX_TOLD_BYTES].decode(errors="replace")
         request.broken_off = BrokenOff("stream_error", detail)

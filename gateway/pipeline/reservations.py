@@ -1,4 +1,4 @@
-"""The fifth room: the decode node makes room and hands out a ticket, before anything is computed."""
+"""Reserves: the decode node makes room and hands out a ticket, before anything is computed."""
 
 import asyncio
 import logging
@@ -82,7 +82,7 @@ class Reservations:
         making = self._tasks.start(reserving, "reserve", expected=(NodeError,))
         hold: Hold | None = None
         try:
-            # Shielded: a client that leaves now must not leave a reservation behind whose id nobody knows.
+            # Shielded: a client that leaves now must not leave a reservation behind whose id is lost.
             hold = Hold(await asyncio.shield(making), [decode])
             if landed is not None and landed_tokens >= chosen.cached_tokens:
                 hold.shared_from = landed.first.prefill_node

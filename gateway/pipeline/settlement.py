@@ -1,4 +1,4 @@
-"""The last room: what an answered request leaves to be freed."""
+"""Frees what an answered request has left."""
 
 import asyncio
 from typing import Final

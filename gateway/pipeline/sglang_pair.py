@@ -1,4 +1,4 @@
-"""The sixth room for nodes that are paired by rooms: both legs at once, and nobody reserves anything here.
+"""Runs both legs of a pair of SGLang servers at once, without a reservation of the gateway's.
 
 Neither server can do without the other. If the prefill fails, the decode leg is hung up, and both are asked again in another
 room, with another prefill node; if decode does, its failure goes the way of every decode node's.
@@ -79,7 +79,7 @@ class Pairing:
         failed: dict[str, Failure] = {}
         way = chosen
         while True:
-            assert way.prefill_node is not None  # routing chooses nobody who would be alone
+            assert way.prefill_node is not None  # routing chooses no decode node without a prefill node
             try:
                 async with AsyncExitStack() as held:
                     attempt = await self._in_a_room(request, way, chosen.decode_node, booking, held)
@@ -145,7 +145,7 @@ class Pairing:
     def _next_way(
         self, request: Request, chosen: Route, failing: str, error: PrefillFailed, failed: dict[str, Failure]
     ) -> Route:
-        """Who prefills after node `failing`, for the same decode node. Raises ApiError when nobody does: decode cannot go on
+        """The node that prefills after `failing`, for the same decode node. Raises ApiError without one: decode cannot go on
         alone."""
         noted = self._accounts.doubted if error.failure is Failure.REQUEST else self._accounts.fell_back
         noted(request, f"prefill_{error.reason}", error)
@@ -171,7 +171,7 @@ async def _answer_of(delivery: "asyncio.Task[PrefillOutcome]", asking: "asyncio.
     if failed is not None and not is_certain(failed):
         await asyncio.wait(both, timeout=OTHERS_WORD_S)
         prefill, decode = _errors(delivery, asking)
-    if decode is None and asking.done():  # what the other one has to say is for nobody
+    if decode is None and asking.done():  # the other one's outcome does not matter
         return asking.result()
     raise to_blame(prefill, decode)
 

@@ -1,4 +1,4 @@
-"""The sixth room: both legs at once. The prefill node pushes KVCache under the ticket, the decode node waits for it.
+"""Runs both legs at once. The prefill node pushes KVCache under the ticket, and the decode node waits for it.
 
 Whatever becomes of the prefill, the request hears of it: another prefill node takes over under the same ticket, or the decode
 node is told to compute the prompt itself, or the request ends here and now.
@@ -165,7 +165,7 @@ class Runner:
     def _next_way(
         self, request: Request, chosen: Route, failing: str, error: NodeFailure, failed: dict[str, Failure]
     ) -> Route | None:
-        """Who prefills after node `failing`, None for nobody. Raises KillsEngines."""
+        """The node that prefills after node `failing`; None: no node. Raises KillsEngines."""
         noted = self._accounts.doubted if error.failure is Failure.REQUEST else self._accounts.fell_back
         noted(request, f"prefill_{error.reason}", error)
         match self._retries.rule_after(

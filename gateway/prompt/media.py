@@ -23,12 +23,12 @@ KINDS: Final = frozenset(
     | {"video_url", "video_embeds"}
 )
 TOKENS_EACH: Final = 1024  # guessed: an image of a megapixel has 1,369 in Qwen2.5-VL, 576 a picture in LLaVA 1.5
-# Kinds whose KVCache may be computed elsewhere. They are there, in the request: an address is for whoever answers to look up, as
+# Kinds whose KVCache may be computed elsewhere: those that are in the request. The answering engine looks an address up;
 # three engines that did might see three images.
 SEEN: Final = frozenset({"image_url", "input_image"})
 ADDRESS: Final = "image_url"  # the key of what is looked at, of both
 INLINE: Final = "data:"
-NAMED: Final = "uuid"  # by which engines find what was sent with it before, whoever has sent it
+NAMED: Final = "uuid"  # by which engines find what any client sent with it before
 
 _MARKS: Final = tuple(f'"{kind}"'.encode() for kind in sorted(KINDS))
 _MESSAGES: Final = msgspec.json.Decoder(list[Any])
@@ -60,10 +60,10 @@ def may_have_media(raw: Raw) -> bool:
 
 
 def apart(call: Call, *, may_be_named: bool) -> Apart | None:
-    """The texts of a chat without its media; None: there are none. Raises BadRequest for those by a name, unless they may be."""
+    """The texts of a chat without its media; None: no media. Raises BadRequest for those by a name, unless they may be."""
     try:
         messages = _MESSAGES.decode(call.fields["messages"])
-    except NOT_JSON:  # whoever reads it says what is wrong
+    except NOT_JSON:  # its reader says what is wrong
         return None
     named = sha256()
     number = 0

@@ -1,7 +1,7 @@
 """What an engine says of a prompt with media, and whether to ask: its tokens, where its media stand, and what they are.
 
-vLLM's `/render` has to see each image for that, which its decode node, where it is asked, does again for the answer. So nobody is
-asked where no other node could compute the prompt, and not for prompts that are short whatever their images come to.
+vLLM's `/render` has to see each image for that, and its decode node does so again for the answer. So no engine is asked where
+no other node could compute the prompt, nor for prompts that are short whatever their images come to.
 """
 
 from collections import deque

@@ -46,7 +46,7 @@ _OBJECT: Final = msgspec.json.Decoder(dict[str, Any] | None)
 class Hashing(msgspec.Struct, frozen=True):
     """How the served model's blocks are named: tokens per block, the salt of the model, and who shares with whom.
 
-    Prompts of a `group`, and those with a `cache_salt` of the client's, have names of their own: nobody else finds their
+    Prompts of a `group`, and those with a `cache_salt` of the client's, have names of their own: no other prompt finds their
     blocks, nor learns that they are there.
     """
 
@@ -91,7 +91,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
     @property
     def is_alone(self) -> bool:
-        """Whether its KVCache is that of more than its blocks' names tell: nobody shares it."""
+        """Whether its KVCache depends on more than its blocks' names tell: it is not shared."""
         return self.guess is not None or bool(self.adapter)
 
     @property
@@ -239,7 +239,7 @@ def check_name(call: Call, model: Model) -> None:
 
 def check_length(call: Call, num_tokens: int, max_model_len: int) -> None:
     """Raises BadRequest when prompt and answer do not fit into the model's context."""
-    # Who has a prompt cut to what fits gets as many tokens as are left, of engines, too.
+    # A client that has a prompt cut to what fits gets as many tokens as are left, of engines, too.
     wanted = 1 if call.options.truncate_prompt_tokens is not None else call.options.output_tokens or 1
     if num_tokens + wanted <= max_model_len:
         return
@@ -279,7 +279,7 @@ def _caching(call: Call, marks: Marks, tokens: TokenArray, memory: PromptMemory,
 
 
 def _unkept(marks: Marks) -> Caching:
-    """What `marks` mean for a prompt whose blocks nobody keeps: each is told that."""
+    """What `marks` mean for a prompt whose blocks are not kept: each says so."""
     places = tuple(Breakpoint(mark.field, mark.ttl, 0, 0) for mark in marks.marks)
     return Caching(places, marks.category, marks.is_explicit)
 

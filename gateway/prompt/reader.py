@@ -1,4 +1,4 @@
-"""The third room: bytes of a body become a call and its prompt, and the event loop goes on meanwhile.
+"""Turns the bytes of a body into a call and its prompt, without holding the event loop.
 
 The shortest bodies are read at once, and chats that go on by little: handing one to a thread and back takes as long. Other
 short ones, and long ones that are mostly text or token ids, are read in threads of this process: what they have in common with
@@ -173,7 +173,7 @@ class Reader:
 
 
 def _is_mostly_text(body: bytes) -> bool:
-    """Whether decoding `body` makes few objects, each of which begins after a comma or a bracket."""
+    """Whether decoding `body` makes few objects; each begins after a comma or a bracket."""
     data = np.frombuffer(body, np.uint8)  # counts faster as bytes do
     return bool(sum(np.count_nonzero(data == mark) for mark in b",[{") <= MAX_COMMAS_AND_BRACKETS)
 

@@ -1,4 +1,4 @@
-"""Whose body is read next: tenants take turns by bytes, so that a short prompt does not wait for all long ones of another.
+"""Which body is read next: tenants take turns by bytes, so a short prompt does not wait for another tenant's long ones.
 
 Start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM '96) in two stages. Between tenants bytes are shared by weight; within a
 tenant each class of sizes gets as much as any other, so its own short prompts pass its long ones, too; within a class who came

@@ -1,4 +1,4 @@
-"""Styles of requests, and of which of them it is known that engines read other tokens than the gateway does.
+"""Styles of requests that engines are known to read as other tokens than the gateway does.
 
 A style is what matters to reading and is no content: roles, the keys of messages, parts, calls and tools, which parameters are
 said. A leg that was refused for its tokens teaches the gateway that style: the next request of it is read by an engine itself
@@ -40,7 +40,7 @@ class Reading(StrEnum):
 
     OWN = "own"  # the gateway's: it is the engines', as far as is known
     ENGINE = "engine"  # an engine's, which is asked for it
-    ALONE = "alone"  # nobody's: the engine that answers computes what it reads
+    ALONE = "alone"  # shared with no one: the engine that answers computes what it reads
 
 
 def style_of(call: Call) -> bytes:

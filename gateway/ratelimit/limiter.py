@@ -1,6 +1,6 @@
 """What each tenant has taken of its limits; `planner.decisions.limits` says what follows from that.
 
-Workers of one gateway share a file, of which a tenant has a row: its name (a digest), when its buckets will be full again,
+Workers of one gateway share a file, in which a tenant has a row: its name (a digest), when its buckets will be full again,
 and by worker its requests under way, and tokens that it is about to have kept for it. The parent clears the columns of a worker
 that has died: what it had under way is no more. One that starts clears its own, too.
 """
@@ -78,7 +78,7 @@ class Allowances:
         SharedArray.create(path, ROWS * (OWN_CELLS + 2 * workers))
 
     def close(self) -> None:
-        """Lets go of the file; nobody may ask any more."""
+        """Lets go of the file; it must not be asked any more."""
         del self._cells
         self._array.close()
 
@@ -132,7 +132,7 @@ class Allowances:
         if not len(found):
             full = (self._cells[:, REQUESTS] <= now) & (self._cells[:, TOKENS] <= now)
             found = np.flatnonzero((names == 0) | (full & ~self._cells[:, OWN_CELLS:].any(axis=1)))
-            # Should nobody's be free, somebody's of a reload long ago is given up: it says less than the others.
+            # If no row is free, the row of a tenant that a reload removed long ago is given up: it says least.
             self._cells[found[0] if len(found) else 0] = 0
             found = found if len(found) else np.zeros(1, np.intp)
             self._cells[found[0], NAME] = name

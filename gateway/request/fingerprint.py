@@ -21,7 +21,7 @@ CONTENTS: Final = frozenset(
 )
 _KINDS: Final = re.compile(rb'"type"\s*:\s*"(\w{1,32})"')
 # Names that engines know, beside those that the gateway checks. Any other is the client's invention: shapes by such names could
-# be as many as somebody likes, and what is known of real ones would be pushed out.
+# be as many as a client likes, and what is known of real ones would be pushed out.
 KNOWN: Final = frozenset(
     {name for options in OPTIONS.values() for name in options.__struct_fields__}
     | {

@@ -55,7 +55,7 @@ class Timeline:
 class BrokenOff(msgspec.Struct, frozen=True):
     """Why an answer ended before its end: `reason` is a metric label, `status` is what it counts as.
 
-    500 to 503 as for an answer that never began, 499 where the client is to blame or nobody.
+    500 to 503 as for an answer that never began, 499 where the client or no one is to blame.
     """
 
     reason: str
@@ -96,7 +96,7 @@ class Request:
     tenant: Tenant = EVERYBODY
     allowance: Allowance = UNLIMITED
     trace_headers: dict[str, str] = field(default_factory=dict)
-    trace: Trace | None = None  # None: nobody asked for traces
+    trace: Trace | None = None  # None: traces are off
     telling: Telling | None = None  # None: the client speaks as engines do
     route: Route | None = None
     plan_version: int = 0  # of the plan under which it was last routed; 0: none
@@ -259,7 +259,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cached_tokens(request: Request) -> int:
-    """Prompt tokens that nobody had to compute, as far as is known here."""
+    """Prompt tokens that were not computed, as far as is known here."""
     if request.is_recomputed or request.route is None:
         return 0
     cached = request.outcome.cached_tokens if request.outcome else request.route.cached_tokens

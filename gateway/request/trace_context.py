@@ -31,7 +31,7 @@ class Trace:
 
 
 def trace_under(traceparent: str | None, sample: float, rng: random.Random) -> Trace:
-    """The trace of a request that came with this header; one of its own where there is none, or none that makes sense."""
+    """The trace of a request that came with this header; one of its own where it is missing or makes no sense."""
     span = rng.getrandbits(64) or 1
     if (caller := _parsed(traceparent)) is not None:
         trace, parent, flags = caller

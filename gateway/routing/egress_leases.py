@@ -43,7 +43,7 @@ class Shares:
         """One round over all lines."""
         lines = self._lines()
         now = self._clock()
-        # Senders may use what they were dealt although nobody sees them now.
+        # Senders may use what they were dealt even while the gateway does not see them.
         kept = {line: budget for line, budget in self._budgets.items() if line in lines or budget.holds(now)}
         self._budgets = {**{line: SharedBudget() for line in lines.keys() - kept.keys()}, **kept}
         await asyncio.gather(*(self._deal(line, nodes) for line, nodes in lines.items()))

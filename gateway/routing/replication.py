@@ -1,7 +1,7 @@
 """Copies of hot prefixes inside a cluster: which requests want what is noted as they pass, copies are decided on a slow tick.
 
 Decisions are `hybrid_cache.index.store`'s, over the prefill nodes of one cluster; `gateway.routing.prefix_transfers` carries
-them out. A copy that has become cold is given up by command, once its node has nobody waiting. The node knows better: what any
+them out. A copy that has become cold is given up by command, once nothing waits for its node. The node knows better: what any
 gateway's request has found there of late stays.
 """
 

@@ -1,4 +1,4 @@
-"""The fourth room: where a request goes, a pure function of what is known of the clusters now."""
+"""Routes a request by what is known of the clusters now, books its work, and learns from what ends."""
 
 import hashlib
 from collections.abc import Callable, Collection
@@ -117,7 +117,7 @@ class Decider:
         return found
 
     def explain(self, request: Request) -> Explanation:
-        """What `route` would say now, and why; nobody is sent anywhere, and nothing is learned. Raises Unavailable."""
+        """What `route` would say now, and why; nothing is sent or learned. Raises Unavailable."""
         self._cost.as_of(self._clock())
         unfit = () if request.prompt.is_plain else self._clusters.unfit(request.prompt)
         nodes, links = self._clusters.views(request.prompt, unfit), self._links.views()
@@ -213,11 +213,11 @@ class Decider:
         self._delays.keep({node.id for node in self._clusters.nodes})
 
     def other_prefill(self, request: Request, chosen: Route, failed: Collection[str]) -> Route | None:
-        """A route by another prefill node to the decode cluster of `chosen`, None if there is none."""
+        """A route by another prefill node to the decode cluster of `chosen`, None without one."""
         try:
             home = self._clusters.by_id(chosen.decode_node).cluster
             other = self.route(request, {*failed, *self._links.cut_off_from(chosen.decode_node)}, home)
-            if self._clusters.by_id(other.decode_node).cluster != home:  # nobody prefills for `home`
+            if self._clusters.by_id(other.decode_node).cluster != home:  # no node prefills for `home`
                 return None
         except (Unavailable, NodeError):
             return None

@@ -23,7 +23,7 @@ REQUEST: Final = "request"  # the reason of a move that a request asked for
 
 
 class Flow(msgspec.Struct, frozen=True, kw_only=True):
-    """One of them, once it is over. `at_s` is its end on the gateway's clock, `seconds` None where nobody knows when it began.
+    """One of them, once it is over. `at_s` is its end on the gateway's clock, `seconds` None where its begin is unknown.
 
     `why` is a request's reason for its route, a move's for being made; `who` its id, or the prefix by its last block.
     """

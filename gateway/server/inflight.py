@@ -1,4 +1,4 @@
-"""Who is being answered, and which of them the gateway has to leave without an end: one that does not read, all when it stops."""
+"""Requests being answered, and those that the gateway must cut off: a client that does not read; all, when it stops."""
 
 import asyncio
 from dataclasses import dataclass, field

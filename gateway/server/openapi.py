@@ -84,7 +84,7 @@ def _message(marks: Json) -> Json:
 _EVENT: Final[Json] = {"type": "object", "properties": {"data": {"type": "string"}, "event": {"type": "string"}}}
 _STATUSES: Final = {
     400: "The request is wrong; `param` names the field.",
-    401: "A key is wanted, and there is none, or a wrong one.",
+    401: "A key is wanted, and it is missing or wrong.",
     404: "There is no such path or model, or the engine does not serve it.",
     408: "The body did not come in time.",
     413: "The body is too large.",
@@ -92,7 +92,7 @@ _STATUSES: Final = {
     429: "More than is allowed, or can be served as promised: `Retry-After`, `retry-after-ms`, why in `x-prfaas-rejected`.",
     500: "An error of the gateway's own.",
     502: "A node failed.",
-    503: "Nobody can serve this now; the reason in `x-prfaas-rejected`.",
+    503: "No node can serve this now; the reason in `x-prfaas-rejected`.",
 }
 _SUMMARIES: Final = {
     Endpoint.CHAT: "OpenAI's chat completions.",
@@ -224,5 +224,5 @@ def _name(kind: type) -> str:
 def _version() -> str:
     try:
         return version("prfaas")
-    except PackageNotFoundError:  # run from a checkout that nobody has installed
+    except PackageNotFoundError:  # run from a checkout that is not installed
         return "0"

@@ -120,7 +120,7 @@ async def _framed(door: FrontDoor, http: web.Request, handler: Handler) -> web.S
         # aiohttp takes a cancellation, and nothing else, for a client that has left; the rest it logs as failures.
         raise asyncio.CancelledError from error
     except Exception:
-        log.exception("id=%s failed in a way nobody thought of", http[REQUEST_ID])
+        log.exception("id=%s failed in an unforeseen way", http[REQUEST_ID])
         door.metrics.upkeep.unforeseen("http")
         response = error_response(InternalError())
     if not response.prepared:

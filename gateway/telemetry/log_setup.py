@@ -60,14 +60,14 @@ class LineWriter(logging.Handler):
         self._stream = stream
         self._waiting: deque[logging.LogRecord] = deque()
         self._some_wait = threading.Event()
-        self._writing = threading.RLock()  # whoever holds it may log himself: what is formatted may, or a finaliser
+        self._writing = threading.RLock()  # its holder may log itself: what is formatted may, or a finaliser
         self._is_writing = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._write_until_closed, name="log", daemon=True)
         self._thread.start()
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Without the handler's own lock: whoever logs while he writes would take the two in the other order."""
+        """Without the handler's own lock: a thread that logs while it writes would take the two in the other order."""
         passes = bool(self.filter(record))
         if passes:
             self.emit(record)
@@ -99,7 +99,7 @@ class LineWriter(logging.Handler):
     def _text(self, record: logging.LogRecord) -> str:
         try:
             return f"{self.format(record)}\n"
-        except Exception:  # its arguments do not fit: its own loss, and nobody else's
+        except Exception:  # its arguments do not fit: only this line is lost
             self.handleError(record)
             return ""
 
@@ -113,7 +113,7 @@ class LineWriter(logging.Handler):
     def close(self) -> None:
         self._closing.set()
         self._some_wait.set()
-        self._thread.join(1.0)  # nobody waits longer for a log
+        self._thread.join(1.0)  # no longer than that for a log
         self.flush()
         super().close()
 

@@ -235,7 +235,7 @@ class Metrics:
             self._tenant_tokens[tenant, "completion"].inc(request.output_tokens)
 
     def sent_for(self, tenant: str, source: str, destination: str, kind: str, size: int) -> None:
-        """Counts KVCache that went from cluster to cluster for a tenant; "" is nobody."""
+        """Counts KVCache that went from cluster to cluster for a tenant; "" is no tenant."""
         if tenant:
             self._tenant_bytes[tenant, source, destination, kind].inc(size)
 
@@ -265,7 +265,7 @@ class Metrics:
         self._contexts.labels(outcome).inc()
 
     def rejected(self, code: str, status: int, tenant: str = "") -> None:
-        """Counts a request, of nobody or a tenant, that was answered with an error before any decision."""
+        """Counts a request, of a tenant or none, that was answered with an error before any decision."""
         self._requests["none", code, str(status)].inc()
         if tenant:
             self._tenant_requests[tenant, str(status)].inc()
@@ -302,7 +302,7 @@ class Metrics:
         """The text exposition."""
         return generate_latest(self._page)
 
-    # What is looked up when somebody asks, as this process sees it
+    # What is looked up when the page is asked for, as this process sees it
 
     def observe_nodes(self, nodes: Collection[Node]) -> None:
         """Takes down what the nodes say of themselves."""
@@ -376,7 +376,7 @@ class _AddedUp(Collector):
 
 
 class _Seen(Collector):
-    """Gauges of which each look replaces the one before."""
+    """Gauges that each look replaces."""
 
     def __init__(self) -> None:
         self.families: dict[str, Metric] = {}

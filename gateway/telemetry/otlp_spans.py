@@ -43,7 +43,7 @@ Value = str | bool | int | float
 
 
 class _ChosenIds(IdGenerator):
-    """Ids that were chosen when a request came; random ones for what nobody else knows of."""
+    """Ids that were chosen when a request came; random ones for spans that only the gateway knows."""
 
     def __init__(self) -> None:
         self._random = RandomIdGenerator()

@@ -1,4 +1,4 @@
-"""The last requests that ended, for whoever wants to look: a bounded ring, read by sequence number."""
+"""The last requests that ended: a bounded ring, read by sequence number."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from gateway.request.request import Request, RequestRecord, record_of
 
 
 class Records:
-    """Keeps `limit` records. Sequence numbers start at 1 and never repeat while the gateway runs, whoever gives them out."""
+    """Keeps `limit` records. Sequence numbers start at 1 and never repeat while the gateway runs, in whichever process."""
 
     def __init__(self, limit: int, next_seq: Callable[[], int]) -> None:
         self.limit = limit

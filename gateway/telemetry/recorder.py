@@ -1,4 +1,4 @@
-"""The books that all rooms write in: what became of a request, for its record, the log and the metrics."""
+"""Records what became of a request: for its record, the log and the metrics."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -114,7 +114,7 @@ class Accounts:
         log.info("takeover id=%s after=%d gap=%.3fs", request.id, len(request.answered), gap_s)
 
     def not_taken_over(self, request: Request, reason: str) -> None:
-        """Nobody goes on with its answer, of which the client has had a part; "ended": but for its end it was whole."""
+        """No node goes on with an answer that the client has a part of; "ended": only its end was missing."""
         self._metrics.taken_over(reason)
         log.warning("no takeover id=%s reason=%s", request.id, reason)
 

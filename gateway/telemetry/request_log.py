@@ -33,7 +33,7 @@ FILES: Final = 8  # that the bound is divided by: the oldest goes as a whole
 BLOCK_TOKENS: Final = 512  # of the blocks that a line names, as in Mooncake's traces; larger where the model's are
 NAME_BITS: Final = 53  # of a block's hash: whatever reads JSON holds them exactly
 PATTERN: Final = "requests-*.jsonl"
-ATTEMPTS: Final = 100  # to find a name that nobody has, in one second
+ATTEMPTS: Final = 100  # to find a free name, in one second
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def new_file(directory: Path, name: str) -> FileIO:
 
 
 class RequestLog:
-    """Writes lines by a thread of its own; nobody waits for it. What cannot be written is lost, and counted by `on_lost`."""
+    """Writes lines by a thread of its own: no request waits. What cannot be written is lost, and counted by `on_lost`."""
 
     def __init__(
         self,

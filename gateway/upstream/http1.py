@@ -2,7 +2,7 @@
 
     idle ── post ──► asking ── first bytes ──► answering ── end ──► idle, or closed if either side says so
 
-A connection goes back to the pool when the last byte of its answer has come, whoever has read it by then. Whatever else happens
+A connection goes back to the pool when the last byte of its answer has come, read or not. Whatever else happens
 to an exchange (it is cancelled, late, broken, closed early, answered twice) closes the connection.
 """
 
@@ -96,7 +96,7 @@ class Answer:
             self._on_whole = tell
 
     def close(self) -> None:
-        """Nobody reads on: the engine stops if it has more to say."""
+        """The answer is not read any further: the engine stops if it has more to say."""
         self._timer.cancel()
         self._on_whole = None
         if not self.is_whole:
@@ -158,7 +158,7 @@ class Answer:
 
 
 class Owner(Protocol):
-    """Whoever keeps connections."""
+    """What keeps connections."""
 
     def unused(self, connection: "EngineConnection") -> None:
         """`connection` may be used again."""
@@ -249,7 +249,7 @@ class EngineConnection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are none by class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are not so by class
 
     def data_received(self, data: bytes) -> None:
         parser, answer = self._parser, self._answer
@@ -310,7 +310,7 @@ class EngineConnection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         self._ends_by_closing = True
         if self._answer is None:
-            self._is_spent = True  # nobody has asked
+            self._is_spent = True  # no request has asked
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()

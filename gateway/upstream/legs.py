@@ -33,7 +33,7 @@ from transport.control.messages import TicketInfo
 
 MAX_ERROR_BYTES: Final = 64 * 1024
 MAX_ANSWER_BYTES: Final = 64 << 20  # of what is no generation
-# Fields that ask for more than a prompt's KVCache; the one token that the API makes a prefill ask for is for nobody.
+# Fields that ask for more than a prompt's KVCache; the one token that the API makes a prefill ask for is not used.
 NOT_FOR_PREFILL: Final = frozenset(
     {"stream_options", "max_completion_tokens", "min_tokens", "n", "best_of", "logprobs", "top_logprobs", "echo"}
     | {"prompt_logprobs", "suffix", "response_format", "stop", "stop_token_ids"}
@@ -43,7 +43,7 @@ NOT_FOR_PAIRED_PREFILL: Final = frozenset({"stream_options"})
 # The engine's own trouble, not the request's: another node may do better.
 RETRYABLE: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 MAX_LABEL_CHARS: Final = 40
-MAX_TOLD_BYTES: Final = 200  # of an answer that is none, in a log
+MAX_TOLD_BYTES: Final = 200  # of an invalid answer, in a log
 CHOICES: Final = b'"choices"'
 FIELDS: Final = (DATA, b":", b"event:")  # with which a stream of events begins (WHATWG HTML §9.2.5)
 STREAM_REASONS: Final = {"timeout": "stream_idle", NODE_SILENT: NODE_SILENT}
@@ -192,7 +192,7 @@ class Legs:
         return DecodeAnswer(node, answer, first)
 
     async def prefill_in(self, node: Node, request: Request, room: Room) -> PrefillOutcome:
-        """Has `node` compute the prompt and hand it to whoever asks for `room`. Raises PrefillFailed."""
+        """Has `node` compute the prompt and hand it to the server that asks for `room`. Raises PrefillFailed."""
         began = self._clock()
         body = request.call.written(_paired(request, room) | {"stream": _FALSE}, drop=NOT_FOR_PAIRED_PREFILL)
         with _sent(request):
@@ -279,7 +279,7 @@ def _sent(request: Request) -> Iterator[None]:
 
 
 async def _check_goes_on(node: Node, request: Request, answer: Answer) -> None:
-    """Raises DecodeFailed if `answer` is none, or would begin anew what the client has had a part of."""
+    """Raises DecodeFailed if `answer` is invalid, or would begin again what the client has a part of."""
     if answer.status != 200:
         error = _error(await answer.whole(MAX_ERROR_BYTES))
         raise DecodeFailed(node.id, _label(error, answer.status), error.message)

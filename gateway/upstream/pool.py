@@ -14,7 +14,7 @@ AGENT: Final = "prfaas"
 
 
 class Engine:
-    """Where an engine listens, and the connections to it that nobody uses: since when, the latest last."""
+    """Where an engine listens, and the idle connections to it: since when, the latest last."""
 
     def __init__(self, url: str) -> None:
         """Raises LegFailed for what is no URL of HTTP."""
@@ -145,7 +145,7 @@ class EnginePool:
                 await told
             except asyncio.CancelledError:
                 if told.done() and not told.cancelled():
-                    self._tell_one()  # it was for somebody
+                    self._tell_one()  # it was for a waiting request
                 raise
             known = self._engines.get(engine.url, engine)
             if (connection := self._idle_one(known, self._loop.time())) is not None:

@@ -52,12 +52,12 @@ def label_in(message: str) -> str | None:
 
 
 def is_certain(error: PrefillFailed | DecodeFailed) -> bool:
-    """Whether a failure is that node's, without a look at what the other server says: nobody is there any more."""
+    """Whether a failure is that node's, whatever the other server says: its server is gone."""
     return error.failure in GONE
 
 
 def to_blame(prefill: PrefillFailed | None, decode: DecodeFailed | None) -> PrefillFailed | DecodeFailed:
-    """Of the servers of a room, of which at least one has failed, the one that another is to be asked for."""
+    """Given that a server of the pair failed, the failure whose node should be replaced."""
     if prefill is None or decode is None:
         blamed = prefill or decode
         assert blamed is not None

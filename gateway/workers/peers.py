@@ -64,13 +64,13 @@ class Siblings:
             self._server.close()
 
     def last_seq(self) -> int:
-        """Who has been given a number up to here has kept what it is of before he answers."""
+        """Every worker that was given a number up to here has kept its record before it answers."""
         return self._board.last_seq()
 
     async def lines(self, what: str, seq: int, last: int) -> tuple[list[Line], int]:
         """What all workers keep of that after number `seq`, up to `last`, which is a `last_seq`; and how many did not answer.
 
-        None is left out that comes before another one: whoever asks next for what follows misses nothing.
+        None is left out that comes before another one: a reader that next asks for what follows misses nothing.
         """
         others = [number for number in range(self._board.workers) if number != self._number]
         answers = await asyncio.gather(

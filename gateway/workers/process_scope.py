@@ -1,4 +1,4 @@
-"""What a process of a gateway shares with others: nothing when it is `Alone`; a worker's `Seat` says with whom."""
+"""State that a process shares with other workers: nothing in a single process (`Alone`); a worker has a `Seat`."""
 
 import os
 import signal
@@ -57,7 +57,7 @@ class Alone:
 
     @asynccontextmanager
     async def siblings(self, kept: Mapping[str, Kept]) -> AsyncIterator[Siblings | None]:
-        """The others, who can ask this one inside the block; None: there are none."""
+        """The other workers, which can ask this one inside the block; None: a single process."""
         yield None
 
     def join(self, nodes: Sequence[Node]) -> None:

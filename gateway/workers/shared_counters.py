@@ -4,7 +4,7 @@
     rows    one per worker, written by it alone: its state, its places, how often it has said that it is there, and of every
             node the requests, tokens and bytes that it has under way there, and the share of time that it gave it prompts for
 
-Whoever reads adds the rows up; a number that is being written is read as it was or as it will be. Only where a bound must hold
+A reader adds the rows up; a number that is being written is read as it was or as it will be. Only where a bound must hold
 exactly is the file locked, for microseconds; the lock goes with its process. The row of a worker that has died is cleared by the
 parent, so nothing of it stays.
 """
@@ -66,7 +66,7 @@ class Board:
         SharedArray.create(path, HEAD_CELLS + clusters + workers * row, head)
 
     def close(self) -> None:
-        """Lets go of the file; nobody may ask any more."""
+        """Lets go of the file; it must not be asked any more."""
         del self._head, self._clusters, self._rows, self._work, self._share, self._promised
         self._array.close()
 
@@ -187,7 +187,7 @@ class Board:
         if column not in self._names:
             digest = int(self._clusters[column])
             name = next((node.cluster for node in nodes if _digest(node.cluster) == digest), None)
-            if name is None:  # nobody here has heard of it yet
+            if name is None:  # this process has not heard of it yet
                 return None
             self._names[column] = name
         return self._names[column]

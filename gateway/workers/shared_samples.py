@@ -39,7 +39,7 @@ class Tally(Offered):
         SharedArray.create(path, HEAD_CELLS + 2 * RING_CELLS, secrets.token_bytes(2 * CELL_BYTES))
 
     def close(self) -> None:
-        """Lets go of the file; nobody may ask any more."""
+        """Lets go of the file; it must not be asked any more."""
         del self._head, self.uncached, self.outputs
         self._array.close()
 

@@ -1,10 +1,10 @@
-"""A gateway of several processes: the parent serves nobody. It starts workers, starts again what dies, and passes signals on.
+"""A gateway of several processes: the parent serves no requests. It starts workers, restarts what dies, and passes signals on.
 
     parent ── board, names of sockets, metrics' files in a directory of its own ── worker 0 … N-1, all listening on one port
 
 The kernel deals connections out among those that listen (SO_REUSEPORT). A worker that dies takes its own streams with it and
 nothing else: what it had under way is cleared from all that workers share, at once, and what it had counted stays. One that is
-stopped or stuck is killed: the kernel deals it connections all the same. Who takes its place begins with the file as it was at
+stopped or stuck is killed: the kernel deals it connections all the same. Its successor begins with the file as it was at
 the start, like the others, whatever it says meanwhile. Should the parent die, workers stop listening and let their streams
 end; so a gateway that is started again gets the port.
 """
@@ -47,7 +47,7 @@ SILENCE_S: Final = 30.0  # a worker says four times a second that it is there
 START_S: Final = 120.0  # a second or two on an idle machine
 BAD_CONFIG: Final = 2
 CANNOT_START: Final = -1
-KILLED: Final = (-signal.SIGKILL, -signal.SIGTERM)  # by somebody else, unless we did it
+KILLED: Final = (-signal.SIGKILL, -signal.SIGTERM)  # by another process, unless we did it
 
 
 class Workers:
@@ -129,7 +129,7 @@ class Workers:
             self._board.restarted()
 
     def _pause_s(self, number: int, status: int, restarts: Restarts) -> float | None:
-        """Until the next start; None: there is none."""
+        """Until the next start; None: no start follows."""
         if status == BAD_CONFIG and number not in self._served:
             return None
         if status in KILLED and number not in self._killed_by_us:
@@ -189,7 +189,7 @@ class Workers:
             ending.cancel()
 
     async def _end_if_silent(self, number: int, child: Child, ending: "asyncio.Task[int]") -> None:
-        """Until a worker has ended; one that is stopped, or stuck, is killed: its clients wait for nobody."""
+        """Until a worker has ended; one that is stopped, or stuck, is killed: its clients wait in vain."""
         heard, since = self._board.beats(number), self._now()
         while not ending.done():
             looked_at = self._now()

@@ -1,9 +1,9 @@
 """The prefix tree of cached blocks.
 
 A node stands for one full block of tokens, after all blocks before it. It holds the full-attention pages of that block.
-Where somebody stored them it has companions: the snapshot of a linear state at its end, a block of a sliding window.
+Where a request stored them it has companions: the snapshot of a linear state at its end, a block of a sliding window.
 
-    root ── A ── B ── C          locks: reservations that use the node; whoever locks a node locks all before it
+    root ── A ── B ── C          locks: reservations that use the node; a lock of a node locks all before it
                  │    └ state    children: nodes that are worth nothing without it
                  └── D
 """

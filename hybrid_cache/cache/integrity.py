@@ -21,7 +21,7 @@ def held_pages(nodes: Nodes, companions: Companions, holds: Collection[Hold]) ->
 
 
 def evictable_pages(nodes: Nodes, companions: Companions, node_pages: int) -> int:
-    """The pages of what nobody locks; a node has `node_pages` of them."""
+    """The pages of what is not locked; a node has `node_pages` of them."""
     unlocked = len(nodes) - sum([node.locks > 0 for node in nodes.values()])
     return unlocked * node_pages + sum(len(c.pages) for group in companions for c in group.values() if not c.locks)
 

@@ -6,7 +6,7 @@ Positions are counted in blocks here. A group serves some lengths and not others
     sliding window   lengths that the last ceil((window - 1) / block_size) blocks before them are held for
     linear state     lengths with a snapshot
 
-Agreement is vLLM's fixed point: each group keeps the length or shortens it, until nobody objects.
+Agreement is vLLM's fixed point: each group keeps the length or shortens it, until none objects.
 """
 
 from collections.abc import Container, Sequence

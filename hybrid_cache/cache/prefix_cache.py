@@ -55,7 +55,7 @@ class PrefixCache:
         snapshots: SnapshotPolicy | None = None,
         event_limit: int = EVENT_LIMIT,
     ) -> None:
-        """`event_limit`: hashes kept for `take_events`; 0 where nobody will ask."""
+        """`event_limit`: hashes kept for `take_events`; 0 where they are not asked for."""
         self.layout = layout
         self._eviction = eviction if eviction is not None else default_policy(layout)
         self._snapshots = snapshots or BranchPoints()
@@ -190,7 +190,7 @@ class PrefixCache:
     ) -> None:
         """Full blocks and aligned snapshots within the first `filled_tokens` tokens become prefix blocks.
 
-        `unfilled` stay the request's own: (group, block) of windows and (group, length) of states that nobody wrote.
+        `unfilled` stay the request's own: (group, block) of windows and (group, length) of states that were not written.
 
         May be called as prefill goes on. Where a block is cached already, the older one stays and ours goes at release.
         Raises UnknownReservation.

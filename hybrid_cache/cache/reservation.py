@@ -71,7 +71,7 @@ class Reservation:
         self.num_tokens = hold.num_tokens
         self.cached_tokens = cached_tokens
         self._layout = layout
-        # The hold goes on to change. The page tables are made of this when somebody asks; a simulator never does.
+        # The hold goes on to change. The page tables are made of this when they are asked for; a simulator never does.
         self._shared = tuple(hold.nodes)
         self._own_blocks = tuple(hold.own_blocks)
         self._companions = tuple(hold.companions)

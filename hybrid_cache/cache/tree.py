@@ -19,7 +19,7 @@ from hybrid_cache.layout.layout import ModelLayout
 
 
 class PrefixTree:
-    """Nodes and companions over one pool of pages. What nobody locks leaves when room is needed."""
+    """Nodes and companions over one pool of pages. What is not locked leaves when room is needed."""
 
     def __init__(self, layout: ModelLayout, num_pages: int, eviction: EvictionPolicy, events: EventLog) -> None:
         self.layout = layout
@@ -79,7 +79,7 @@ class PrefixTree:
             self._lock_companion(hold, self._companions[group][hold.nodes[-1].hash])
 
     def _lock_path(self, hold: Hold, blocks: int) -> None:
-        """Locks the request's blocks up to `blocks`, all of which are cached, as far as it does not do so yet."""
+        """Locks the request's blocks up to `blocks`, all cached, as far as it does not do so yet."""
         nodes, path = self._nodes, hold.nodes
         unlocked = 0
         for block_hash in hold.hashes[len(path) : blocks]:
@@ -209,7 +209,7 @@ class PrefixTree:
             self._on_nodes_gone(left, left_pages)
 
     def drop(self, hashes: Sequence[bytes], now: float) -> None:
-        """Takes the blocks of a chain out, its last one first, as far as nobody holds them or goes on from them."""
+        """Takes the blocks of a chain out, its last one first, as far as they are not held and nothing goes on from them."""
         left: list[bytes] = []
         left_pages: list[Pages] = []
         for block_hash in reversed(hashes):

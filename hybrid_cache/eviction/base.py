@@ -11,7 +11,7 @@ Key = Hashable
 class Use:
     """One request's use of the cache: the keys of its blocks from the root on, and what kind of request it is.
 
-    Nobody expects blocks after the first `useful` to be of use again; None: nothing is known of that.
+    Blocks after the first `useful` are not expected to be of use again; None: nothing is known of that.
     """
 
     now: float
@@ -23,7 +23,7 @@ class Use:
 class EvictionPolicy(Protocol):
     """Orders the items that may leave. An item is known by its key.
 
-    The cache offers only items that nobody holds and nobody depends on, so whatever a policy prefers, children
+    The cache offers only items that are not held and that nothing depends on. So whatever a policy prefers, children
     leave before their parents and nothing in use leaves at all.
     """
 
@@ -36,7 +36,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def touch_path(self, keys: Sequence[Key], now: float) -> None:
-        """`touch` for the blocks of a prompt, tail first, of which none is offered."""
+        """`touch` for the blocks of a prompt, tail first; none of them is offered."""
         for key in keys:
             self.touch(key, now)
 
@@ -53,7 +53,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def pop_victim(self, now: float, incoming: Key | None = None) -> Key:
-        """Takes the item that should leave first out of the offered ones, of which there is at least one.
+        """Takes the item that should leave first out of the offered ones; there is at least one.
 
         `incoming` is what needs the room, where the caller knows it.
         """

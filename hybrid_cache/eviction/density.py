@@ -32,7 +32,7 @@ class ReuseDensity(EvictionPolicy):
         self._cleared_offers = 0  # those before have left no stale entries
         self._requests = 0
         self._refreshing = False  # densities are being computed
-        self._useless: OrderedDict[Key, None] = OrderedDict()  # blocks of which so much has been said
+        self._useless: OrderedDict[Key, None] = OrderedDict()  # blocks that a request called useless
         self._max_useless = max_history
 
     def begin(self, use: Use) -> None:

@@ -97,7 +97,7 @@ class ReuseModel:
         return key in self._places
 
     def class_of(self, key: Key, now: float) -> tuple[float, int]:
-        """Time of the last use and class id; an unknown block is one of which nothing can be told."""
+        """Time of the last use and class id; nothing can be told of an unknown block."""
         place = self._places.get(key)
         return (now, self.unknown) if place is None else (place.cohort.at, place.class_id)
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 HASH_BYTES: Final = 32
 MAX_TOKEN: Final = 2**32 - 1
 NAMESPACE: Final = "prfaas-"
-"""What namespaces begin with: a cache salt of an engine that does not is somebody else's."""
+"""What namespaces begin with: a cache salt of an engine that begins otherwise is a stranger's."""
 MEDIUM: Final = "prfaas-medium-"
 """What names of insets begin with that follow from their contents: one that a client has given does not."""
 
@@ -116,7 +116,7 @@ def split_hashes(data: bytes) -> list[bytes]:
 
 
 def token_bytes(tokens: Tokens) -> bytes:
-    """Tokens as they are hashed. Raises ValueError for what are none."""
+    """Tokens as they are hashed. Raises ValueError for what are no tokens."""
     values = np.asarray(tokens)
     if values.size == 0:
         return b""

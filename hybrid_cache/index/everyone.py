@@ -51,7 +51,7 @@ def unbroken_blocks(groups: Sequence[Holders], bits: int, hashes: Sequence[bytes
 
 
 class Snapshots:
-    """Lengths, in blocks, at which any node has states of a prompt: looked for only where somebody asks."""
+    """Lengths, in blocks, at which any node has states of a prompt: looked for only when asked."""
 
     def __init__(self, groups: Sequence[Holders], hashes: Sequence[bytes], known: int) -> None:
         """Of all bits only those of `known` are anybody's."""
@@ -62,7 +62,7 @@ class Snapshots:
         self._ends: dict[int, list[int]] = {}  # who holds the state of each group, by length
 
     def longest(self, bits: int, limit: int) -> int:
-        """The longest length at most `limit` of which a node holds the states of every group, in any of its media."""
+        """The longest length, at most `limit`, whose states of every group a node holds, in any of its media."""
         if not limit:
             return 0
         # Where its attention ends, a prompt ended; so there it mostly has a state, too. And many end where others do.

@@ -1,6 +1,6 @@
-"""Who holds which block of one group: a table in parts, none of which is ever long to grow or to look through.
+"""Who holds which block of one group: a table in parts, each quick to grow and to look through.
 
-A table of a million entries is copied whole when it grows, and whoever looks through it holds everybody else up for as long.
+A table of a million entries is copied whole when it grows, and looking through it holds all else up for as long.
 Block hashes are spread evenly, so parts by their first byte are of equal size, a 256th of the whole.
 """
 

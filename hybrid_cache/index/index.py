@@ -3,10 +3,10 @@
 The view may be late. That costs a miss or a worse route; what a node really serves, the node's own cache decides.
 Memory is bounded: past `max_blocks` the blocks heard of first are forgotten. A block on a node's SSD counts as held: the node
 reads it back before the request that needs it. So does a block in an engine's own cache: the engine finds it there itself, but
-nobody can send it to another node. Attention is taken to be prefix-closed in a node's memory, and so in an engine's cache: vLLM
+it cannot be sent to another node. Attention is taken to be prefix-closed in a node's memory, and so in an engine's cache: vLLM
 gives a request's blocks back from the end on and drops those first that came back first. On an SSD anything may be missing.
 
-A node that is dropped serves no hit from then on: its bit is nobody's. The bit is taken out of the table in steps (`tidy`), and
+A node that is dropped serves no hit from then on: its bit is free. The bit is taken out of the table in steps (`tidy`), and
 given to another one only after that; a snapshot that comes meanwhile is stored under a new one.
 """
 
@@ -80,7 +80,7 @@ class PrefixIndex:
 
     def apply(self, node_id: str, event: CacheEvent) -> None:
         """Takes in what a node reported. Events about groups that the layout has not are a ValueError."""
-        self.tidy()  # garbage cannot grow faster than it goes, whoever else tidies or not
+        self.tidy()  # garbage cannot grow faster than it goes, tidied elsewhere or not
         if isinstance(event, CacheCleared):
             self._clear(node_id, tuple(Medium) if event.medium is None else (event.medium,))
             self._bit(node_id, Medium.MEMORY)
@@ -182,7 +182,7 @@ class PrefixIndex:
         return bit
 
     def _free_bit(self, node_id: str, medium: Medium) -> int:
-        """One that nobody has: a node's memory and its engine's cache a PLANE apart, unless that one is being tidied."""
+        """A free one: a node's memory and its engine's cache a PLANE apart, unless that one is being tidied."""
         used = sum(self._bits.values()) | self._dead_bits
         if medium is Medium.ENGINE and (memory := self._bits.get((node_id, Medium.MEMORY))):
             wanted = memory << PLANE

@@ -69,7 +69,7 @@ class DropReplica:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where to `get` a prefix: the best holder and what it holds; None if nobody does."""
+    """Where to `get` a prefix: the best holder and what it holds; None without a holder."""
 
     node_id: str | None
     hit: PrefixHit
@@ -123,7 +123,7 @@ class PrefixStore:
         return Placement(best, hits[best])
 
     def put(self, loads: Mapping[str, float], free_pages: Mapping[str, int], num_pages: int) -> str | None:
-        """The node that should take a new prefix of `num_pages`: room first, then load. None if nobody has room."""
+        """The node that should take a new prefix of `num_pages`: room first, then load. None if no node has room."""
         roomy = [node for node in loads if free_pages.get(node, 0) >= num_pages]
         return min(roomy, key=lambda node: (loads[node], -free_pages[node], node), default=None)
 

@@ -66,7 +66,7 @@ class Disk(Protocol):
 
 
 class FileDisk:
-    """Files in a directory of which this object is the only user until it is closed or its process ends."""
+    """Files in a directory; this object is its only user until it is closed or its process ends."""
 
     def __init__(self, directory: Path) -> None:
         """Raises DiskInUse."""
@@ -270,7 +270,7 @@ class DiskTier:
             self._forget(key, slot)
 
     def flush(self) -> None:
-        """Waits until the queue is written, or nobody is left to write it."""
+        """Waits until the queue is written, or its writer is gone."""
         with self._lock:
             while self._pending and not self._ended:
                 self._idle.wait()
@@ -302,7 +302,7 @@ class DiskTier:
         """Lists the slots with a valid header, the least recently used first."""
         name, size = self._names[group], self._slot_bytes(group)
         try:
-            # The last slot may lack the padding that nobody wrote.
+            # The last slot may lack its padding, which was not written.
             count = min(self._slots[group], -(-self._disk.size(name) // size))
         except OSError:
             self._counts["read_errors"] += 1

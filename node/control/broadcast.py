@@ -1,4 +1,4 @@
-"""Fan-out of node events to whoever watches, each watcher with a bounded queue of its own."""
+"""Fan-out of node events to watchers, each with a bounded queue of its own."""
 
 import asyncio
 import contextlib

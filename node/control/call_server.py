@@ -1,7 +1,7 @@
 """Calls over kept connections: what gateways need for every request, without what gRPC takes for each call.
 
-The same calls as of the gRPC face, which serves whoever has no such connection. One that ends takes what it was waiting for with
-it; what it has been answered stays while its holder is there (see holders), or until its lease ends.
+The same calls as of the gRPC face, which serves gateways without such a connection. A connection that ends takes what
+it was waiting for with it; what it has been answered stays while its holder is there (see holders), or until its lease ends.
 """
 
 import asyncio
@@ -117,7 +117,7 @@ class _Connection(asyncio.Protocol):
         self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are none by class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are not so by class
         self._outbox = Outbox(self._transport)
         self.address = (transport.get_extra_info("peername") or ("",))[0]
         self._others.add(self)
@@ -257,7 +257,7 @@ class _Connection(asyncio.Protocol):
             log.exception("reserve failed")
             self._refuse(call, "internal", "an error of the agent's own")
         else:
-            if self._transport.is_closing():  # nobody will ever know its id
+            if self._transport.is_closing():  # its id will never be known
                 self._called.abort(pb.AbortRequest(transfer_id=ticket.transfer_id, reason="caller_gone"))
             self._say(pb.CallAnswer(id=call.id, ticket=ticket))
 

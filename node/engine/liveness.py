@@ -1,8 +1,8 @@
-"""Whether an engine that runs is there: one that is stopped, or whose server answers nobody, breaks no connection to say so.
+"""Whether a running engine answers: one that is stopped, or whose server is stuck, breaks no connection to say so.
 
 Two signs, both of the process and none of the model. `stopped`: a process of the engine's is one that the kernel does not run
 (SIGSTOP), in two looks one after the other: a debugger's glance is no sign. `unanswered`: its server has not answered
-`GET /health` for `SILENCE_S`; any answer is one, a closed door, too, for whoever knocks there hears of it at once.
+`GET /health` for `SILENCE_S`; any answer is one, a refused connection, too, because every caller sees it at once.
 
 Not seen: a server that answers while a GPU of its hangs. The gateway's `stream_idle_s` bounds that.
 """
@@ -153,7 +153,7 @@ class Vigil:
             log.warning("the engine answers again")
         else:
             self.counts[silence] += 1
-            log.error("the engine runs and answers nobody: %s", silence)
+            log.error("the engine runs without answering: %s", silence)
         self._on_change()
 
 
@@ -169,13 +169,13 @@ async def ask(url: str, pulse: Pulse, times: LivenessTimes = TIMES) -> None:
             except TimeoutError:
                 continue  # it is still asked
             except (aiohttp.ClientError, OSError):
-                pass  # nobody is there who could be silent: legs to it hear the same
+                pass  # there is no server that could be silent: legs to it hear the same
             pulse.answered()
             await asyncio.sleep(times.ask_s)
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process is gone, be it that nobody has asked for its status yet."""
+    """Whether a process is gone, even if its status was not asked for yet."""
     try:
         return _state_of(PROC / str(pid)) in ("Z", "X")
     except OSError:

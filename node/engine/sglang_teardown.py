@@ -1,4 +1,4 @@
-"""The end of a server whose scheduler is gone: SGLang's front end sees that seconds later, and so do those who wait for it."""
+"""The end of a server whose scheduler is gone: SGLang's front end notices seconds later, and so do its clients."""
 
 import asyncio
 import logging

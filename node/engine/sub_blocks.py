@@ -1,4 +1,4 @@
-"""Blocks of an engine's that are smaller than ours: ours is held by a group that holds all the pieces of it.
+"""Maps the engine's smaller blocks to ours: a group holds ours if and only if it holds every piece.
 
 vLLM gives layers with more bytes per token blocks of fewer tokens. One hash names a prefix in all its groups, whatever the size
 of their blocks, so the last piece of a block of ours goes by the name of the whole one:
@@ -7,7 +7,7 @@ of their blocks, so the last piece of a block of ours goes by the name of the wh
     blocks of 16      │  A   │  B    │  C    │  D    │
     blocks of 32      │      B       │      D        │      ours
 
-Who has lost a piece has not the block, whatever became of the others: B alone is not [0, 32).
+A node that lost a piece does not hold the block, whatever became of the others: B alone is not [0, 32).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -95,7 +95,7 @@ class Pieces(Generic[Key]):
         self._held.clear()
 
     def tidy(self) -> None:
-        """Forgets what nobody holds."""
+        """Forgets what is not held."""
         self._forget([piece for piece in {*self._begun, *self._ends_of} if not self._is_held(piece)])
 
     def _ends(self, pieces: Iterable[Key]) -> list[Key]:

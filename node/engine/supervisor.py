@@ -170,7 +170,7 @@ class EngineSupervisor:
                 self._command(self._config, self._socket_path),
                 output=out,
                 environment=engine_environment(self._config, os.environ, self.control),
-                orphaned_by=signal.SIGKILL,  # nobody can use its pages any more, and its port is wanted
+                orphaned_by=signal.SIGKILL,  # its pages are of no use any more, and its port is wanted
             )
         try:
             return await self._process.wait()

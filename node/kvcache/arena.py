@@ -55,7 +55,7 @@ class Arena:
         return self._view[start : start + length]
 
     def close(self) -> None:
-        """Unmaps and unlinks. Whoever still holds views keeps the mapping alive, not the name."""
+        """Unmaps and unlinks. Views that are still held keep the mapping alive, not the name."""
         self.path.unlink(missing_ok=True)
         os.close(self._fd)
         self._view.release()
@@ -71,7 +71,7 @@ class Arena:
             raise
 
     def _take_hugepages(self, mode_file: Path) -> bool:
-        # Of the shared file, so they serve whoever maps it. "never" and "deny" make madvise succeed without any effect.
+        # Of the shared file, so they serve all that map it. "never" and "deny" make madvise succeed without any effect.
         try:
             mode = mode_file.read_text()
             self._map.madvise(mmap.MADV_HUGEPAGE)

@@ -342,7 +342,7 @@ def _close_unused(opening: "asyncio.Future[DiskTier]") -> None:
 
 
 def in_parts(snapshot: pb.NodeEvent) -> Iterator[pb.NodeEvent]:
-    """A snapshot as a short one and more of the same behind it: whoever takes in a long message does nothing else meanwhile."""
+    """A snapshot as a short one and more of the same behind it: a reader of one long message does nothing else meanwhile."""
     step = PART_HASHES * hashing.HASH_BYTES
     if snapshot.ByteSize() < step:
         yield snapshot

@@ -1,4 +1,4 @@
-"""Context caching: prefixes that stay in memory until a time, because somebody asked for it."""
+"""Context caching: prefixes that stay in memory until a time, on request."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -71,7 +71,7 @@ class Contexts:
         return told
 
     def delete(self, context_id: str, owner: str = "") -> bool:
-        """Ends a context. False for an unknown id, and for one of somebody else's."""
+        """Ends a context. False for an unknown id, and for another owner's."""
         context = self._contexts.get(context_id)
         if context is None or context.owner != owner:
             return False

@@ -159,7 +159,7 @@ class Ssd:
                 return
             await asyncio.wait([task], timeout=max(0.0, left_s))
             if not task.done():
-                self.promotions["late"] += 1  # it goes on, for whoever comes next
+                self.promotions["late"] += 1  # it goes on, for the next request
                 return
 
     def _compute_s(self, num_tokens: int) -> float:

@@ -20,8 +20,8 @@ class Rooms:
     def __init__(self) -> None:
         self._reserved: dict[str, tuple[str, int]] = {}  # tenant and pages of each reservation
         self._held: Counter[str] = Counter()
-        self._waiting: Counter[str] = Counter()  # who has begun to wait first stands first
-        self._asked_at: dict[str, float] = {}  # who has asked last stands last
+        self._waiting: Counter[str] = Counter()  # in the order in which tenants began to wait
+        self._asked_at: dict[str, float] = {}  # in the order of their last requests
 
     def held(self, tenant: str) -> int:
         """Pages that are reserved for a tenant."""

@@ -67,7 +67,7 @@ class Child:
             return status
         try:
             pidfd = os.pidfd_open(self.pid)
-        except OSError:  # no descriptor is left: it is asked now and then, as nobody else may take it for ended
+        except OSError:  # no descriptor is left: it is asked now and then, as nothing else may take it for ended
             while self._process.poll() is None:  # noqa: ASYNC110 nothing tells
                 await asyncio.sleep(ASK_S)
             return self._process.wait()

@@ -13,7 +13,7 @@ KEPT_STARTS: Final = 5
 def start_log(path: Path) -> IO[bytes]:
     """The empty log of a start that begins now; earlier ones move up by one, the oldest goes. Raises OSError.
 
-    Whoever still writes to an earlier one goes on writing there: files are renamed, not copied.
+    A process that still writes to an earlier one goes on writing there: files are renamed, not copied.
     """
     if path.exists() and path.stat().st_size > 0:  # a start that said nothing pushes nothing out
         for age in range(KEPT_STARTS, 0, -1):

@@ -4,7 +4,7 @@ A name is locked (flock) before it can be seen, and the lock goes with its proce
 is dead; a process id says less: it may mean another process in another container. Where a name ends with the id of a process
 that lives, it is left alone all the same: nothing is lost but a little memory, and until that process ends.
 
-Until it is locked a name is hidden (it begins with a dot). Whoever sweeps may take such a name from somebody who is about to
+Until it is locked a name is hidden (it begins with a dot). A sweeper may take such a name from a process that is about to
 lock it; he makes another one.
 """
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 PREFIX: Final = "prfaas-"
 OWNER: Final = "owner"  # the file of a directory that is locked
 HIDDEN_DIRECTORY: Final = re.compile(rf"\.{PREFIX}[a-z0-9_]{{8}}")  # as tempfile names them
-TRIES: Final = 10  # each of which somebody who sweeps would have to meet within microseconds
+TRIES: Final = 10  # a sweeper would have to meet each within microseconds
 
 T = TypeVar("T")
 
@@ -85,14 +85,14 @@ def _create_directory(parent: Path) -> tuple[Path, int]:
 
 
 def sweep_directories(parent: Path) -> list[Path]:
-    """Removes directories that dead nodes left in `parent`; returns which. What lives, or is somebody else's, stays."""
+    """Removes directories that dead nodes left in `parent`; returns which. What lives, or is another user's, stays."""
     hidden = (entry for entry in parent.glob(f".{PREFIX}*") if HIDDEN_DIRECTORY.fullmatch(entry.name))
     entries = (*parent.glob(f"{PREFIX}*"), *hidden)
     return _sweep(entry for entry in entries if entry.is_dir() and not entry.is_symlink())
 
 
 def sweep_files(parent: Path) -> list[Path]:
-    """The same for files, whose names end with the id of their process: nobody else's may, nor may an operator's log."""
+    """The same for files, whose names end with the id of their process: no other process's may, nor may an operator's log."""
     entries = (*parent.glob(f"{PREFIX}*-*"), *parent.glob(f".{PREFIX}*-*"))
     return _sweep(entry for entry in entries if _pid_of(entry) is not None and entry.is_file())
 

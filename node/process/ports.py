@@ -1,7 +1,7 @@
-"""Ports that a node is to listen on, and who has them while it cannot.
+"""Ports that a node is to listen on, and which process has them while it cannot.
 
 A node that is started again may come before its predecessor has let go: an agent that drains, an engine that is about to hear
-that its agent is gone. Such a port is waited for. One that somebody else has is a mistake in the configuration.
+that its agent is gone. The node waits for such a port. One that another program has is a mistake in the configuration.
 """
 
 import asyncio
@@ -77,8 +77,8 @@ def holder(number: int) -> int | None:
 def is_predecessor(pid: int, node_id: str) -> bool:
     """Whether a process is this node's engine, or an agent that was started with this one's very command line.
 
-    One that is ending has neither any more: its memory goes before its sockets, and gigabytes of it take a moment. Whoever it
-    was, it lets go.
+    One that is ending has neither any more: its memory goes before its sockets, and gigabytes of it take a moment. It lets
+    go in either case.
     """
     try:
         if not (command := Path(f"/proc/{pid}/cmdline").read_bytes()):
@@ -120,7 +120,7 @@ def _ending(pid: int) -> list[str]:
 def _entries(folder: str) -> list[str]:
     try:
         return os.listdir(folder)
-    except OSError:  # gone, or somebody else's
+    except OSError:  # gone, or another user's
         return []
 
 

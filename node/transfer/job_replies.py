@@ -1,4 +1,4 @@
-"""Answers that an engine waits for: one task per job, and every job gets JobPages or Refused, whatever happens."""
+"""Tasks that each send one reply to an engine: every job gets JobPages or Refused, whatever happens."""
 
 import asyncio
 import logging
@@ -40,7 +40,7 @@ class Answers:
         task.add_done_callback(lambda _: self._forget(key, task))
 
     def cancel(self, key: JobKey) -> None:
-        """Nobody waits for this answer any more."""
+        """This answer is not awaited any more."""
         if task := self._tasks.pop(key, None):
             task.cancel()
 

@@ -204,7 +204,7 @@ class Links:
     async def probe(self, ticket: TicketInfo) -> str:
         """Asks the receiver that a ticket names for an answer, over the way its bytes would take; "" when one came.
 
-        What is offered is a transfer that nobody expects, so that an answer is a refusal by that name. Raises NodeRefusal.
+        What is offered is a transfer that is not expected, so that an answer is a refusal by that name. Raises NodeRefusal.
         """
         done: asyncio.Future[PushResult] = asyncio.get_running_loop().create_future()
         unexpected = structs.replace(ticket, transfer_id=f"probe-{secrets.token_hex(8)}")
@@ -261,7 +261,7 @@ class Links:
 
     def _on_loop(self, callback: Callable[[Any], None], result: object) -> None:
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends, nobody is left to tell
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
             self._loop.call_soon_threadsafe(callback, result)
 
     @property

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # By name: a command loads what it needs, and no command loads what another one does.
         return int(import_module(f"planner.commands.{args.module}").run(args))
     except BrokenPipeError:
-        # Whoever read has seen enough; the interpreter's last flush must not complain about it.
+        # The reader has seen enough; the interpreter's last flush must not complain about it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Infeasible as exc:

@@ -42,7 +42,7 @@ def _status_lines(status: Status) -> Iterator[str]:
     for reason, count in status.polls_failed.items():
         yield f"questions to gateways that failed, {reason}: {count}"
     for work, count in status.failures.items():
-        yield f"errors that nobody foresaw, while {work}: {count}; they are in the log"
+        yield f"unforeseen errors, while {work}: {count}; they are in the log"
 
 
 def history_text(entries: list[Entry]) -> str:

@@ -1,4 +1,4 @@
-"""Progress on stderr, only where somebody watches; so only then is the library that draws it loaded."""
+"""Progress on stderr, only on a terminal; only then is the library that draws it loaded."""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence

@@ -8,7 +8,7 @@ nothing never is. The policies differ in which decode load they look at, and whe
     early        both as they are at arrival: the decode load is out of date by one prefill time, so it swings
     prediction   the decode load as it will be when this prefill ends
 
-Load is what is refused for, not length: a prompt that takes longer than its SLO with nobody before it is judged by its wait.
+Load is what is refused for, not length: a prompt that takes longer than its SLO in an empty system is judged by its wait.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class RejectReason(StrEnum):
 class Expected:
     """When a request's first token is expected, in seconds from now, by stage; stages overlap, so the slowest is seen.
 
-    `computed_s` is the prefill's end, queue included, of which `alone_s` with nobody before it; `arrived_s` is when its KVCache
+    `computed_s` is the prefill's end, queue included, `alone_s` of it without a queue; `arrived_s` is when its KVCache
     is over its link, 0 where it crosses none. `waited_s` have gone by since it came.
     """
 
@@ -81,7 +81,7 @@ def admit(
     forecast: DecodeForecast,
     now: float,
 ) -> Admission:
-    """Whether to take a request, with `decoding` requests in decode now, of which `room` keep the TBT of its class."""
+    """Whether to take a request, with `decoding` requests in decode now; `room` of them keep the TBT of its class."""
     if policy is AdmissionPolicy.ACCEPT_ALL or not promised.promises:
         return ACCEPTED
     stage = RejectReason.PREFILL_OVERLOAD
@@ -119,5 +119,5 @@ def _until_room_s(over: float, room: float, forecast: DecodeForecast) -> float:
 
 
 def spread_s(retry_after_s: float, tie: float) -> float:
-    """When to tell somebody to come again, by a `tie` in [0, 1) that is theirs."""
+    """When to tell a client to come again, by a `tie` in [0, 1) of its own."""
     return min(MOST_RETRY_S / (1.0 + SPREAD), retry_after_s) * (1.0 + SPREAD * tie)

@@ -1,11 +1,11 @@
 """Whether a link between two clusters is used: a breaker per sender and destination, pure, closed by itself.
 
-    CLOSED ──failed──► OPEN ──retry time──► HALF_OPEN ──probe arrived, or nobody can send one──► CLOSED
+    CLOSED ──failed──► OPEN ──retry time──► HALF_OPEN ──probe arrived, or none can send one──► CLOSED
                         ▲                       │
                         └────────failed─────────┘   with a longer retry time
 
 The first failure opens it: a path that fails has cost a request its peer timeout already, and no other request should pay
-that again. Probes are the rim's (a greeting over the path, not somebody's prompt), so while it is not closed nobody pays. A
+that again. Probes are the rim's (a greeting over the path, no prompt), so while it is not closed no request pays. A
 failure says something about the link and nothing about the nodes at its ends: they stay in use for everything else.
 """
 
@@ -16,7 +16,7 @@ from typing import Final
 
 RETRY_S: Final = 1.0
 MAX_RETRY_S: Final = 30.0  # a link that was down for hours is back within half a minute
-PROBE_S: Final = 10.0  # a probe of which nothing is heard has failed: twice the time in which a peer is given up
+PROBE_S: Final = 10.0  # a probe without an answer has failed: twice the time in which a peer is given up
 
 
 class State(StrEnum):
@@ -88,7 +88,7 @@ class Breaker:
         self._take(Event.UNASKED)
 
     def wants_probe(self, now: float) -> bool:
-        """Whether to send one now; asked once, it counts as sent, and nobody else is told to."""
+        """Whether to send one now; asked once, it counts as sent, and no other caller is told to."""
         if self.state is State.CLOSED or now < self._until:
             return False
         if self.state is State.HALF_OPEN:  # of the last one nothing was heard

@@ -22,7 +22,7 @@ class CodingEstimate:
         self._at = 0.0
 
     def observe(self, plain_bytes: int, saved_bytes: int, waited_s: float, now: float) -> None:
-        """A transfer of `plain_bytes`, of which coding saved some, ended `waited_s` after its prefill."""
+        """A transfer of `plain_bytes`, some of them saved by coding, ended `waited_s` after its prefill."""
         if plain_bytes <= 0 or not 0 <= saved_bytes <= plain_bytes:
             return
         if not saved_bytes and waited_s < BOUND_S:

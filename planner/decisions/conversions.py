@@ -1,4 +1,4 @@
-"""Which nodes may change their role: a node itself does not know who else is there, whoever commands it must."""
+"""Which nodes may change their role: a node does not know which others are there; its commander must."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Standing:
 
 
 def why_not(node_id: str, to: Role, nodes: Iterable[Standing]) -> str:
-    """Why `node_id` should not become `to`; "" when nothing speaks against it. Whoever insists may do it all the same."""
+    """Why `node_id` should not become `to`; "" when nothing speaks against it. An operator may insist all the same."""
     known = {node.node_id: node for node in nodes}
     if (node := known.get(node_id)) is None:
         return f"{node_id}: there is no such node; known are {', '.join(sorted(known)) or 'none'}"

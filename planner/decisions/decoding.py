@@ -106,7 +106,7 @@ class StepEstimate:
         return constant + slope * running
 
     def within(self, tbt_s: float, slots: float) -> float:
-        """The most requests at once that keep `tbt_s`, of `slots`; never none, since nobody could learn better then."""
+        """The most requests at once that keep `tbt_s`, of `slots`; never none, since nothing better could be learned then."""
         if self.samples < STEPS_BELIEVED or self.at(slots) <= tbt_s:
             return slots
         constant, slope = self.line

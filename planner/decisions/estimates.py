@@ -365,7 +365,7 @@ class LearnedCost(PrefillCost):
         self._leaning: dict[str, set[str]] = {}  # by cluster, those of them that are its cluster's
 
     def assume(self, tokens_per_s: float, overhead_s: float = 0.0) -> None:
-        """Another prior, for nodes of which nothing has been seen yet."""
+        """Another prior, for nodes that have shown nothing yet."""
         super().__init__(tokens_per_s, overhead_s)
         # A trace of the quadratic term keeps the prior's equations apart from each other.
         self._prior = (max(overhead_s, 1e-3), TOKENS / tokens_per_s, 1e-6)
@@ -375,7 +375,7 @@ class LearnedCost(PrefillCost):
         self._now = now
 
     def tried(self, node_id: str, cluster: str) -> None:
-        """A prompt goes to that node: it will show what it is like by now, and meanwhile nobody else need go there to see."""
+        """A prompt goes to that node: it will show what the node is like by now, and meanwhile no other need go there to see."""
         for estimates, key in ((self._nodes, node_id), (self._clusters, cluster)):
             if (known := estimates.get(key)) is not None and (trust := self._trust(key)) < 1:
                 known.fade(trust)
@@ -447,7 +447,7 @@ class LearnedCost(PrefillCost):
         )
 
     def _hoped_s(self, node: NodeView, num_tokens: int, cached_tokens: int, seconds: float) -> float:
-        """Whoever was slow, and so has not been asked for long, may have got better: what is hoped for grows."""
+        """A slow estimate that has not been refreshed is trusted less, so the node is tried again eventually."""
         curve = self._look_up(node)  # it may have been tried since
         assert curve is not None
         trust = _trust_after(self._now - curve.heard)

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 MINUTE_S: Final = 60.0
 MAX_DEBT_S: Final = 120.0  # within which what is owed has run in again
 TOLERANCE: Final = 1e-3  # of one request or token: times of many days have no more digits
-AT_ONCE_RETRY_S: Final = 1.0  # nobody knows when a request of the same tenant will end
+AT_ONCE_RETRY_S: Final = 1.0  # the end of the tenant's other requests is unknown
 
 
 class Limit(StrEnum):
@@ -83,7 +83,7 @@ class Used(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """The limit that is exceeded, and when that will be over if nobody else of the tenant takes anything."""
+    """The limit that is exceeded, and when that will be over if no other request of the tenant takes anything."""
 
     limit: Limit
     wait_s: float

@@ -1,4 +1,4 @@
-"""What a gateway was asked for, and what it sees, for whoever plans: `GET /prfaas/load`.
+"""What a gateway was asked for, and what it sees, for planners: `GET /prfaas/load`.
 
 Samples have sequence numbers that never repeat while the gateway runs, so any number of readers can each ask for what is new to
 them. A reader that comes too late misses the oldest ones, and is told how many there were in all.

@@ -13,7 +13,7 @@ import msgspec
 from planner.decisions.breaker import Breakers, State
 
 PATH_FAILED: Final = "peer_lost"  # what a sender says of a receiver that it had no connection to for its peer timeout
-PROBE_TICK_S: Final = 0.25  # how often somebody looks whether a probe is due
+PROBE_TICK_S: Final = 0.25  # between two looks whether a probe is due
 MAX_LOST: Final = 2  # receivers that do not answer a probe; each takes half the time in which a probe must be heard of
 
 
@@ -35,7 +35,7 @@ class Paths:
 
     @property
     def num_failed(self) -> int:
-        """Paths that failed and of which nobody has heard since."""
+        """Paths that failed and have not answered since."""
         return len(self._lost)
 
     def state(self, sender: str, cluster: str) -> State:

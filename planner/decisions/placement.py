@@ -38,7 +38,7 @@ class PlacementPolicy:
     (Algorithm 1's `kvcache_balancing_threshold`; near 1 copies hot prefixes eagerly, large values compute instead). None adapts
     the balance to how busy the nodes are (`compute_price`) and to `fetch_lateness`, by how much longer late moves took than was
     predicted (`ratio`).
-    `fetch_bytes_per_s`: rate of a prefix transfer inside a cluster; 0 says that there is none. `fetch_calls_s` is what every
+    `fetch_bytes_per_s`: rate of a prefix transfer inside a cluster; 0: there are no transfers. `fetch_calls_s` is what every
     one takes beside its bytes, and `fetch_delays_s` what is feared beyond that, by (source, target) node: there some failed.
     `decode_load_slack`: how much busier a decode node may be for the sake of a prefix it already holds, and how much slower
     its tokens.
@@ -256,7 +256,7 @@ def choose_decode(
 ) -> NodeView:
     """The decode node that holds most of the prefix, or is about to, among those with hardly more than the least predicted TBT.
 
-    Nodes without a place, or without memory for the prompt and its predicted answer, come last. While nobody's TBT is known,
+    Nodes without a place, or without memory for the prompt and its predicted answer, come last. While no node's TBT is known,
     load stands for it. Ties go to the less busy, then to the earlier one.
     """
     able = nodes

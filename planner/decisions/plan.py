@@ -1,6 +1,6 @@
 """The plan that gateways follow: what the long timescale has decided, as data with a version.
 
-A plan has no end: whoever follows one keeps it until a newer one comes, whatever becomes of the service that made it. A plan of
+A plan has no end: a follower keeps it until a newer one comes, whatever becomes of the service that made it. A plan of
 an earlier term, or of an earlier version, than the one that is followed is stale and refused: a leader begins with the plans of
 the one before, so no later term has an earlier version. Two services that do not share a directory may both lead in a term: the
 random ids of leaders order them, for gateways and for the services themselves, so that one of the two gives way.
@@ -89,7 +89,7 @@ class Refusal(StrEnum):
 
 
 def refusal_of(offered: LivePlan, followed: LivePlan | None) -> Refusal | None:
-    """Why `offered` must not replace `followed`; None: it may. The one that is followed is refused by nobody."""
+    """Why `offered` must not replace `followed`; None: it may. The one that is followed is never refused."""
     if offered.mode is not Mode.APPLIED:
         return Refusal.NOT_APPLIED
     if followed is None:

@@ -1,7 +1,7 @@
 """Prefixes that a node does not hold yet, but will when what was sent to it has been computed.
 
-Prompts of one conversation, or of one agent and its sub-agents, come faster than they are computed. Whoever is sent elsewhere
-computes again what the first one is computing just now; whoever is sent after it finds it done.
+Prompts of one conversation, or of one agent and its sub-agents, come faster than they are computed. One that is sent elsewhere
+computes again what the first one is computing just now; one that is sent after it finds it done.
 
 Of a prompt that is on its way only its end is promised: with linear states a node can go on from there and from nowhere before.
 """
@@ -34,7 +34,7 @@ class Promises:
                 del self._count[end], self._blocks[end]
 
     def longest(self, hashes: Sequence[bytes], held: int) -> int:
-        """Blocks of a prompt with these full blocks that will be there, of which `held` are already."""
+        """Blocks of a prompt with these full blocks that will be there; `held` are already."""
         for end, blocks in self._blocks.items():
             if held < blocks <= len(hashes) and hashes[blocks - 1] == end:
                 held = blocks

@@ -1,6 +1,6 @@
 """What follows a failure: one table, asked by all that can fail on a node.
 
-    stage      what was asked                      another node              when there is none, or tries run out
+    stage      what was asked                      another node              without one, or when tries run out
     reserve    a decode node for a ticket          another decode node       full: this one, without a transfer
     prefill    an engine for a prompt's KVCache    same ticket, what has     the decode node computes the prompt itself
                                                    landed stays
@@ -8,15 +8,14 @@
     stream     the rest of an answer               new ticket, from prompt   the stream ends with the error
                                                    and answer so far
 
-A node that has left its role, or the system, since it was chosen has not failed: that is no try. A failure that every node
-would repeat is tried nowhere else. An engine that dies under a request may have died of it: such a request is tried once more
-elsewhere, whatever the stage, and then refused.
+A node that has left its role, or the system, since it was chosen has not failed: this does not count as an attempt. A failure
+that every node would repeat is not retried. An engine that dies under a request may have died of it: such a request is tried
+once more elsewhere, whatever the stage, and then refused.
 
-A system that is sick must not be asked twice as much as it can do. So tries that repeat work of nodes that are still there (they
-were too slow, or in trouble) are a share of the requests of late, and a few: a budget, as Finagle's and Envoy's. A request
-that has lost its node, or the way from it, does not ask for the same work again: its try is counted, and never refused. A
-full node, or one that leaves, has done nothing for the request it turns away: that try is not counted. A try costs the budget
-the length of its prompt over the mean length of late.
+Retries that a live node may still be working on are budgeted, as Finagle's and Envoy's are: they are a share of recent requests,
+and a few more. So a sick system is not asked for twice its load. Retries after a lost node or link are counted, never refused.
+A full node, or one that leaves, has done nothing for the request that it turns away: that retry is not counted. A retry costs
+the budget the length of its prompt over the recent mean length.
 
 The rest of a stream is asked of another node at most `max_takeovers` times. A takeover that adds fewer than `LEAST_PROGRESS`
 tokens to the answer is one more try of the same work: it counts against `max_tries`, and the budget may refuse the next one. A
@@ -51,7 +50,7 @@ class Stage(StrEnum):
 class Failure(StrEnum):
     """How it failed."""
 
-    UNREACHABLE = "unreachable"  # nobody listens, or nobody who is there to answer
+    UNREACHABLE = "unreachable"  # nothing listens there, or nothing answers
     LOST = "lost"  # the connection broke while the node worked on it
     DIED = "died"  # the same, and its engine is gone
     CUT = "cut"  # well, but what it sent did not arrive: the way from it is to be left alone
@@ -73,7 +72,7 @@ class Next(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`otherwise` is done when nobody else is left to try. `suspect`: new requests leave the node alone for a moment."""
+    """`otherwise` is done when no other node is left to try. `suspect`: new requests leave the node alone for a moment."""
 
     next: Next
     otherwise: Next

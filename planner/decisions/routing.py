@@ -4,9 +4,9 @@
     abundant bandwidth   local iff l_total − max(l_prfaas, l_pd) ≤ t      the longer prefix is sent where needed
     congested egress     the threshold rises with the pressure, until nothing goes remote that is sooner done at home
 
-The second row needs prefix transfers between clusters; a policy that says there are none always uses the first.
+The second row needs prefix transfers between clusters; a policy without them always uses the first.
 
-A decode node that cannot compute prompts (`NodeView.prefills_alone`) is chosen only where somebody prefills for it: at home,
+A decode node that cannot compute prompts (`NodeView.prefills_alone`) is chosen only where a node prefills for it: at home,
 or else over a link, what another one would do alone.
 """
 
@@ -55,7 +55,7 @@ class Reason(StrEnum):
     LINK_DOWN = "link_down"  # PrfaaS nodes are ready, but no link from them to the PD cluster is up
     NO_PRFAAS = "no_prfaas"  # above t, but no PrfaaS node is ready
     NO_LOCAL_PREFILL = "no_local_prefill"  # at most t, but no PD prefill node is ready
-    NO_PREFILL = "no_prefill"  # nobody prefills but the decode node
+    NO_PREFILL = "no_prefill"  # no node prefills but the decode node
     SINGLE_TOKEN = "single_token"  # nothing worth a link: the decode side computes the last token anyway, if it can
     HELD = "held"  # the decode node holds nearly all of it and has computed the rest before anybody else
     UNSHARED = (
@@ -139,7 +139,7 @@ def route(
     """Where to prefill and decode `request`; `nodes` that are not ready are left alone.
 
     A PrfaaS cluster is reachable only through a `LinkView` in `links` that is up.
-    Raises NoReadyNode when no decode node is ready, NobodyPrefills when those that are can do nothing alone and have nobody. A
+    Raises NoReadyNode when no decode node is ready, NobodyPrefills when the ready ones need a prefill node and none is there. A
     request whose prompt is one token, or for which no prefill node is ready, is left to the decode node alone, if it can.
     """
     return route_among(ReadyNodes.among(nodes), request, links, policy, place=place, cost=cost or PrefillCost())

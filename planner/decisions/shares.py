@@ -18,7 +18,7 @@ from typing import Final
 FLOOR: Final = 0.25  # of its own that a sender keeps in any case: what comes to it next leaves at once
 BUSY_S: Final = 0.25  # of its own budget must wait at a sender before others lend it theirs
 LEASE_S: Final = 3.0
-ALIKE: Final = 0.02  # of a rate: a change by less is none
+ALIKE: Final = 0.02  # of a rate: a smaller change does not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class SharedBudget:
         self._bounds: dict[str, Bound] = {}
 
     def holds(self, now: float) -> bool:
-        """Whether somebody may still be sending by a share, whoever is seen."""
+        """Whether a sender may still be sending by a share, even one that is not seen."""
         return any(now < each.until for each in self._bounds.values())
 
     def bound(self, sender: Sender, now: float) -> float:

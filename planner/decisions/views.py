@@ -38,7 +38,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     or being computed) is turned into seconds by the prefill cost. `prefill_share` is the part of its time that a decode
     node has lately spent on prompts; one that has not `prefills_alone` decodes what another node has computed, and nothing else.
     `room_tokens`, where known, is for how many tokens of this prompt, beyond its
-    `attention_tokens`, it has memory that nobody uses now. `steps` is what it says of its decode steps: (requests in them,
+    `attention_tokens`, it has unused memory. `steps` is what it says of its decode steps: (requests in them,
     seconds), by rising number; empty: nothing.
     """
 
@@ -83,12 +83,12 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     `available_bytes_per_s` is None while unknown; `budget_bytes_per_s`, where there is one, is the most that may leave however
     much could. `queued_bytes` is KVCache that exists and has still to leave, `promised_bytes` what requests that were routed
-    here have yet to compute: paced by their compute it is no sign of congestion, but a queue for whoever comes after it, and
+    here have yet to compute: paced by their compute it is no sign of congestion, but a queue for what comes after it, and
     on a small budget the longer of the two. `congested` is the senders' early signal: round
     trips of twice the smallest one of late, or losses; round trips are 0 while unknown. `estimate_error` is the mean
     relative error of the senders' predictions of when a transfer will have arrived. `coded_ratio` is what senders make of
     bytes, coded over plain, while the link is what transfers wait for: below 1 where that has been seen to gain. A `drained`
-    link is not up because somebody wants nothing new on it. `cut_off`
+    link is not up because an operator wants nothing new on it. `cut_off`
     names senders that cannot use the link although others can, `lost` those (sender, receiver) that have no connection
     although the sender has others. `senders` are the same for each sender alone, by name, where each has a budget that no
     other one can use: what one of them sends leaves at its own rate, behind what is its own. Empty: the link is theirs together.
@@ -202,7 +202,7 @@ def step_at(steps: Sequence[tuple[float, float]], running: float) -> float:
 def room_beside(free_tokens: int, tokens: int, attention_tokens: int) -> int:
     """`room_tokens` of a node whose free pages hold so many tokens, and with those that eviction would free, `tokens`.
 
-    Most likely nobody holds a prompt's own prefix, so that it is among what would be evicted.
+    Most likely no request holds a prompt's own prefix, so that it is among what would be evicted.
     """
     return max(free_tokens, tokens - attention_tokens)
 

@@ -3,10 +3,10 @@
 first    the higher priority; of equals, the flow (a tenant's requests) that has had least for its weight; of one flow,
          whose time is up first; of these, who came first
 fair     start-time fair queueing (Goyal, Vin, Cheng 1996): a flow that is served moves on in virtual time by cost / weight;
-         one that comes to the line begins where that is by now, so nobody saves up turns
-ageing   every `ageing_s` of waiting count as one more priority, so that nobody is overtaken for ever: whoever joins a
+         one that comes to the line begins where that is by now, so turns cannot be saved up
+ageing   every `ageing_s` of waiting count as one more priority, so that no request is overtaken for ever: one that joins a
          waiter's (highest priority - its own + 1) * ageing_s after it, or later, comes behind it
-held     a flow whose own part of the room is full yields to the others for a while: it holds nobody up
+held     a flow whose own part of the room is full yields to the others for a while: it holds none up
 full     a newcomer takes the place of the last one, if that one's priority, ageing included, is below its own, or if it is
          the same and that one's flow has more places for its weight than the newcomer's will have
 """
@@ -26,14 +26,14 @@ Turn = tuple[bool, int, float, float, int]
 
 
 class Joined(NamedTuple, Generic[Who]):
-    """What became of somebody who wanted to join; `displaced` has lost its place to them."""
+    """What became of a request that wanted to join; `displaced` has lost its place to it."""
 
     accepted: bool
     displaced: Who | None = None
 
 
 class Share(NamedTuple):
-    """Whose part somebody is served from, and how large that is beside the others' (`weight` above 0)."""
+    """Whose part a request is served from, and how large that is beside the others' (`weight` above 0)."""
 
     flow: str = ""
     weight: float = 1.0
@@ -76,7 +76,7 @@ class Line(Generic[Who]):
         self.limit = limit
         self.ageing_s = ageing_s
         self._standing: dict[Who, _Standing] = {}
-        self._flows: dict[str, _Flow] = {}  # with somebody in the line, or with turns that others have not had yet
+        self._flows: dict[str, _Flow] = {}  # with a request in the line, or with turns that others have not had yet
         self._virtual = 0.0
         self._numbers = count()
 
@@ -140,7 +140,7 @@ class Line(Generic[Who]):
         return min(self._standing, key=lambda who: self._turn(who, now), default=None)
 
     def ahead_of(self, priority: int, due: float, now: float, share: Share = EVERYBODYS) -> int:
-        """How many would come before somebody who joined now; of other flows, without those that are held back."""
+        """How many would come before a request that joined now; of other flows, without those that are held back."""
         flows: defaultdict[str, list[tuple[int, float, int, float]]] = defaultdict(list)
         for each in self._standing.values():
             flows[each.flow].append((-each.level(now, self.ageing_s), each.due, each.number, each.cost))
@@ -168,12 +168,12 @@ class Line(Generic[Who]):
         return False
 
     def _start(self, flow: str) -> float:
-        """Of the flow's next turn, if it has somebody in the line."""
+        """Of the flow's next turn, if it has a request in the line."""
         known = self._flows.get(flow)
         return self._virtual if known is None else max(known.start, self._virtual)
 
     def _who_yields(self, priority: int, share: Share, now: float) -> Who | None:
-        """The last one, if its place is to be had for somebody of such a priority and flow."""
+        """The last one, if a request of such a priority and flow may have its place."""
         last = max(self._standing, key=lambda who: self._yields(who, now), default=None)
         if last is None:
             return None
@@ -194,7 +194,7 @@ class Line(Generic[Who]):
         return -level, self._flows[standing.flow].places, standing.due, standing.number
 
     def _tidy(self) -> None:
-        """Forgets flows that are where a new one would begin; with nobody in the line, all."""
+        """Forgets flows that are where a new one would begin; with an empty line, all."""
         if not self._standing:
             self._flows.clear()
             self._virtual = 0.0
@@ -213,11 +213,11 @@ class Drain:
 
     @property
     def is_known(self) -> bool:
-        """Whether it is more than a guess: nobody is turned away for one."""
+        """Whether it is more than a guess: no request is turned away for one."""
         return self.turns >= BELIEVED_TURNS
 
     def on_line(self, now: float) -> None:
-        """Somebody has begun to wait where nobody did: what went before was no line."""
+        """A request has begun to wait where none did: what went before was no line."""
         self._last = now
 
     def on_turn(self, now: float) -> None:
@@ -227,5 +227,5 @@ class Drain:
         self._last = now
 
     def wait_s(self, ahead: int) -> float:
-        """Predicted time until somebody has a turn whom `ahead` others come before."""
+        """Predicted time until a request has a turn that `ahead` others come before."""
         return (ahead + 1) * self.interval_s

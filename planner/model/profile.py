@@ -6,7 +6,7 @@ A profile is a JSON file. Every group of numbers carries a `provenance`, whose f
     measured   timed on the hardware named
     derived    arithmetic on quoted or measured numbers
     fitted     chosen such that the model meets numbers it is later compared with
-    unverified general knowledge, nobody checked it
+    unverified general knowledge, not checked
 """
 
 import math
@@ -33,7 +33,7 @@ PROVENANCES: Final = ("quoted", "measured", "derived", "fitted", "unverified")
 
 
 def provenance_kind(text: str) -> str:
-    """First word of a provenance. Raises InputError when it is none of PROVENANCES."""
+    """First word of a provenance. Raises InputError unless it is one of PROVENANCES."""
     kind = text.split(":")[0].strip()
     if kind not in PROVENANCES:
         raise InputError(f"provenance={text!r}: must start with one of {', '.join(PROVENANCES)}, then a colon")
@@ -85,7 +85,7 @@ class PrefillCurve:
 
     Either `coefficients` (a0, a1, a2) of a0 + a1·l + a2·l², or `points` joined by straight lines. What is measured is
     corrected by `overhead_s + scale · raw(l)`: simulated profiles miss a fixed cost per request.
-    `valid_tokens` is the range somebody vouches for.
+    `valid_tokens` is the range that the profile is valid for.
     """
 
     coefficients: tuple[float, float, float] | None = None

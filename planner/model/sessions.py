@@ -150,7 +150,7 @@ def within(sessions: Sequence[Session], most_tokens: int) -> list[Session]:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A turn that is due: when, of which session of a closed loop, and where in it."""
+    """A turn that is due: when, its session of a closed loop, and its place in it."""
 
     at_s: float
     session: int

@@ -169,7 +169,7 @@ class Site:
                 if end not in names:
                     raise InputError(f"links: {end!r} is no cluster; known: {', '.join(names)}")
         if not self.of_kind(ClusterKind.PD):
-            raise InputError("clusters: at least one of kind 'pd' is needed, somebody must decode")
+            raise InputError("clusters: at least one of kind 'pd' is needed, to decode")
         total = sum(self.homes.values())
         if self.homes and abs(total - 1.0) > 1e-6:
             raise InputError(f"clusters: home_share adds up to {total:g} over pd clusters; it must be 1, or left out")

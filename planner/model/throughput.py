@@ -27,7 +27,7 @@ def kv_throughput(kv_bytes: Numbers, prefill_s: Numbers) -> Floats:
 def theta(instances: float, seconds: Numbers) -> Floats:
     """Requests/s of a stage: instances over the seconds that a request takes of one.
 
-    Who is asked for nothing limits nothing; something asked of nobody is never done.
+    A stage without demand limits nothing; demand without instances is never done.
     """
     seconds = np.asarray(seconds, dtype=np.float64)
     if not instances:

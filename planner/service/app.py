@@ -5,7 +5,7 @@
     GET  /status, /history?limit=N, /health
     POST /apply {"version": V}, /rollback, /pause, /resume     with a JSON body that may say who asks: {"by": "ann"}
 
-A POST must be of type application/json: no page in somebody's browser can send that here without being asked to.
+A POST must be of type application/json: no page in a browser can send that here unasked.
 """
 
 import hmac

@@ -146,7 +146,7 @@ def load(path: Path) -> ServiceConfig:
             raise SettingsError("this is a topology, for `prfaas up`; a plan service's file has one table, [plan]")
         require_known(document, ["plan"])
         if not isinstance(document.get("plan"), dict):
-            raise SettingsError("a plan service's file has one table, [plan]; there is none")
+            raise SettingsError("a plan service's file has one table, [plan]; it is missing")
         try:
             return build(ServiceConfig, document["plan"], "[plan]", path.parent)
         except SettingsError:

@@ -28,7 +28,7 @@ class ConversionFailed(Exception):
 
 
 class Converter(Protocol):
-    """Whoever can have a node converted."""
+    """What can have a node converted."""
 
     async def convert(self, node: NodeSeen, role: Role, version: int) -> None:
         """Returns when the node holds the role. Raises ConversionFailed."""

@@ -1,6 +1,6 @@
 """Keeps the plan: looks at the gateways, has the controller judge, and carries the ledger from one state to the next.
 
-Every change goes the same way: a pure step of the ledger, then the disk, then whoever waits for it. Nobody is told of a plan
+Every change goes the same way: a pure step of the ledger, then the disk, then those that wait for it. No one is told of a plan
 that a restart would have forgotten.
 """
 
@@ -38,7 +38,7 @@ Change = Callable[[Ledger], tuple[Ledger, Entry | None]]
 
 
 class Keeper:
-    """One leader's work. `clock` is monotonic, `wall` seconds since the epoch; `failures` are errors that nobody foresaw."""
+    """One leader's work. `clock` is monotonic, `wall` seconds since the epoch; `failures` are unforeseen errors."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class Keeper:
             await self._change(lambda ledger: ledger.withdraw(self._wall(), effects.diagnosis))
         proposal = self.ledger.proposal
         if draft is None or self._config.mode is not ApplyMode.AUTO:
-            return  # one that stands from before is for people: nobody has found it better by what is seen now
+            return  # one that stands from before is for people: no look has found it better since
         if proposal and self.ledger.may_apply_itself(limits, self._wall()):
             with suppress(Refused):  # a person was faster
                 await self.apply(ITSELF, proposal.version)

@@ -27,7 +27,7 @@ from transport.path.tcp import format_address
 log = logging.getLogger("prfaas.plan")
 
 STANDBY_S: Final = 0.5  # between two looks whether the leader is gone
-PAUSE_S: Final = 5.0  # after an error that nobody foresaw
+PAUSE_S: Final = 5.0  # after an unforeseen error
 CLOSE_S: Final = 1.0
 
 
@@ -54,7 +54,7 @@ async def leading(
         stack.callback(lock.close)
         if not lock.taken():
             log.info("another service leads with %s: waiting for its end", config.state_dir)
-            while not lock.taken():  # noqa: ASYNC110 a lock of another process tells nobody when it is free
+            while not lock.taken():  # noqa: ASYNC110 a lock of another process does not say when it is free
                 await asyncio.sleep(STANDBY_S)
         store = Store(config.state_dir, config.log_bytes)
         before = store.read()
@@ -102,7 +102,7 @@ async def _serve(config: ServiceConfig, gateways: Gateways, announce: Callable[[
 
 
 def _reload(gateways: Gateways, read_again: Callable[[], ServiceConfig]) -> None:
-    """SIGHUP: other gateways; everything else needs a restart, which costs nobody anything."""
+    """SIGHUP: other gateways; everything else needs a restart, which costs nothing."""
     try:
         gateways.urls = read_again().gateways
     except InputError as error:
@@ -112,13 +112,13 @@ def _reload(gateways: Gateways, read_again: Callable[[], ServiceConfig]) -> None
 
 
 async def _for_ever(name: str, work: Callable[[], Coroutine[None, None, None]], failures: Counter[str]) -> None:
-    """Begins again after an error that nobody foresaw, and counts it."""
+    """Begins again after an unforeseen error, and counts it."""
     while True:
         try:
             await work()
         except Exception:
             failures[name] += 1
-            log.exception("%s: begun again after an error that nobody thought of", name)
+            log.exception("%s: begun again after an unforeseen error", name)
         await asyncio.sleep(PAUSE_S)
 
 

@@ -1,6 +1,6 @@
 """What outlives the service: the ledger, the audit log, and the lock that only one holds.
 
-lock          flock: whoever holds it leads, it goes with the process however it ends
+lock          flock: its holder leads, it goes with the process however it ends
 ledger.json   written durably before anybody is told
 audit.jsonl   a line for every change; older ones in audit.jsonl.1 … .3
 """

@@ -1,4 +1,4 @@
-"""The prefix cache of a simulated node: the real `PrefixCache`, whose pages nobody ever fills.
+"""The prefix cache of a simulated node: the real `PrefixCache`, whose pages are never filled.
 
 A page holds the full-attention KV of one block, so the pool counts in blocks; a linear state takes as many pages as its bytes
 are worth.
@@ -76,7 +76,7 @@ class NodeCache:
             self.cache.commit(request_id, num_tokens, now)
 
     def let_go(self, request_id: str, now: float) -> None:
-        """Nobody reads or writes these blocks for this request any more."""
+        """These blocks are not read or written for this request any more."""
         if request_id in self._held:
             self._held.discard(request_id)
             self.cache.release(request_id, now)

@@ -112,7 +112,7 @@ class Door:
     # Who waits
 
     def has_room(self, now: float, job: Job, node: DecodeNode) -> bool:
-        """Whether a decode node takes it now: there is a place, and nobody comes first."""
+        """Whether a decode node takes it now: there is a place, and no other request comes first."""
         if self._limits is None:
             return True
         first = self._line.first(now)

@@ -1,6 +1,6 @@
 """An egress link under simulation: fair sharing, a capacity that changes, and a record of what left when.
 
-A capacity of 0 is a link that is down. Nobody is told: what waits for it fails once nothing has got through for as long as
+A capacity of 0 is a link that is down. Deciders are not told: what waits for it fails once nothing has got through for as long as
 senders give a peer up after (`transport.send.options.ClientOptions.peer_timeout_s`), all of it together.
 """
 

@@ -57,7 +57,7 @@ class Job:
         self.flows = 1  # transfers still to be delivered before decode
         self.egress: Any = None
         self.failed: tuple[str, ...] = ()  # prefill nodes that computed it in vain
-        self.is_lost = False  # the transfer was: what its node still computes is for nobody
+        self.is_lost = False  # the transfer was: what its node still computes is wasted
         # Set on the way; a million jobs are made.
         self.route: Route
         self.est_s: float  # predicted prefill time

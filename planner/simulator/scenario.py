@@ -167,6 +167,6 @@ class Scenario:
             raise InputError("classes: every share must be above 0")
         homes = {pool.name for pool in self.pools if pool.num_decode}
         if strangers := self.homes.keys() - homes:
-            raise InputError(f"homes: nobody decodes in {', '.join(sorted(strangers))}")
+            raise InputError(f"homes: no node decodes in {', '.join(sorted(strangers))}")
         if not any(pool.num_decode for pool in self.pools):
-            raise InputError("no decode instance: nobody would answer; give a pd cluster at least one")
+            raise InputError("no decode instance: none could answer; give a pd cluster at least one")

@@ -122,7 +122,7 @@ def scenario_of(site: Site, setting: Setting, trial: Trial) -> Scenario:
             f"clusters: {len(pd)} of kind pd, but a plan for one; write one with solve -o, or leave it out"
         )
     if not setting.num_decode:
-        raise InputError("num_decode=0: nobody would answer; give at least 1")
+        raise InputError("num_decode=0: none could answer; give at least 1")
     profile = site.profile
     pools = [_pool(cluster, profile, setting, trial) for cluster in site.clusters]
     wires = [

@@ -1,9 +1,9 @@
-"""The life of plans: proposed → applied → rolled back. Values in, values out; whoever keeps one writes it down.
+"""The life of plans: proposed → applied → rolled back. Values in, values out; its keeper writes them down.
 
     propose       another setting than the one in force, with a reason; a proposal that says the same stands as it is
     withdraw      nothing is to be gained any more
     apply         the proposal is in force: gateways follow it; what was in force before is what a rollback goes back to
-    roll_back     a new version with the setting before; nothing changes by itself until somebody resumes
+    roll_back     a new version with the setting before; nothing changes by itself until resumed
     pause, resume whether anything is proposed, or changes by itself
 
 Versions never repeat: a proposal has the next one and keeps it when it is applied, a rollback has the next one after that.
@@ -46,7 +46,7 @@ class Limits:
             )
 
     def within(self, setting: Setting) -> Setting:
-        """`setting`, with a threshold that may be; one that was moved is nobody's atom."""
+        """`setting`, with a threshold that may be; one that was moved is no atom."""
         threshold = min(max(setting.threshold_tokens, self.min_threshold_tokens), self.max_threshold_tokens)
         if threshold == setting.threshold_tokens:
             return setting
@@ -71,7 +71,7 @@ class Change(StrEnum):
     PAUSED = "paused"
     RESUMED = "resumed"
     LED = "led"  # a leader has begun
-    ADOPTED = "adopted"  # from a gateway that followed a plan which nobody here remembers
+    ADOPTED = "adopted"  # from a gateway that followed a plan which this service does not remember
     CONVERTED = "converted"
     NOT_CONVERTED = "not_converted"
 
@@ -92,7 +92,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True):
-    """A setting that somebody thinks better, before it has a version."""
+    """A setting that seems better, before it has a version."""
 
     setting: Setting
     reason: str

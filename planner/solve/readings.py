@@ -57,7 +57,7 @@ class Cursors:
         return {"boot": self.boot, "uncached": str(uncached), "outputs": str(outputs)}
 
     def new(self, load: GatewayLoad) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The samples of `load` that nobody has seen: uncached lengths, lengths of answers."""
+        """The samples of `load` that are new: uncached lengths, lengths of answers."""
         first, self.boot = not self._read, load.boot
         uncached, outputs = self._read.pop(load.boot, (0, 0))
         self._read[load.boot] = (load.uncached.last_seq, load.outputs.last_seq)
@@ -73,7 +73,7 @@ def _after(samples: Samples, seq: int) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Readings:
-    """What has been heard since the last observation: of samples the latest ones, as whoever only listens observes nothing."""
+    """What has been heard since the last observation: of samples the latest ones, as a mere listener observes nothing."""
 
     units: Units = field(default_factory=Units)
     max_samples: int = 1 << 20

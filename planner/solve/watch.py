@@ -7,11 +7,11 @@ Item = TypeVar("Item")
 
 
 class Watch(Protocol):
-    """Passes items on, one by one, and may tell somebody."""
+    """Passes items on, one by one, and may report it."""
 
     def __call__(self, items: Sequence[Item], what: str, /) -> Iterable[Item]: ...
 
 
 def unwatched(items: Sequence[Item], what: str) -> Iterable[Item]:
-    """Tells nobody."""
+    """Reports nothing."""
     return items

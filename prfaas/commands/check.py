@@ -1,4 +1,4 @@
-"""`prfaas check`: asks every node that a gateway's file names what it is, and whether everybody reaches whom they must.
+"""`prfaas check`: asks every node that a gateway's file names what it is, and whether each process reaches those that it must.
 
 Nothing is changed: of a receiver a block is reserved for the addresses on its ticket, and given back before a sender asks there.
 """
@@ -160,7 +160,7 @@ async def _ask_ways(pairs: Sequence[tuple[Asked, Asked]]) -> list[Way]:
 
 
 async def _ticket(receiver: Asked) -> TicketInfo | str:
-    """What names a receiver's addresses, or why there is none."""
+    """What names a receiver's addresses, or why it is missing."""
     agent, node = receiver
     try:
         ticket = await agent.reserve_prefix("check", (), node.info.block_size, ROOM_S)

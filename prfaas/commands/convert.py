@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What somebody wants. `node` is an id, or the host:port of an agent; limits of 0 are the node's own."""
+    """What the user wants. `node` is an id, or the host:port of an agent; limits of 0 are the node's own."""
 
     node: str
     role: Role

@@ -21,7 +21,7 @@ MB: Final = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What is asked. A body in `file` ("-": standard input), a `prompt`, or so many `tokens` that nobody has seen before."""
+    """What is asked. A body in `file` ("-": standard input), a `prompt`, or so many `tokens` that are cached nowhere."""
 
     file: str | None = None
     prompt: str | None = None

@@ -100,7 +100,7 @@ class Seen:
 
 
 def findings(seen: Seen) -> list[Finding]:
-    """All of it, in the order in which somebody would look."""
+    """All of it, in the order in which an operator would look."""
     return [
         *_about_certificates(seen.certificates),
         *_about_silence(seen.silent),
@@ -135,7 +135,7 @@ def _about_certificates(certificates: Sequence[Certificate]) -> Iterator[Finding
 
 WHY_SILENT: Final = {
     "unreachable": "is the node running, and may this machine reach its control_port?",
-    "timeout": "the port takes connections and nobody answers: is the machine overloaded, or a firewall in between?",
+    "timeout": "the port takes connections and does not answer: is the machine overloaded, or a firewall in between?",
     "identity": "the node's certificate is not the one that is expected: compare authority, and name in [[gateway.nodes]]",
 }
 
@@ -152,7 +152,7 @@ WHAT_STATES_MEAN: Final = {
     "converting": (Level.WARNING, "it is changing its role and takes nothing meanwhile; ask again"),
     "draining": (Level.WARNING, "it is about to end, or was drained: prfaas drain --node NODE --undo"),
     "engine_down": (Level.ERROR, "its engine has died and is started again; the engine's log in its run_dir says why"),
-    "engine_silent": (Level.ERROR, "its engine runs and answers nobody: stopped, or stuck; the agent's log says which"),
+    "engine_silent": (Level.ERROR, "its engine runs without answering: stopped, or stuck; the agent's log says which"),
 }
 
 
@@ -240,7 +240,7 @@ def _about_versions(nodes: Sequence[Described], own: str) -> Iterator[Finding]:
 def _about_clocks(nodes: Sequence[Described]) -> Iterator[Finding]:
     worst_ahead_s = 0.0
     for node in nodes:
-        # Halfway is a guess: the clock may be wrong by half of what the answer took and nobody could tell.
+        # Halfway is a guess: the clock may be wrong by half of what the answer took, unnoticed.
         sure_s = max(0.0, abs(node.ahead_s) - node.took_s / 2)
         worst_ahead_s = max(worst_ahead_s, abs(node.ahead_s))
         if sure_s > CLOCKS_APART_S:
@@ -286,7 +286,7 @@ def _about_ways(ways: Sequence[Way], left_out: int) -> Iterator[Finding]:
 
 
 def _about_links(nodes: Sequence[Described]) -> Iterator[Finding]:
-    """What links have carried of late: nothing is sent to find out, so a link that nobody has used says nothing."""
+    """What links have carried lately: nothing is sent to find out, so an unused link says nothing."""
     for node in nodes:
         for link in node.load.links:
             if link.peer == node.info.cluster:

@@ -47,7 +47,7 @@ class Site:
         if self.engine not in ENGINES:
             raise InitError(f"engine {self.engine!r}: must be one of {', '.join(ENGINES)}")
         if not self.decode:
-            raise InitError("no decode node: somebody must answer")
+            raise InitError("no decode node: one must answer")
         if self.engine == "sglang" and self.tls:
             raise InitError("engine 'sglang': its servers find each other without certificates, so there is no TLS")
         if self.engine == "sglang" and not (self.prefill or self.remote):
@@ -142,7 +142,8 @@ def _holders(site: Site) -> list[Holder]:
 def _topology(site: Site) -> str:
     nodes = members(site)
     lines = [
-        "# A gateway and its clusters on one machine: prfaas up -c this file. All keys are in docs/running.md.",
+        "# A gateway and its clusters on one machine: prfaas up -c this file.",
+        "# All keys are in docs/reference/node.md and docs/reference/gateway.md.",
         "",
         "[model]",
         _pair("path", site.model, "the same files for every node"),
@@ -156,7 +157,7 @@ def _topology(site: Site) -> str:
         "[node]                                   # what all nodes have in common",
         _pair("cache_bytes", 1 << 30, "of KVCache in /dev/shm, taken at the start"),
     ]
-    lines += [_pair("engine", site.engine, f"see docs/{site.engine}.md")] if site.engine != "embedded" else []
+    lines += [_pair("engine", site.engine, f"see docs/guides/{site.engine}.md")] if site.engine != "embedded" else []
     lines += [_pair("integrity", "aead", "encrypted; certificates are made at the start")] if site.tls else []
     for cluster in dict.fromkeys((node.cluster, node.kind) for node in nodes):
         lines += ["", "[[clusters]]", _pair("name", cluster[0]), _pair("kind", cluster[1], WHAT_KINDS_ARE[cluster[1]])]
@@ -174,7 +175,7 @@ WHAT_KINDS_ARE: Final = {"prfaas": "prefills for others", "pd": "prefills short 
 def _node_file(site: Site, node: Member) -> str:
     lines = [
         f"# A {node.role} node of {node.cluster}: on {node.host}, run `prfaas node -c {node.name}.toml`.",
-        "# All keys are in docs/running.md.",
+        "# All keys are in docs/reference/node.md.",
         "",
         "[node]",
         _pair("node_id", node.name),
@@ -187,7 +188,7 @@ def _node_file(site: Site, node: Member) -> str:
         *[_pair(name, port + node.nth, why) for name, (port, why) in _ports(site, node).items()],
         _pair("cache_bytes", 1 << 30, "of KVCache in /dev/shm, taken at the start"),
     ]
-    lines += [_pair("engine", site.engine, f"see docs/{site.engine}.md")] if site.engine != "embedded" else []
+    lines += [_pair("engine", site.engine, f"see docs/guides/{site.engine}.md")] if site.engine != "embedded" else []
     if node.kind == "prfaas":
         lines.append("# egress_bytes_per_s = 1.25e9            # of what leaves for each other cluster: 10 Gbit/s")
     if site.tls:
@@ -266,7 +267,7 @@ def _start(site: Site, nodes: Sequence[Member]) -> str:
         [
             *lines,
             "",
-            f"Ports ({ports}) are told apart in docs/running.md. `prfaas check -c gateway.toml` asks everybody.",
+            f"Ports ({ports}) are explained in docs/guides/two-sites.md. `prfaas check -c gateway.toml` asks everybody.",
             "",
         ]
     )
@@ -286,7 +287,7 @@ Ask = Callable[[str, str], str]
 
 
 def asked(known: Mapping[str, str | None], ask: Ask) -> dict[str, str]:
-    """What is known, and what somebody answered to the rest; an empty answer is the default that was shown."""
+    """What is known, and the user's answers to the rest; an empty answer is the default that was shown."""
     return {
         key: value if (value := known.get(key)) is not None else ask(question, default).strip() or default
         for key, (question, default) in QUESTIONS.items()

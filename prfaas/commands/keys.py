@@ -1,4 +1,4 @@
-"""`prfaas key`: makes an API key, of which a gateway's file has the digest alone."""
+"""`prfaas key`: makes an API key. A gateway's file has only its digest."""
 
 import secrets
 from collections.abc import Callable
@@ -14,7 +14,7 @@ OPERATOR: Final = "operator"
 
 
 def new_key() -> str:
-    """One that nobody guesses: 256 bits of chance."""
+    """One that cannot be guessed: 256 random bits."""
     return PREFIX + secrets.token_urlsafe(SECRET_BYTES)
 
 

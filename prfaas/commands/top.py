@@ -154,7 +154,7 @@ def _nodes(nodes: Sequence[Mapping[str, Any]], limit: int) -> RenderableType:
 
 
 def watch(gateway: Gateway, console: Console, every_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Shows it until somebody interrupts; a gateway that goes away is asked again. Raises AskError if there is none at first."""
+    """Shows it until the user interrupts. Raises AskError if no gateway answers at first; one that goes away is asked again."""
     screen = Screen()
     screen.take(gateway.get("/prfaas/console", since=0))
     with Live(screen.page(_room(console)), console=console, screen=True, auto_refresh=False) as live:
@@ -198,7 +198,7 @@ def scaled(value: float) -> str:
 
 
 def rate(bytes_per_s: float | None) -> str:
-    """Bytes per second; a dash where nobody knows."""
+    """Bytes per second; a dash where it is unknown."""
     return "–" if bytes_per_s is None else f"{scaled(bytes_per_s)}B/s"
 
 

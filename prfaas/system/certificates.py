@@ -51,7 +51,7 @@ def issue(folder: Path, holders: Sequence[Holder], days: int) -> list[Identity]:
 def issue_and_tell(folder: Path, holders: Sequence[Holder], days: int, report: Callable[[str], None]) -> None:
     """As `prfaas certificates` does it: what to write into which configuration is said."""
     issue(folder, holders, days)
-    report(f"{folder}/authority.key signs certificates: keep it, and give it to nobody")
+    report(f"{folder}/authority.key signs certificates: keep it, and keep it secret")
     for each in holders:
         lines = [f"{key} = {path!r}" for key, path in paths(folder, each.name).items()]
         report("\n".join(["", f"# {each.name}, good for {days} days", *lines]).replace("'", '"'))

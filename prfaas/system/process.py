@@ -102,7 +102,7 @@ class Process:
         return await self._process.wait()
 
     def _refusal(self) -> str:
-        """What it said of itself, or else last: whoever refuses to start ends with the reason."""
+        """What it said of itself, or else last: a process that refuses to start ends with the reason."""
         text = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
         lines = [line for line in text.splitlines() if line.strip()]
         own = f"node {self.name}: "
@@ -137,12 +137,12 @@ class Process:
 
 
 def is_from_outside(status: int) -> bool:
-    """Whether a process of this exit status was ended by somebody's signal, and not by itself or a crash."""
+    """Whether a process of this exit status was ended by a signal from outside, and not by itself or a crash."""
     return (-status if status < 0 else status - SIGNALLED) in FROM_OUTSIDE
 
 
 async def _drained(process: asyncio.subprocess.Process) -> None:
-    # A pipe nobody reads would block the child's last words and, with them, its end.
+    # An unread pipe would block the child's last words and, with them, its end.
     if process.stdout is not None:
         await process.stdout.read()
     await process.wait()

@@ -1,4 +1,4 @@
-"""How far an engine's start is, read off its log: what somebody who waits for minutes wants to know."""
+"""How far an engine's start is, read off its log, for users who wait for minutes."""
 
 from collections.abc import Callable
 from pathlib import Path

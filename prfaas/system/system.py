@@ -333,7 +333,7 @@ class System:
     async def stop(self) -> None:
         """Gateway first, so that running streams can finish; then all nodes at once.
 
-        Cancelled, it waits for nobody: all are told to end, those that were told before for the second time.
+        When cancelled, it does not wait: it tells all to end, for the second time those that it told before.
         """
         try:
             if self.gateway is not None:

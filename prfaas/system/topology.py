@@ -128,7 +128,7 @@ class Topology:
     gateway: Mapping[str, Any]
     nodes: tuple[NodeConfig, ...]
     tokenizer_dir: Path
-    plan: Mapping[str, Any] | None = None  # of the plan service, None: there is none
+    plan: Mapping[str, Any] | None = None  # of the plan service; None: no plan service
     certificates: Path | None = None  # where certificates are to be made; None: none are needed, or there are some
 
     def replace_gateway(self, **values: Any) -> "Topology":

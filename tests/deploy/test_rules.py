@@ -66,7 +66,7 @@ def test_every_metric_that_is_asked_for_is_served() -> None:
 
 
 def test_every_metric_is_documented() -> None:
-    text = (ROOT / "docs" / "metrics.md").read_text()
+    text = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     assert sorted(name for name in served() if f"| `{name}` |" not in text) == []
 
 
@@ -95,7 +95,7 @@ def test_panels_have_numbers_and_room_of_their_own(file: Path) -> None:
 
 
 def test_every_alert_has_a_runbook_and_every_runbook_an_alert() -> None:
-    headings = re.findall(r"^### (Prfaas\w+)$", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE)
+    headings = re.findall(r"^### (Prfaas\w+)$", (ROOT / "docs" / "guides" / "operations.md").read_text(), re.MULTILINE)
     assert headings == list(alerts())
     assert all(rule["labels"]["severity"] in ("page", "ticket") for rule in alerts().values())
 

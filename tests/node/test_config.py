@@ -87,8 +87,8 @@ def test_an_integer_serves_as_a_float() -> None:
     [
         ("[node", "not valid TOML"),
         ("[nod]\n", "unknown key 'nod' .did you mean 'node'"),
-        ("", "has one table, .node.; there is none"),
-        ("node = 1", "has one table, .node.; there is none"),
+        ("", "has one table, .node.; it is missing"),
+        ("node = 1", "has one table, .node.; it is missing"),
         ("[gateway]\nport = 1", "this is a gateway's file, for `prfaas gateway`"),
         ("[gateway]\n[[clusters]]", "this is a topology, for `prfaas up`"),
     ],

@@ -14,18 +14,18 @@ from planner.solve.controller import ControllerConfig
 from planner.solve.ledger import Limits
 from transport.metrics import LINK_METRICS
 
-RUNNING = (Path(__file__).parents[2] / "docs" / "running.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-def rows(heading: str) -> str:
+def rows(page: str, heading: str) -> str:
     """The rows of all tables in a section."""
-    section = RUNNING.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    section = (DOCS / page).read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     return "\n".join(line for line in section.splitlines() if line.startswith("|"))
 
 
 @pytest.mark.parametrize("key", [field.name for field in fields(NodeConfig)])
 def test_every_key_of_a_node_is_explained(key: str) -> None:
-    assert f"`{key}`" in rows("A node's settings")
+    assert f"`{key}`" in rows("reference/node.md", "A node's settings")
 
 
 @pytest.mark.parametrize(
@@ -37,17 +37,18 @@ def test_every_key_of_a_node_is_explained(key: str) -> None:
     ],
 )
 def test_every_key_of_a_gateway_is_explained(key: str) -> None:
-    assert f"`{key}`" in rows("The gateway's settings") or f"[gateway.{key}]" in rows("The gateway's settings")
+    section = rows("reference/gateway.md", "The gateway's settings")
+    assert f"`{key}`" in section or f"[gateway.{key}]" in section
 
 
 @pytest.mark.parametrize("name", LINK_METRICS)
 def test_every_metric_of_a_link_is_explained(name: str) -> None:
-    assert f"`{name}`" in rows("Watching it")
+    assert f"`{name}`" in rows("guides/watching.md", "Links, load and memory of a node")
 
 
 @pytest.mark.parametrize(
     "key", [field.name for part in (ServiceConfig, ControllerConfig, Limits) for field in fields(part)]
 )
 def test_every_key_of_a_plan_service_is_explained(key: str) -> None:
-    section = rows("The plan service's settings")
+    section = rows("reference/plan.md", "The plan service's settings")
     assert f"`{key}`" in section or f"[plan.{key}]" in section

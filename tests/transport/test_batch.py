@@ -262,5 +262,5 @@ def test_memory_is_registered_as_what_it_is() -> None:
         batch = engine.allocate_batch(1)
         with pytest.raises(ValueError, match="cannot be written"):
             engine.submit(batch, [Read(memoryview(b"y" * 10), ref, 0)])
-    with TransferServer() as server, pytest.raises(ValueError, match="nobody here serves"):
+    with TransferServer() as server, pytest.raises(ValueError, match="nothing here serves"):
         server.register_segment("kv", memoryview(bytearray(10)), b"secret", readable=True)

@@ -14,7 +14,7 @@ from tests.vllm.recipes import RECIPES, SCALES
 class Case:
     """A model and how vLLM can run it on a CPU. `native_ops`: those that PyTorch computes instead of vLLM.
 
-    `models` has layers of that kind, which is `layers`; `note` is why it is run so. They are docs/vllm.md's table.
+    `models` has layers of that kind, which is `layers`; `note` is why it is run so. They are docs/guides/vllm.md's table.
     """
 
     arch: str

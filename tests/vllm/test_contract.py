@@ -272,7 +272,7 @@ def test_schedulers_and_caches_say_what_we_read():
 
 
 def test_the_cpu_kernel_still_rotates_other_rows_when_heads_are_a_dimension():
-    """Why LFM2 wants `-rotary_embedding` (cases.py, docs/vllm.md). When this fails, it does no longer."""
+    """Why LFM2 wants `-rotary_embedding` (cases.py, docs/guides/vllm.md). When this fails, it does no longer."""
     import torch
     from vllm import _custom_ops
     from vllm.platforms import current_platform

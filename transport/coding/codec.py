@@ -1,4 +1,4 @@
-"""Chunks made smaller: a coded chunk is a row of blocks, each of which says how it was made.
+"""Chunks made smaller: a coded chunk is a row of blocks; each says how it was made.
 
     coded chunk   | codec dtype vector plain coded digest | coded bytes | codec dtype ... | coded bytes | ...
 
@@ -83,7 +83,7 @@ class Part:
     plain: memoryview
     run: Run
     codec: Codec
-    label: str  # of whom it is, for accounts
+    label: str  # whose it is, for accounts
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Bodies of answers, read whole: who answers may be broken or somebody else, and what he sends must not fill memory."""
+"""Bodies of answers, read whole: the other end may be broken or a stranger, and what it sends must not fill memory."""
 
 from collections.abc import AsyncIterable
 

@@ -16,8 +16,8 @@ from typing import Final
 
 from transport.control.messages import MAX_MESSAGE_BYTES, MessageBuffer, MessageError, frame
 
-# Whoever says something else first is a stranger, or has another version. Two greetings: on a loopback a connection to a port
-# that nobody listens on any more can meet itself (simultaneous open, RFC 9293 §3.5).
+# A peer that says something else first is a stranger, or has another version. Two greetings: on a loopback a connection to a port
+# that is not listened on any more can meet itself (simultaneous open, RFC 9293 §3.5).
 CALLER: Final = b"prfaas caller 1\n"
 AGENT: Final = b"prfaas agent 1\n"
 MAX_CALLS: Final = 1024  # under way on one connection

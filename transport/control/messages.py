@@ -88,8 +88,8 @@ class Welcome(Message, frozen=True, kw_only=True):
 class BeginPrefill(Message, frozen=True, kw_only=True):
     """Asks for pages for the first `num_tokens` tokens of a prompt. `hashes`: of its full blocks, concatenated.
 
-    `computed`: the engine holds all of it already, for a prompt and its answer, and offers it as prefix cache. Nobody waits for
-    it, so that it is refused at once where there is no room. Later prompts will leave this one at `branch_tokens`;
+    `computed`: the engine holds all of it already, for a prompt and its answer, and offers it as prefix cache. It is not
+    awaited, so it is refused at once where there is no room. Later prompts will leave this one at `branch_tokens`;
     `category` is the kind of request, and nothing after `useful_tokens` is expected to be of use again (None: as usual).
     `cached_only`: pages of what is cached of it are wanted, and no others. JobPages then has that many `num_tokens`, maybe none.
     `tenant`: as a part of whose pages; some are left to others.

@@ -40,7 +40,7 @@ _PLAIN: Final[dict[Any, tuple[tuple[type, ...], str]]] = {
 
 
 class SettingsError(ValueError):
-    """A key that nobody knows, or a value that cannot be: names both, and what is allowed."""
+    """An unknown key, or an impossible value: names both, and what is allowed."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ What it is at is a phase; what a sample says can end it:
     RESTING ──busy──► STEERING ──narrowed──► DRAINING ──fits──► STEERING
                           └──────forgotten──► PROBING ──seen───► STEERING         each ──idle──► RESTING
 
-What links it was tried on, and how it did there: docs/transport.md. A constant without a source of its own is from there.
+What links it was tried on, and how it did there: docs/design/transport.md. A constant without a source of its own is from there.
 """
 
 from collections import deque

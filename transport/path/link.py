@@ -83,7 +83,7 @@ class LinkState:
     """The egress link to one peer, smoothed over about SMOOTHING_S."""
 
     peer: str
-    at: float  # seconds, on the clock of whoever sampled
+    at: float  # seconds, on the sampler's clock
     link: str = ""  # behind which the peer lies, with others that share its budget
     connections: int = 0
     congestion_control: str = ""

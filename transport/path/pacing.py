@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 DAY_S: Final = 86_400.0
 BURST_S: Final = 0.02  # of the budget that may leave at once
 LEAST_BURST_BYTES: Final = 128 << 10
-BULK_LEAVES: Final = 0.5  # of the burst; whoever else has something to send does not let it become that much
+BULK_LEAVES: Final = 0.5  # of the burst; other traffic does not let it become that much
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class TokenBucket:
         self._updated_at: float | None = None
 
     def next_send_time(self, now: float, leaving_bytes: float = 0.0) -> float:
-        """The earliest time at which bytes may leave, if nobody else takes any; so much must be in the bucket then."""
+        """The earliest time at which bytes may leave, if nothing else takes any; so much must be in the bucket then."""
         self._refill(now)
         missing = leaving_bytes - self._available
         return now if missing <= 0 else now + missing / self.bytes_per_s

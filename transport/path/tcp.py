@@ -192,6 +192,6 @@ def hang_up(sock: socket.socket) -> None:
 
 
 def shut(sock: socket.socket) -> None:
-    """Wakes whoever is blocked on the socket; its owner closes it."""
+    """Wakes the thread that is blocked on the socket; its owner closes it."""
     with suppress(OSError):  # already disconnected
         sock.shutdown(socket.SHUT_RDWR)

@@ -146,7 +146,7 @@ class RdmaDevices:
             if found is not None:
                 return found
             keys = self._register_with_all(address, memory.nbytes)
-            # Only now: pages that nobody has touched yet lie nowhere.
+            # Only now: untouched pages lie nowhere.
             node = numa_node_of(address, self._numa_maps())
             self._regions.append(Region(address, memory.nbytes, node, keys))
             return self._regions[-1]

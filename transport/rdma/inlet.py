@@ -54,7 +54,7 @@ class RailEnds:
         self._ends: dict[int, _RailEnd] = {}
 
     def nics(self, region: Region | None) -> list[Nics]:
-        """What there is here; told once, to a sender who has shown a secret."""
+        """What there is here; told once, to a sender that has shown a secret."""
         if self._told:
             return []
         self._told = True

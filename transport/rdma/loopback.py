@@ -1,7 +1,7 @@
 """RDMA in memory: NICs of a made-up fabric, for tests and for machines without any.
 
 Writes are copies between buffers of this process. What a real fabric does to one can be done to it: `unplug` a NIC (its
-own end notices at once, the far one after the retries), make it `swallow` packets (nobody is told; the sender's retries
+own end notices at once, the far one after the retries), make it `swallow` packets (no end is told; the sender's retries
 run out), `stick` it (it never says what became of a write), or `corrupt` a byte on the way. As with the real thing, any
 failure ends the queue pair, posted work is flushed, and the far end learns nothing.
 """

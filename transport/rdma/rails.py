@@ -225,7 +225,7 @@ def plan_writes(sources: Iterable[tuple[int, int]], targets: Iterable[tuple[int,
 
 
 class Placement:
-    """Where the line of a transfer's bytes lies in somebody's memory: (address, length) pairs, in order, 16 bytes each."""
+    """Where the line of a transfer's bytes lies in one end's memory: (address, length) pairs, in order, 16 bytes each."""
 
     def __init__(self, extents: Iterable[tuple[int, int]] = ()) -> None:
         self._addresses = array("Q")

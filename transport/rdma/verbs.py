@@ -2,7 +2,7 @@
 
 Facts that shaped it, each seen with pyverbs 44:
 - REMOTE_WRITE must be in the attributes that the QP's constructor gets; it does RESET -> INIT.
-- A memory region does not hold the buffer; whoever registers keeps it.
+- A memory region does not hold the buffer; its registrant keeps it.
 - Calls that wait for events hold the interpreter lock: completions are polled.
 - Retry counts of 7 mean "for ever" on some devices, so a dead peer would never be noticed.
 """
@@ -69,7 +69,7 @@ class RdmaOptions:
 
 
 def open_devices(options: RdmaOptions | None = None) -> RdmaDevices:
-    """All usable ports. Raises RdmaError, which says why there is none."""
+    """All usable ports. Raises RdmaError, which says why there are no ports."""
     options = options or RdmaOptions()
     verbs = _Verbs()
     found = verbs.device_names()
@@ -204,7 +204,7 @@ class VerbsDevice:
 
 
 def _subnet(netdev: str, address: ipaddress.IPv4Address) -> str:
-    """Two NICs in one subnet reach each other; whether subnets are routed nobody here knows."""
+    """Two NICs in one subnet reach each other; whether subnets are routed is not known here."""
     request = struct.pack("16sH14s", netdev.encode()[:15], socket.AF_INET, b"")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         mask = fcntl.ioctl(sock, SIOCGIFNETMASK, request.ljust(40, b"\0"))[20:24]

@@ -58,7 +58,7 @@ MAX_PAST_BYTES: Final = 1 << 30  # payload of refused transfers that one visitor
 SINK_BYTES: Final = 64 << 10
 ROUND_S: Final = 0.1  # between two looks at who is overdue
 LOG_EVERY_S: Final = 10.0
-# The process or its host has no more to give: somebody has to go.
+# The process or its host has no more to give: a connection has to go.
 SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -72,7 +72,7 @@ class Step(Enum):
 
 @dataclass(slots=True, eq=False)
 class Visitor:
-    """One who has shown no secret yet."""
+    """A peer that has shown no secret yet."""
 
     who: int
     sock: socket.socket
@@ -105,7 +105,7 @@ class Host(Protocol):
     """Who lets them in."""
 
     def arrive(self) -> int | Code:
-        """A number for who has come; or why nobody may."""
+        """A number for a new connection; or why none may come."""
 
     def receiver(self) -> Connection:
         """A connection that waits for its greeting."""
@@ -306,7 +306,7 @@ class Greeter(threading.Thread):
         self._steps[visitor.step](visitor)
 
     def _talked(self, visitor: Visitor) -> None:
-        """One read, and what it brought: nobody holds up the others."""
+        """One read, and what it brought: no peer holds up the others."""
         if not self._read(visitor):
             return
         while (frame := self._next(visitor)) is not None:
@@ -353,7 +353,7 @@ class Greeter(threading.Thread):
                     raise RemoteProtocolError(f"bytes for slot {frame.slot}, which is not open")
                 visitor.passed_chunks += 1
                 if visitor.passed_chunks > (most := self._limits.max_passed_chunks):
-                    raise RemoteProtocolError(f"more than {most} chunks that nobody waits for")
+                    raise RemoteProtocolError(f"more than {most} chunks that are not awaited")
                 nack = Nack(slot=frame.slot, offset=frame.offset, length=frame.length, code=Code.CANCELLED)
                 self._say(visitor, visitor.connection.send(nack))
             case Hello() | RailClosed():
@@ -415,7 +415,7 @@ class Greeter(threading.Thread):
         self._dismiss(visitor, visitor.connection.farewell(exc))
 
     def _refuse(self, visitor: Visitor, code: Code) -> None:
-        """Nobody gets in at present."""
+        """No peer gets in at present."""
         self._host.count(f"refused:{code}")
         self._dismiss(visitor, visitor.connection.encoded(Goodbye(code=code)))
 

@@ -176,7 +176,7 @@ class Inlet(threading.Thread):
         self._answer(frame, self._shared.open(self.who, frame, self._connection.transcript))
 
     def _begin(self, begun: Begun) -> None:
-        """With what was said at the door; what became of the transfer since then, nobody could tell the sender."""
+        """With what was said at the door; the sender could not be told what became of the transfer since then."""
         self._answer(begun.frame, begun.reply)
         landing = self._shared.bound(self.who, begun.frame.slot)
         outcome = landing.outcome if landing is not None else None
@@ -211,7 +211,7 @@ class Inlet(threading.Thread):
 
     def _is_bound(self, slot: int) -> bool:
         """False for a slot that was refused: its chunks were on their way. Raises RemoteProtocolError for one that was
-        never opened, or was left: nobody has a reason to send anything for it.
+        never opened, or was left: there is no reason to send anything for it.
         """
         if slot not in self._seeds and slot not in self._refused:
             raise RemoteProtocolError(f"bytes for slot {slot}, which is not open")
@@ -224,7 +224,7 @@ class Inlet(threading.Thread):
         """Tells where to write, if the memory is registered: not granted, chunks come over this connection."""
         slot, place = reply.slot, None
         landing = self._shared.grant_memory(self.who, slot) if self._options.rdma is not None else None
-        # An Accept that had to be shortened names bytes that have landed: those nobody may write.
+        # An Accept that had to be shortened names bytes that have landed: those must not be written.
         if landing is not None and landing.targets is not None and len(reply.missing) < MAX_LIST:
             try:
                 place = self._rails.locate(landing.inbox.manifest.views(landing.targets, 0, landing.bytes_total))
@@ -371,7 +371,7 @@ class Inlet(threading.Thread):
         """A chunk without a place here. It is answered all the same: that frees its room in the sender's window."""
         self._passed_chunks += 1
         if self._passed_chunks > (most := self._options.limits.max_passed_chunks):
-            raise RemoteProtocolError(f"more than {most} chunks that nobody waits for")
+            raise RemoteProtocolError(f"more than {most} chunks that are not awaited")
         self.say(Nack(slot=frame.slot, offset=frame.offset, length=frame.length, code=Code.CANCELLED))
 
     def _finish(

@@ -69,7 +69,7 @@ class Landing:
         return min(self.deadline, self.orphaned_at + self.orphan_timeout_s)
 
     def tell_owner(self) -> None:
-        """Calls on_done, and lets go of whoever it belongs to."""
+        """Calls on_done, and lets go of its owner."""
         on_done, self.on_done = self.on_done, None
         if on_done is not None:
             on_done(self.result())

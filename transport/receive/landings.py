@@ -75,7 +75,7 @@ class Landings:
         return landing
 
     def await_sender(self, transfer_id: str, now: float) -> None:
-        """Somebody has promised to send: from now on the landing is an orphan as long as it has no sender."""
+        """A sender has been promised: from now on the landing is an orphan as long as it has no sender."""
         landing = self._active.get(transfer_id)
         if landing is not None and not landing.senders:
             landing.orphaned_at = min(landing.orphaned_at, now)
@@ -113,7 +113,7 @@ class Landings:
         return list(self._active)
 
     def take_settled(self) -> list[Landing]:
-        """Landings that ended and into which nobody writes any more."""
+        """Landings that ended and are not written to any more."""
         settled = [x for x in self._unsettled if not x.inbox.num_writers]
         self._unsettled = [x for x in self._unsettled if x.inbox.num_writers]
         for landing in settled:

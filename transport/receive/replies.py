@@ -13,7 +13,7 @@ from transport.wire.frames import Ack, Frame
 
 MAX_PENDING_ACKS: Final = 1000
 ACK_DELAY_S: Final = 0.005  # while more comes in, slowly
-# While there is more to read, acknowledgements wait for each other: one wakes the sender, who has enough to do then.
+# While there is more to read, acknowledgements wait for each other: one wakes the sender, which has enough to do then.
 MAX_PENDING_ACK_BYTES: Final = 16 << 20
 SEND_TIMEOUT_S: Final = 2.0  # acknowledgements are tiny: a peer that takes none for this long reads nothing
 

@@ -1,4 +1,4 @@
-"""Memory that whoever knows its secret may write into, or read, without being expected: one-sided access (see batch)."""
+"""Memory that a peer with its secret may write into, or read, without being expected: one-sided access (see batch)."""
 
 import hmac
 from collections import OrderedDict
@@ -11,13 +11,13 @@ from transport.wire.manifest import Manifest, proof_of
 SEGMENT_PREFIX: Final = "segment:"
 READ_PREFIX: Final = "read:"
 REPLY_PREFIX: Final = "reply:"
-MAX_READS: Final = 1024  # asked for, and not yet taken up by whoever serves them
+MAX_READS: Final = 1024  # asked for, and not yet taken up by their server
 MAX_REMEMBERED: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Memory that whoever knows the secret may write into, or read, without being expected."""
+    """Memory that a peer with the secret may write into, or read, without being expected."""
 
     view: memoryview
     secret: bytes = field(repr=False)
@@ -50,7 +50,7 @@ class Segments:
         self._by_name[name] = segment
 
     def unregister(self, name: str) -> None:
-        """Nobody may read or write there any more; what was granted and has not begun is forgotten."""
+        """It must not be read or written any more; what was granted and has not begun is forgotten."""
         self._by_name.pop(name, None)
         self._reads = [read for read in self._reads if read.name != name]
 

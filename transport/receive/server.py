@@ -114,13 +114,13 @@ class TransferServer:
     def register_segment(
         self, name: str, memory: memoryview, secret: bytes, *, readable: bool = False, writable: bool = True
     ) -> None:
-        """Opens bytes to one-sided writes, or reads, by whoever knows the secret (see batch)."""
+        """Opens bytes to one-sided writes, or reads, by peers that know the secret (see batch)."""
         if ":" in name or "@" in name:
             raise ValueError(f"segment name {name!r} must contain neither a colon nor an @")
         if writable and memory.readonly:
             raise ValueError(f"segment {name!r} is writable, its memory is not")
         if readable and not self._serves_reads:
-            raise ValueError(f"segment {name!r} is readable, but nobody here serves reads")
+            raise ValueError(f"segment {name!r} is readable, but nothing here serves reads")
         with self._shared.lock:
             self._shared.landings.segments.register(name, Segment(memory, secret, readable, writable))
 

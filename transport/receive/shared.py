@@ -199,7 +199,7 @@ class SharedLandings:
             reader.say(frame, NOTICE_TIMEOUT_S)
 
     def settle(self) -> None:
-        """Tells the owners of landings into which nobody writes any more, and serves reads."""
+        """Tells the owners of landings that are not written to any more, and serves reads."""
         with self.changed:
             settled = self.landings.take_settled()
             reads = self.landings.segments.take_reads()
@@ -230,7 +230,7 @@ class SharedLandings:
             return self.landings.bound(who, slot)
 
     def claim(self, who: int, frame: Chunk | CodedChunk | Reference | Written, sink_of: SinkOf) -> Claim | None:
-        """The right to write one chunk, once nobody else writes there."""
+        """The right to write one chunk, once nothing else writes there."""
         try:
             return self._without_rivals(
                 lambda: self.landings.begin(who, frame.slot, frame.offset, frame.stop, sink_of, time.monotonic())
@@ -267,7 +267,7 @@ class SharedLandings:
             self.decoded.add(shares, cpu_s)
 
     def grant_memory(self, who: int, slot: int) -> Landing | None:
-        """The right of a sender to write all that is missing by itself, once nobody else writes there."""
+        """The right of a sender to write all that is missing by itself, once nothing else writes there."""
         return self._without_rivals(lambda: self.landings.grant(who, slot))
 
     def is_granted(self, who: int, slot: int) -> bool:

@@ -2,7 +2,7 @@
 
 A peer has up to N lanes, each a thread with one connection that asks the scheduler for work, sends it, and reads what
 the receiver says in between. Lanes connect when there is work for them, stay connected (pinging) afterwards, and come
-back with backoff when they break; what they had on their way is sent again by whoever is there.
+back with backoff when they break; what they had on their way is sent again by the others.
 """
 
 import logging
@@ -133,7 +133,7 @@ class TransferClient:
 
     @property
     def internal_errors(self) -> Counter[str]:
-        """Errors that nobody foresaw, survived and logged, by the thread in which they came up: "lane", "keeper"."""
+        """Unforeseen errors, survived and logged, by the thread in which they came up: "lane", "keeper"."""
         with self._errors_lock:
             return Counter(self._internal_errors)
 
@@ -192,7 +192,7 @@ class TransferClient:
             self._refusals[link, code] += 1
 
     def _failed(self, thread: str) -> None:
-        """An error that nobody foresaw, in an except clause: the thread goes on."""
+        """An unforeseen error, in an except clause: the thread goes on."""
         log.exception("an error in a %s", thread)
         with self._errors_lock:
             self._internal_errors[thread] += 1

@@ -37,5 +37,5 @@ class Fairness:
         return len({tenant for (_, tenant), at_s in last if self._now - at_s <= LATELY_S}) > 1
 
     def rank(self, flow: Flow) -> float:
-        """Of flows of one urgency, who has the least is first."""
+        """Of flows of one urgency, the one with the least is first."""
         return self._turns.rank(flow, self._now)

@@ -139,7 +139,7 @@ class LaneScheduler:
             self._finish(transfer, Outcome(code, detail))
 
     def take_settled(self) -> list[Transfer]:
-        """Transfers that ended and whose source memory nobody reads any more."""
+        """Transfers that ended and whose source memory is not read any more."""
         settled = [t for t in self._settled if not t.writing]
         self._settled = [t for t in self._settled if t.writing]
         return settled
@@ -161,8 +161,9 @@ class LaneScheduler:
 
     @property
     def ending(self) -> bool:
-        """Little is left for lanes of which it is known what they carry: from now on each takes only what it can send
-        at once. Before, a stock keeps it busy while the machine is.
+        """True when the queue drains within ENDING_S at current rates; lanes then take only what they can send.
+
+        Before that, a stock keeps each lane busy while the machine is.
         """
         return self.bytes_queued < ENDING_S * sum(lane.bytes_per_s for lane in self._lanes.values())
 
@@ -212,7 +213,7 @@ class LaneScheduler:
         return state.in_flight_bytes if state is not None else 0
 
     def next_batch(self, lane: int) -> Batch:
-        """Work for a lane that has room; an empty batch when there is none."""
+        """Work for a lane that has room; an empty batch without work."""
         notices = tuple(self.take_notices(lane))
         opens = [t for t in self._transfers.values() if not t.outbox.accepted and not t.opened_on]
         pieces = self.take_pieces(lane)
@@ -342,7 +343,7 @@ class LaneScheduler:
 
 
 def _part_of(lane: _Lane, lanes: Collection[_Lane]) -> float:
-    """What a lane carries of what all of them carry; lanes of which that is not known count alike."""
+    """What a lane carries of what all of them carry; lanes whose rate is not known count alike."""
     known = [other.bytes_per_s for other in lanes if other.bytes_per_s]
     average = sum(known) / len(known) if known else 1.0
     return (lane.bytes_per_s or average) / (average * len(lanes))

@@ -116,7 +116,7 @@ class Outlet:
         self.wake()
 
     def wake(self) -> None:
-        with self._wake_lock:  # a closed descriptor's number may be somebody else's by now
+        with self._wake_lock:  # a closed descriptor's number may be another's by now
             if self._eventfd >= 0:
                 os.eventfd_write(self._eventfd, 1)
 

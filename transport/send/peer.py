@@ -49,7 +49,7 @@ class Peer:
         self.address = address
         self.via = via
         self.options = options
-        self.on_failed = on_failed  # an error that nobody foresaw came up in a thread of this name
+        self.on_failed = on_failed  # an unforeseen error came up in a thread of this name
         self._on_refused = on_refused
         rdma = options.rdma if via is Via.RDMA else None
         chunk_bytes = options.chunk_bytes if rdma is None else min(options.chunk_bytes, RDMA_CHUNK_BYTES)
@@ -215,7 +215,7 @@ class Peer:
             self.coding.on_situation(
                 Situation(link_bytes_per_s=rate, backlog_bytes=state.queued_bytes, idle_cores=idle_cores), now
             )
-        for lane in lanes if silent else ():  # their threads are in the middle of what nobody takes
+        for lane in lanes if silent else ():  # their threads are in the middle of what is not taken
             lane.cut()
         self.link_keeper.spread(infos, state, lanes)
         self.transfers.settle()

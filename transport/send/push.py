@@ -30,7 +30,7 @@ OnPushed = Callable[[PushResult], None]
 
 
 class Owner(Protocol):
-    """Whoever schedules the transfer of a push; `lock` guards what is known of it."""
+    """The scheduler of a push's transfer; `lock` guards what is known of it."""
 
     lock: threading.Lock
 

@@ -156,7 +156,7 @@ class RunningRails:
 
     @property
     def writing(self) -> set[int]:
-        """Slots of which chunks are on a rail."""
+        """Slots with chunks on a rail."""
         return {chunk.piece.transfer.slot for running in self._running.values() for chunk in running.queue.pending}
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from transport.wire.manifest import Manifest, Outbox, RangeViews
 
 
 class Wakes(Protocol):
-    """Whoever keeps the lanes. Both are called with the transfers' lock held."""
+    """The keeper of the lanes. Both are called with the transfers' lock held."""
 
     def wake_for_work(self) -> None:
         """As many lanes as there is work for."""

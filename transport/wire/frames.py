@@ -23,7 +23,7 @@ stands in the 8 bytes behind its payload, so that a sender can hash and send par
 Over RDMA (see transport.rdma), the same connection carries what is to be said about the writes:
 
       | AskRails, then Open as above ---------------> |
-      |  <------ Nics, Grant(slot, memory) ..., Accept |   whoever showed a secret learns where to write
+      |  <------ Nics, Grant(slot, memory) ..., Accept |   a sender that showed a secret learns where to write
       | RailOffer(rail, attempt, queue pair) -------> |
       |  <-------- RailAnswer(rail, attempt, queue pair)   or RailClosed
       | Written(slot, offset, checksum, rail) ------> |   each is answered by Ack or Nack
@@ -71,7 +71,7 @@ class Code(StrEnum):
     ORDER = "out_of_order"  # a frame that was repeated, left out or overtaken
     TOO_MANY = "too_many_connections"
     TOO_MANY_LANDINGS = "too_many_landings"  # one-sided writes that have not ended
-    TOO_MANY_READS = "too_many_reads"  # that nobody has begun to serve
+    TOO_MANY_READS = "too_many_reads"  # that are not served yet
     CLOSING = "closing"
     UNKNOWN_TRANSFER = "unknown_transfer"
     BAD_SECRET = "bad_secret"
@@ -112,7 +112,7 @@ class Shape(Enum):
     DETAIL = auto()  # for people to read: may be cut
     BLOB = auto()
     PAIRS = auto()
-    SPANS = auto()  # [start, stop), none of which ends before it begins
+    SPANS = auto()  # [start, stop); each ends at or after its start
 
 
 U16: TypeAlias = Annotated[int, Shape.U16]

@@ -1,4 +1,4 @@
-"""What both ends say first, and what follows from it: a version, limits, and keys that nobody else has."""
+"""What both ends say first, and what follows from it: a version, limits, and keys that only they have."""
 
 import hashlib
 from collections.abc import Callable

@@ -4,7 +4,7 @@
     chunk key      = HMAC(session secret, transfer secret, transfer id, transcript)  seals the payloads, header as
     associated data
 
-The transcript is a digest of both greetings (see connection): with keys that depend on it, whoever changed a greeting on
+The transcript is a digest of both greetings (see connection): with keys that depend on it, a change of a greeting on
 the way has cut the connection. The nonce of a frame is its number in its direction: under one key no number comes twice, a
 resent chunk takes a new one, and a frame that was replayed, reordered or dropped does not open. ssl sockets for the data
 would cost a CPU second per GB more.
@@ -75,7 +75,7 @@ class Sealing:
 
 
 class Opening:
-    """The reverse of Sealing. Until verify() has returned, nobody vouches for what update() gave."""
+    """The reverse of Sealing. Until verify() has returned, what update() gave is not vouched for."""
 
     __slots__ = ("_number", "_stream")
 

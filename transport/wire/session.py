@@ -1,4 +1,4 @@
-"""Sessions: mutual TLS on a control connection grants a secret, of which data connections derive their keys (see seal).
+"""Sessions: mutual TLS on a control connection grants a secret; data connections derive their keys from it (see seal).
 
 sender                                   receiver
   | TLS 1.3, both certificates ----------->  |   the same port: a TLS record begins with 0x16, a Hello with 0x01

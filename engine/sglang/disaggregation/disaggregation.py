@@ -97,8 +97,8 @@ class PrfaasKVManager(CommonKVManager):  # type: ignore[misc]
             log.warning(notice)
         self._handoffs: dict[int, Sending | Landing] = {}
         self._aux_index: dict[int, int] = {}  # of rooms whose auxiliary data may be written
-        self._aborted: OrderedDict[int, None] = OrderedDict()  # rooms that nobody here has asked for yet
-        self._early: OrderedDict[int, None] = OrderedDict()  # rooms of which there is an offer, and no request yet
+        self._aborted: OrderedDict[int, None] = OrderedDict()  # rooms that were not asked for here yet
+        self._early: OrderedDict[int, None] = OrderedDict()  # rooms with an offer, and no request yet
         self._parts: dict[int, set[str]] = {}  # of a decode's room: what is there already
         self._rooms = threading.RLock()
         self._pages = PageBuffers(pools, get_device().gpu_id)
@@ -200,7 +200,7 @@ class PrfaasKVManager(CommonKVManager):  # type: ignore[misc]
         if reason:
             self.conclude_failure(bootstrap_room=room, failure_reason=reason)
             return
-        with self._rooms:  # while this is held nobody takes the room's auxiliary data from it
+        with self._rooms:  # while this is held the room's auxiliary data is not taken from it
             index = self._aux_index.pop(room, None)
             if index is None:
                 return

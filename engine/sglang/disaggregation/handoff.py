@@ -194,7 +194,7 @@ class Landing(_Handoff):
         self._begin(self._land)
 
     async def _land(self) -> None:
-        digest = secrets.token_bytes(32)  # of no tokens: who has the ticket has it
+        digest = secrets.token_bytes(32)  # of no tokens: the ticket's holder has it
         num_tokens = len(self._pages) * self._agent.layout.block_size
         ticket = await self._reserved(num_tokens, digest)
         loaded = False

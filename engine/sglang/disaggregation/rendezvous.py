@@ -25,7 +25,7 @@ MAX_AUXILIARY_BUFFERS: Final = 64
 
 
 class RendezvousError(ValueError):
-    """Frames that are none of these messages, or broken ones."""
+    """Frames that are no such messages, or broken ones."""
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):

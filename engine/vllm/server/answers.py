@@ -121,7 +121,7 @@ class Outgoing:
         self._send = send
         self._headers = headers
         self._replayed = replayed  # tokens that are still to be spelled again
-        self._has_prompt_ids = has_prompt_ids  # still to come, and nobody's wish
+        self._has_prompt_ids = has_prompt_ids  # still to come, and not asked for
         self.recomputed: list[str] = []  # why, once vLLM has said it
         self._is_stream = False
 

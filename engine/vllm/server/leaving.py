@@ -2,7 +2,7 @@
 
 EngineCore and its workers are spawned. When vLLM has taken down its queues, groups and memory, Python goes on and takes down all
 modules and objects of a process that has imported torch, transformers and vLLM: a second or two each, one process after the
-other, of which nobody has anything. Forked children of multiprocessing never do that (`multiprocessing.popen_fork` ends them by
+other, which is of no use. Forked children of multiprocessing never do that (`multiprocessing.popen_fork` ends them by
 `os._exit`); these do not either.
 """
 

@@ -14,7 +14,7 @@ from typing import Final
 
 log = logging.getLogger(__name__)
 
-GRACE_S: Final = 10.0  # for vLLM to give back its shared memory; nobody reads the answers of what still runs
+GRACE_S: Final = 10.0  # for vLLM to give back its shared memory; the answers of what still runs are not read
 
 
 def end_with_parent(grace_s: float = GRACE_S) -> None:

@@ -1,4 +1,4 @@
-"""Seeds of requests, left alone by samples that nobody reads: those at the end of a prompt's chunk that is not the last.
+"""Seeds of requests, left alone by samples that are not used: those at the end of a prompt's chunk that is not the last.
 
 A GPU's generator is taken back after such a sample; a CPU's cannot be (`internals.mend_seeded_chunks`).
 """
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def without_unread_seeds(sample: Callable[..., T]) -> Callable[..., T]:
-    """`sample` of a model runner, without the generators of requests whose token nobody will read. They are set aside."""
+    """`sample` of a model runner, without the generators of requests whose token will not be used. They are set aside."""
 
     @functools.wraps(sample)
     def sampling(runner: Any, *args: Any, **kwargs: Any) -> T:

@@ -37,7 +37,7 @@ OTHER_HUB: Final = "VLLM_USE_MODELSCOPE"
 
 
 def complaint_about_model(model: str, flags: Sequence[str], environment: Mapping[str, str]) -> str | None:
-    """Why the model of this directory or name cannot be served; None for one that can, or of which nothing is known yet."""
+    """Why the model of this directory or name cannot be served; None for one that can, or that is not known yet."""
     try:
         path = _config_of(model, flags, environment)
     except (OSError, ValueError):  # a name that is no path, a cache in disorder: vLLM says what becomes of it

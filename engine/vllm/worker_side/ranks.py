@@ -63,7 +63,7 @@ class RankServer:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ALL_THERE_TIMEOUT_S):
                     await self._all_there.wait()
-        if job not in self._letting_go:  # else somebody has asked already: all may go on only when it is over
+        if job not in self._letting_go:  # else another rank has asked already: all may go on only when it is over
             waiting = {rank for rank, writer in self._writers.items() if not writer.is_closing()}
             if not waiting:
                 return
@@ -166,7 +166,7 @@ class RankLink:
         finally:
             self._on_lost()
             with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # whoever sends stops
+                self._socket.shutdown(socket.SHUT_RDWR)  # the sender stops
             self._unsent.put(None)
             self._threads[0].join()
             self._socket.close()

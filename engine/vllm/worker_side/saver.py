@@ -101,7 +101,7 @@ class Saver:
             self.give_up(job, f"{type(exc).__name__}: {exc}")
 
     def _forget_the_oldest(self) -> None:
-        """Jobs whose end nobody tells us; but not one whose copy may still announce what it has written."""
+        """Jobs whose end is not reported; but not one whose copy may still announce what it has written."""
         if len(self._given_up) > self._max_given_up:
             late = set(self._late.values())
             del self._given_up[next(job for job in self._given_up if job not in late)]

@@ -2,7 +2,7 @@
 
 Layers are copied on a thread of their own as soon as the operator that fills them returns, while the next layer computes.
 A step waits for its last copies before it ends, so no block that it has freed is ever read; a save that takes too long is
-given up. Loads fill blocks that nobody else may touch and take as many steps as they need; a step with nothing to compute
+given up. Loads fill blocks that nothing else may touch and take as many steps as they need; a step with nothing to compute
 waits a little for one to end. Whatever goes wrong here costs a save or a load, never the model's step.
 """
 
@@ -138,7 +138,7 @@ class WorkerSide:
                     self._grants[pages.job] = Grant(pages, arena)
 
     def _join(self, step: Step) -> None:
-        """Without a link nobody could ask for pages back. Raises OSError."""
+        """Without a link pages could not be asked back. Raises OSError."""
         if not step.socket or self._link is not None:
             return
         link = RankLink(step.socket, self._rank, self.release, self._lost)

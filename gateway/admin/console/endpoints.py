@@ -90,7 +90,7 @@ class Console:
         return _json(msgspec.json.encode({"data": self._switch.set(await self._change(http))}))
 
     async def _change(self, http: web.Request) -> bytes:
-        """What somebody wants changed. Raises ApiError."""
+        """What an operator wants changed. Raises ApiError."""
         self._check_is_meant(http)
         body = await self._receiver.receive(http)
         if len(body) > MAX_CHANGE_BYTES:
@@ -102,7 +102,7 @@ class Console:
 
 
 def check_is_meant(http: web.Request, *, shows_a_key: bool) -> None:
-    """Raises ApiError for a change that a page of somebody else may have a browser ask for.
+    """Raises ApiError for a change that a page of another site may have a browser ask for.
 
     Such a page cannot send JSON, unless a name of its own leads here: then the browser says that name, and no operator's key,
     which it keeps by name.

@@ -18,7 +18,7 @@ log = logging.getLogger("prfaas.gateway.links")
 
 
 class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What somebody wants of a link."""
+    """What an operator wants of a link."""
 
     source: str
     destination: str

@@ -1,4 +1,4 @@
-"""The operators' way to the plan service through the gateway: a page in a browser may speak to nobody else.
+"""The operators' way to the plan service through the gateway: a page in a browser may ask no other server.
 
 GET  /prfaas/plan                                       what the service says of itself, and its last changes
 POST /prfaas/plan {"change": "apply", "version": V}     or rollback, pause, resume; its log names "console"
@@ -21,7 +21,7 @@ ENTRIES: Final = 20
 
 
 class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What somebody wants of the plan service; `version` is of the plan to apply, by default the one proposed."""
+    """What an operator wants of the plan service; `version` is of the plan to apply, by default the one proposed."""
 
     change: Literal["apply", "rollback", "pause", "resume"]
     version: int | None = None

@@ -63,7 +63,7 @@ class Thinking(msgspec.Struct, frozen=True, tag="thinking"):
 
 
 class RedactedThinking(msgspec.Struct, frozen=True, tag="redacted_thinking"):
-    """Thoughts that nobody here can read."""
+    """Thoughts that cannot be read here."""
 
 
 class ToolUse(msgspec.Struct, frozen=True, tag="tool_use"):
@@ -157,7 +157,7 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 # Anthropic's own, for which there is nothing to be done here.
 UNHEARD: Final = frozenset({"service_tier", "inference_geo", "betas", "context_management"})
-REFUSED: Final = ("container", "mcp_servers", "fallbacks")  # somebody would have to do something about them
+REFUSED: Final = ("container", "mcp_servers", "fallbacks")  # they ask for work that is not done here
 
 # A last message of the assistant's is the beginning of the answer, as vLLM's chats are asked for that.
 CONTINUED: Final = {"continue_final_message": True, "add_generation_prompt": False}

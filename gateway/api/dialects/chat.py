@@ -89,7 +89,7 @@ class Usage(msgspec.Struct, frozen=True):
 
     @property
     def written_tokens(self) -> int:
-        """Tokens that were put into a cache for later, where somebody counts them."""
+        """Tokens that were put into a cache for later, if they are counted."""
         return (self.prompt_tokens_details and self.prompt_tokens_details.cache_write_tokens) or 0
 
     @property

@@ -5,7 +5,7 @@
     input: function_call(s)    `tool_calls` of the assistant's message    reasoning items     its `reasoning`
     function_call_output       messages of role "tool"                    tools, tool_choice  functions
 
-What would need a memory, or somebody who runs tools, is refused. Fields that are not of Responses go to the engine as they are.
+What would need a memory, or a runner of tools, is refused. Fields that are not of Responses go to the engine as they are.
 """
 
 from typing import Annotated, Any, Final, Literal
@@ -64,7 +64,7 @@ class FunctionCallOutput(msgspec.Struct, frozen=True, tag="function_call_output"
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, tag="reasoning"):
-    """Thoughts of an earlier turn; encrypted ones nobody here can read."""
+    """Thoughts of an earlier turn; encrypted ones cannot be read here."""
 
     summary: list[Content] = []
     content: list[Content] | None = None
@@ -170,7 +170,7 @@ def to_chat(body: bytes) -> tuple[bytes, bytes]:
 
 
 def _check(asked: ResponsesRequest) -> None:
-    """Raises BadRequest for what nobody here does."""
+    """Raises BadRequest for what is not done here."""
     needs_memory = "this gateway keeps no responses: send the whole conversation as 'input', with 'store': false"
     for name, value in (
         ("previous_response_id", asked.previous_response_id), ("conversation", asked.conversation),

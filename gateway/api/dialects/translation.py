@@ -28,7 +28,7 @@ def call_in(endpoint: Endpoint, body: bytes) -> Call:
 
 
 def telling_of(call: Call, answer_id: str, num_tokens: int, unix_s: int) -> Telling | None:
-    """How an answer to `call` is told; None: as engines say it. `answer_id` is nobody else's, `unix_s` the date."""
+    """How an answer to `call` is told; None: as engines say it. `answer_id` is unique, `unix_s` the date."""
     match call.dialect:
         case Endpoint.MESSAGES:
             return MessagesTelling(answer_id, call.options.model, num_tokens)

@@ -1,4 +1,4 @@
-"""What is no generation: the model list and health for clients, metrics and records for operators."""
+"""Paths without generation: the model list and health for clients, metrics and records for operators."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
@@ -129,7 +129,7 @@ class Pages:
         return json_response({"status": "ok"})
 
     async def _ready(self, http: web.Request) -> web.Response:
-        """Whether a request would be served: health that says up while every chat fails helps nobody."""
+        """Whether a request would be served: a health check that says up while every chat fails would be useless."""
         if self._admission.is_draining:
             raise Unavailable("The gateway is shutting down.", "draining")
         if not self._clusters.is_ready:
@@ -192,7 +192,7 @@ class Pages:
         return web.Response(body=body, headers={"Content-Type": "application/jsonl"})
 
     async def _news(self, seq: int) -> tuple[list[bytes], list[bytes]]:
-        """Records and flows after number `seq`. Whoever asks next for what follows the last of them misses nothing."""
+        """Records and flows after number `seq`. A reader that next asks for what follows the last of them misses nothing."""
         last = self._siblings.last_seq() if self._siblings is not None else 0
         return await self._lines("requests", seq, last), await self._lines("flows", seq, last)
 

@@ -1,4 +1,4 @@
-"""What is asked of a model and is no generation: tokens, their number, and what engines of other kinds answer whole.
+"""Paths that ask a model without generating: tokens, their number, and what other kinds of engines answer whole.
 
 Nothing is routed, there is no KVCache to speak of; but a place among those served is taken. What an engine is given costs its
 tenant tokens: as many as its body may have, then as many as the answer counts.
@@ -67,7 +67,7 @@ class Desk:
         self._documents: dict[tuple[str, ...], bytes] = {}  # by the names in them
 
     async def document(self, http: web.Request) -> web.Response:
-        """The API as an OpenAPI document: for whoever is served with the names of the model, once it is known."""
+        """The API as an OpenAPI document: for served tenants with the names of the model, once it is known."""
         names: tuple[str, ...] = ()
         with suppress(Unauthorised):
             self._tenant_of(http.headers)

@@ -105,7 +105,7 @@ def test_a_bad_value_is_named(tmp_path: Path, change: str, message: str) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", r"a gateway's file has one table, \[gateway\]; there is none"),
+        ("", r"a gateway's file has one table, \[gateway\]; it is missing"),
         ("[node]\nnode_id='x'", "this is a node's file, for `prfaas node`"),
         (
             "[gateway]\ntokenizer_dir='x'\nnodes=[{agent='a:1'}]\ncertificate='c'\nkey='k'\nauthority='a'",

@@ -221,9 +221,7 @@ async def logged(text: str, caplog: pytest.LogCaptureFixture) -> None:
 
 
 @on_loop
-async def test_errors_that_nobody_foresaw_are_counted_and_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_unforeseen_errors_are_counted_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Broken:
         async def convert(self, node: NodeSeen, role: Role, version: int) -> None:
             raise ZeroDivisionError
@@ -238,7 +236,7 @@ async def test_errors_that_nobody_foresaw_are_counted_and_shown(
             while not found.keeper.failures:  # noqa: ASYNC110 nobody tells
                 await asyncio.sleep(0.001)
         assert await command("show", "--url", found.url) == 0
-        assert "errors that nobody foresaw, while converting: 1; they are in the log" in capsys.readouterr().out
+        assert "unforeseen errors, while converting: 1; they are in the log" in capsys.readouterr().out
 
 
 def test_no_service_is_an_error_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:

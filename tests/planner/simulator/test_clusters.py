@@ -101,7 +101,7 @@ def test_what_cannot_be_is_refused(pairs, tmp_path: Path):
         scenario_of(pairs, replace(SETTING, splits={"pd-east": (2, 3)}), Trial())
     with pytest.raises(InputError, match="2 PD clusters; it plans the split of one"):
         simulate(scenario(pairs, controller=ControllerConfig()), from_workload(pairs, 1.0, 10)(0))
-    with pytest.raises(InputError, match="nobody decodes in moon"):
+    with pytest.raises(InputError, match="no node decodes in moon"):
         replace(scenario(pairs), homes={"moon": 1.0})
     file = tmp_path / "site.toml"
     text = (CONFIGS / "pairs.toml").read_text().replace("profiles/", f"{CONFIGS}/profiles/")
