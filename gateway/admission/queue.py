@@ -16,7 +16,9 @@ from planner.decisions.classes import UNPROMISED, ServiceClass
 from planner.decisions.waiting import EVERYBODYS, Drain, Line, Share
 
 ASK_AGAIN_S: Final = 0.25
-HELD_BACK_S: Final = 1.0  # a request refused for its tenant's part yields to others for so long
+HELD_BACK_S: Final = 1.0  # a request refused for its tenant's part yields to others for so long, at least
+HELD_BACK_MOST_S: Final = 30.0  # but until all others in line have been asked for, as long as that takes lately
+ASKS_REMEMBERED: Final = 8
 
 
 class WaitingLine:
@@ -43,6 +45,7 @@ class WaitingLine:
         self._room = room or OwnPlaces()
         self._line: Line[Place] = Line(limit, ageing_s)
         self._freed = asyncio.Event()
+        self._ask_s = 0.0  # from somebody's turn to the refusal for its tenant's part, lately
 
     def __len__(self) -> int:
         return len(self._line)
@@ -84,7 +87,15 @@ class WaitingLine:
     def hold_back(self, place: "Place") -> None:
         """The part of its tenant is full: others are asked for first, who may find room."""
         place.is_held_back = True
-        self._line.hold_back(place.share.flow, self._clock() + HELD_BACK_S)
+        now = self._clock()
+        if place.asked_at < now:
+            self._ask_s += (now - place.asked_at - self._ask_s) / ASKS_REMEMBERED
+            place.asked_at = inf
+        round_s = 2 * self._ask_s * self._line.num_flows
+        self._line.hold_back(place.share.flow, now + min(HELD_BACK_MOST_S, max(HELD_BACK_S, round_s)))
+        first = self._line.first(now)
+        if first is not None and not self._line.is_held_back(first, now):
+            self._freed.set()  # it is asked for at once: a moment each would be long behind many
         self._wake_first()
 
     def join(self, place: "Place") -> None:
@@ -121,6 +132,7 @@ class WaitingLine:
             raise self.refusal(place, self.drain.wait_s(len(self))) from None
         if place.is_displaced:
             raise self.refusal(place, self.drain.wait_s(len(self)))
+        place.asked_at = self._clock()
 
     async def _is_due(self, place: "Place") -> bool:
         """Whether `place`, once it was the first, is so still when room has become free or a moment has gone by.
@@ -195,6 +207,7 @@ class Place:
         self.woken = asyncio.Event()
         self.is_displaced = False
         self.is_held_back = False
+        self.asked_at = inf  # when it had its turn, until it is known what became of that
         self._line = line
         self._has_joined = False
 
@@ -224,3 +237,4 @@ class Place:
         """It has got its room; should that be lost, it joins anew."""
         self._line.served(self)
         self._has_joined = False
+        self.asked_at = inf

@@ -135,6 +135,15 @@ class Line(Generic[Who]):
         if flow in self._flows:
             self._flows[flow].back_until = until
 
+    def is_held_back(self, who: Who, now: float) -> bool:
+        """Whether `who`, of the line, yields to others by now."""
+        return now < self._flows[self._standing[who].flow].back_until
+
+    @property
+    def num_flows(self) -> int:
+        """With somebody in the line, or with turns that others have not had yet."""
+        return len(self._flows)
+
     def first(self, now: float) -> Who | None:
         """Who is to be served next."""
         return min(self._standing, key=lambda who: self._turn(who, now), default=None)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 
 import pytest
 
@@ -324,6 +325,30 @@ async def test_who_is_refused_for_its_tenants_part_lets_others_ask_first() -> No
     async with asyncio.timeout(HELD_BACK_S / 2):
         await client("light")
     assert asked == ["light"] or asked == ["heavy", "light"]
+    for task in heavy:
+        task.cancel()
+    await asyncio.gather(*heavy, return_exceptions=True)
+
+
+@on_loop
+async def test_many_tenants_whose_parts_are_full_keep_none_waiting_that_finds_room() -> None:
+    line, asked = line_of(limit=100), Counter[str]()
+
+    async def in_vain(tenant: str) -> None:
+        with line.place(share=Share(tenant)) as place:
+            while True:
+                await place.wait()
+                asked[tenant] += 1
+                await asyncio.sleep(0.002)
+                place.held_back()
+
+    heavy = [asyncio.create_task(in_vain(f"heavy {number}")) for number in range(40)]
+    await until(lambda: len(line) == 40 and bool(asked))
+    with line.place(share=Share("light")) as place:
+        async with asyncio.timeout(30.0):
+            await place.wait()
+        place.served()
+    assert asked.total() <= 120, "each of them once, and few once more"
     for task in heavy:
         task.cancel()
     await asyncio.gather(*heavy, return_exceptions=True)
