@@ -367,12 +367,14 @@ def _explain(arguments: argparse.Namespace) -> int:
         tenant=arguments.tenant,
         headers=dict(arguments.header),
     )
-    found = ask(Gateway(arguments.url), wish)
-    if arguments.json:
-        print(json.dumps(found))
-    else:
-        show(found, _console())
-    return 0 if found["verdict"]["accepted"] else EXIT_FAILED
+    gateway = Gateway(arguments.url)
+    with gateway.understood():
+        found = ask(gateway, wish)
+        if arguments.json:
+            print(json.dumps(found))
+        else:
+            show(found, _console())
+        return 0 if found["verdict"]["accepted"] else EXIT_FAILED
 
 
 def _top(arguments: argparse.Namespace) -> int:
@@ -380,12 +382,13 @@ def _top(arguments: argparse.Namespace) -> int:
     from prfaas.commands.top import once, watch
 
     gateway, console = Gateway(arguments.url), _console()
-    if arguments.json:
-        print(json.dumps(gateway.get("/prfaas/console")))
-    elif arguments.once or not console.is_terminal:
-        console.print(once(gateway))
-    else:
-        watch(gateway, console, arguments.every)
+    with gateway.understood():
+        if arguments.json:
+            print(json.dumps(gateway.get("/prfaas/console")))
+        elif arguments.once or not console.is_terminal:
+            console.print(once(gateway))
+        else:
+            watch(gateway, console, arguments.every)
     return 0
 
 
@@ -394,10 +397,12 @@ def _flows(arguments: argparse.Namespace) -> int:
     from prfaas.commands.flows import HEADER, Wanted, follow, line
 
     wanted = Wanted(all_of_them=arguments.all, link=arguments.link, kinds=frozenset(arguments.kind))
+    gateway = Gateway(arguments.url)
     if not arguments.json:
         print(HEADER, flush=True)
-    for flow in follow(Gateway(arguments.url), wanted, once=arguments.once):
-        print(json.dumps(flow) if arguments.json else line(flow), flush=True)
+    with gateway.understood():
+        for flow in follow(gateway, wanted, once=arguments.once):
+            print(json.dumps(flow) if arguments.json else line(flow), flush=True)
     return 0
 
 
@@ -415,10 +420,12 @@ def _drain(arguments: argparse.Namespace) -> int:
 
     source, destination = arguments.link
     wanted = {"source": source, "destination": destination, "drained": not arguments.undo}
-    found = Gateway(arguments.url).post("/prfaas/links", json.dumps(wanted).encode())["data"]
-    if arguments.json:
-        print(json.dumps(found))
-    else:
+    gateway = Gateway(arguments.url)
+    with gateway.understood():
+        found = gateway.post("/prfaas/links", json.dumps(wanted).encode())["data"]
+        if arguments.json:
+            print(json.dumps(found))
+            return 0
         for each in found:
             state = "drained" if each["drained"] else "in use" if each["up"] else "down"
             print(f"{each['source']} → {each['destination']}: {state}")
@@ -429,14 +436,15 @@ def _reload(arguments: argparse.Namespace) -> int:
     from prfaas.commands.asking import Gateway
 
     gateway = Gateway(arguments.url)
-    found = (gateway.get("/prfaas/config") if arguments.dry_run else gateway.post("/prfaas/config", b""))["data"]
-    stays = [each["key"] for each in found if each["needs_restart"]]
-    if arguments.json:
-        print(json.dumps(found))
-        return EXIT_NEEDS_RESTART if stays else 0
-    for each in found:
-        note = "  (only a restart changes that)" if each["needs_restart"] else ""
-        print(f"{each['key']}: {each['is_now']} → {each['will_be']}{note}")
+    with gateway.understood():
+        found = (gateway.get("/prfaas/config") if arguments.dry_run else gateway.post("/prfaas/config", b""))["data"]
+        stays = [each["key"] for each in found if each["needs_restart"]]
+        if arguments.json:
+            print(json.dumps(found))
+            return EXIT_NEEDS_RESTART if stays else 0
+        for each in found:
+            note = "  (only a restart changes that)" if each["needs_restart"] else ""
+            print(f"{each['key']}: {each['is_now']} → {each['will_be']}{note}")
     if not found:
         print("nothing differs")
     if stays:

@@ -157,6 +157,7 @@ class Snapshots:
 
     async def taken(self, news: Callable[[int], Awaitable[tuple[list[bytes], list[bytes]]]], since: int) -> bytes:
         """The snapshot as JSON, with the latest requests and flows after number `since`."""
+        since = self._seat.cursor(since)
         records, flows = await news(since)
         return msgspec.json.encode(self._now(records[-MOST_RECORDS:], flows[-MOST_RECORDS:], since))
 

@@ -6,7 +6,6 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -44,8 +43,17 @@ class Alone:
         self.offered = Offered(uuid.uuid4().hex, SampleRing(KEPT), SampleRing(KEPT))
         self.in_flight: Places = OwnPlaces()
         self.waiting: Places = OwnPlaces()
-        self.next_seq: Callable[[], int] = count(1).__next__  # of whatever is kept
         self.drained: Drained = OwnDrained()
+        self._last_seq = 0
+
+    def next_seq(self) -> int:
+        """A number for a record that is kept."""
+        self._last_seq += 1
+        return self._last_seq
+
+    def cursor(self, seq: int) -> int:
+        """What follows number `seq` follows this one: 0 when `seq` was given out before this start, which counts anew."""
+        return seq if seq <= self._last_seq else 0
 
     def allowances(self, clock: Callable[[], float]) -> Allowances:
         """What tenants have taken of their limits."""
@@ -97,6 +105,9 @@ class Seat:
         self.waiting: Places = SharedPlaces(self._board, WAITING)
         self.next_seq: Callable[[], int] = self._board.next_seq
         self.drained: Drained = SharedDrained(directory / DRAINED)
+
+    def cursor(self, seq: int) -> int:
+        return seq if seq <= self._board.last_seq() else 0
 
     def allowances(self, clock: Callable[[], float]) -> Allowances:
         return Allowances(clock, self._directory / ALLOWANCES, workers=self.workers, own=self._number)

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http.client import HTTPException, InvalidURL
 from typing import Any, Final
 from urllib.error import HTTPError, URLError
@@ -39,10 +40,20 @@ class Gateway:
         """What it answers to `body`, which is JSON."""
         return self._json(self._answer(f"{path}{_query(query)}", body, {**headers, "Content-Type": "application/json"}))
 
+    @contextmanager
+    def understood(self) -> Iterator[None]:
+        """Around what reads an answer's fields. Raises AskError when the answer lacks one, or has another type."""
+        try:
+            yield
+        except (KeyError, IndexError, TypeError, AttributeError) as exc:
+            raise AskError(
+                f"{self.url} does not answer as a gateway of this version does: {type(exc).__name__}: {exc}"
+            ) from exc
+
     def _json(self, told: bytes) -> Any:
         try:
             return json.loads(told)
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             raise AskError(f"{self.url} does not answer as a gateway does: {exc}") from exc
 
     def _answer(self, path: str, body: bytes | None = None, headers: Mapping[str, str] = NEVER) -> bytes:
@@ -69,5 +80,5 @@ def _message(exc: HTTPError) -> str:
     """What an error of OpenAI's shape says."""
     try:
         return str(json.loads(exc.read())["error"]["message"])
-    except (ValueError, KeyError, TypeError, OSError, HTTPException):
+    except (ValueError, KeyError, TypeError, OSError, HTTPException, RecursionError):
         return exc.reason

@@ -134,7 +134,8 @@ def _nodes(nodes: Sequence[Mapping[str, Any]], limit: int) -> RenderableType:
     table = _table("node", "cluster", "role", "state", "running", "waiting", "tokens queued", "step", "arena in use")
 
     def need(node: Mapping[str, Any]) -> tuple[int, int, int]:
-        return WORST_FIRST.index(node["state"]), -node["queued_tokens"], -node["running"]
+        state = node["state"] if node["state"] in WORST_FIRST else "unknown"  # a newer gateway may know more of them
+        return WORST_FIRST.index(state), -node["queued_tokens"], -node["running"]
 
     for node in sorted(nodes, key=need)[:limit]:
         total, unused = node["pages_total"], node["pages_free"] + node["pages_evictable"]

@@ -48,14 +48,17 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             said = file.read(MAX_FILE_BYTES + 1)  # not what it says it has: a pipe or a device says nothing
-        if len(said) > MAX_FILE_BYTES:
-            raise SettingsError(f"longer than {MAX_FILE_BYTES} bytes, which no settings file is")
-        return tomllib.loads(said.decode("utf-8"))
     except FileNotFoundError as exc:
         raise SettingsError("no such file") from exc
     except OSError as exc:
         raise SettingsError(exc.strerror or str(exc)) from exc
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+    if len(said) > MAX_FILE_BYTES:
+        raise SettingsError(f"longer than {MAX_FILE_BYTES} bytes, which no settings file is")
+    try:
+        return tomllib.loads(said.decode("utf-8"))
+    except RecursionError as exc:
+        raise SettingsError("not valid TOML: nested too deeply") from exc
+    except ValueError as exc:  # also of text that is no UTF-8, and of integers of thousands of digits
         raise SettingsError(f"not valid TOML: {exc}") from exc
 
 

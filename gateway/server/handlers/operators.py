@@ -176,7 +176,7 @@ class Pages:
         """Finished requests as JSON lines: those after `?since=SEQ`, those with `?id=ID`."""
         since, wanted = _sequence(http, "since"), http.query.get("id")
         last = self._siblings.last_seq() if self._siblings is not None else 0
-        lines = await self._lines("requests", since, last)
+        lines = await self._lines("requests", self._seat.cursor(since), last)
         if wanted is not None:
             lines = [line for line in lines if _ID.decode(line).id == wanted]
         return web.Response(
@@ -194,6 +194,7 @@ class Pages:
     async def _news(self, seq: int) -> tuple[list[bytes], list[bytes]]:
         """Records and flows after number `seq`. A reader that next asks for what follows the last of them misses nothing."""
         last = self._siblings.last_seq() if self._siblings is not None else 0
+        seq = self._seat.cursor(seq)
         return await self._lines("requests", seq, last), await self._lines("flows", seq, last)
 
     async def _lines(self, what: str, seq: int, last: int) -> list[bytes]:

@@ -98,6 +98,18 @@ async def test_a_snapshot_has_what_the_views_show() -> None:
 
 
 @on_loop
+async def test_who_has_seen_more_than_a_gateway_that_was_started_again_hears_of_all_that_it_served() -> None:
+    async with world(remote=1, local=1, decode=1) as w:
+        assert (await w.complete(LONG)).status == 200
+        await w.idle()
+        found = await snapshot(w, since=7)  # a number from before the restart
+        assert ([record["seq"] for record in found["requests"]], found["last_seq"]) == ([1], 1)
+        for page in ("requests", "flows"):
+            async with w.http.get(f"/prfaas/{page}?since=7") as answer:
+                assert [json.loads(line)["seq"] for line in (await answer.text()).splitlines()] == [1]
+
+
+@on_loop
 async def test_a_busy_link_and_then_its_failure_show() -> None:
     async with world(decode=1) as w:
         (remote,) = w.nodes.remote

@@ -300,6 +300,7 @@ async def test_any_worker_answers_for_all(tmp_path: Path) -> None:
             records = await records_after(http, 0)
             assert [record["seq"] for record in records] == [1, 2, 3, 4, 5, 6]
             assert [record["seq"] for record in await records_after(http, 4)] == [5, 6]
+            assert len(await records_after(http, 7)) == 6  # a number of an earlier start
             async with http.get("/prfaas/requests", params={"id": records[2]["id"]}) as answer:
                 assert [json.loads(line)["seq"] for line in (await answer.text()).splitlines()] == [3]
             async with http.get("/prfaas/console", params={"since": 4}) as answer:

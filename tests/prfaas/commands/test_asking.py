@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -15,23 +16,35 @@ from tests.gateway.worlds import on_loop, world
 class Page(BaseHTTPRequestHandler):
     """What a server answers that knows a page for every path."""
 
+    says = b"<html>Welcome!</html>"
+
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(b"<html>Welcome!</html>")
+        self.wfile.write(self.says)
+
+    do_POST = do_GET
 
     def log_message(self, format: str, *args: object) -> None:
         pass
 
 
-@pytest.fixture(scope="module")
-def page() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), Page) as server:
+@contextmanager
+def serving(page: type[Page]) -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), page) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[str]:
+    with serving(Page) as url:
+        yield url
 
 
 COMMANDS = (["top", "--once"], ["flows", "--once"], ["reload", "--dry-run"])
@@ -50,6 +63,21 @@ def test_who_answers_with_pages_is_no_gateway(
 ) -> None:
     assert main([*command, "-u", page]) == 1
     assert f"{page} does not answer as a gateway does" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "says", [b"{}", b"[]", b"null", b"[{}]", b'{"data": 3}', b'{"data": [{}]}', b'{"verdict": {}}', b"[" * 100_000]
+)
+def test_who_answers_with_json_of_another_shape_is_no_gateway(says: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    class Json(Page):
+        pass
+
+    Json.says = says
+    asking = (*COMMANDS, ["reload"], ["explain", "--tokens", "3"], ["explain", "--prompt", "x", "--model", "m"])
+    with serving(Json) as url:
+        for command in (*asking, ["drain", "east:west"]):
+            assert main([*command, "-u", url]) == 1
+            assert f"{url} does not answer as a gateway" in capsys.readouterr().err
 
 
 def test_a_link_has_two_ends(capsys: pytest.CaptureFixture[str]) -> None:

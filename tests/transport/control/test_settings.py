@@ -121,7 +121,8 @@ def test_the_file_is_named_and_the_error_is_the_callers(tmp_path: Path) -> None:
         pass
 
     path = tmp_path / "house.toml"
-    for text, says in [(None, "no such file"), ("[house", "not valid TOML: "), ("a = '\x00'", "not valid TOML: ")]:
+    invalid = ["[house", "a = '\x00'", "a = " + "[" * 5000 + "]" * 5000, "a = " + "9" * 5000]
+    for text, says in [(None, "no such file"), *((each, "not valid TOML: ") for each in invalid)]:
         if text is not None:
             path.write_text(text)
         with pytest.raises(OwnError, match=f"^{path}: {says}"), in_file(path, OwnError):
